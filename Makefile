@@ -1,0 +1,51 @@
+# Two commands matter: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TYPED := $(VENV)/typed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test examples lint types format tables clean
+
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+install: $(READY) ## create .venv and install specgraph with its tools
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specgraph needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: install ## decode real questions with the shipped small models, with and without speculation
+	$(BIN)/python examples/demo.py
+
+test: install ## run every test this machine can run
+	$(BIN)/python -m pytest
+
+examples: install ## run the examples
+	for file in quickstart batch_with_draft_model own_pass read_a_dump; do $(BIN)/python examples/$$file.py || exit 1; done
+
+lint: install ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install ## apply style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install ## check types on an installed copy
+	rm -rf $(TYPED) build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+	rm -rf build
+	cd $(TYPED) && MYPYPATH=. ../bin/mypy --config-file ../../setup.cfg --python-executable ../bin/python -p specgraph
+
+tables: install ## measure the acceptance tables of the model card again (about 15 minutes)
+	$(BIN)/python examples/acceptance.py
+
+clean: ## remove what `make` made
+	rm -rf $(VENV) build graphs *.egg-info .pytest_cache .mypy_cache .ruff_cache
