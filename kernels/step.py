@@ -1,0 +1,197 @@
+"""The small tensor functions that step graphs are written in: positions, slots, row selection, state updates.
+
+Shapes use ``B`` sequences, ``T`` rows per sequence in this call and ``K`` drafts. All ids, positions and counts are
+int64. A function whose name ends in an underscore writes arguments in place; :data:`FINAL_WRITES` names those that
+nothing may read later in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.kernels.attention import PADDING_SLOT
+from specgraph.kernels.sample import sample_draft
+
+FINAL_WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
+
+
+def writes(*final: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Mark a function that writes in place, which keeps dead-code elimination from dropping it.
+
+    ``final`` names the parameters that hold the next step's values from then on.
+    """
+
+    def declare(function: Callable[..., object]) -> Callable[..., object]:
+        FINAL_WRITES[function] = final
+        fx.node.has_side_effect(function)
+        return function
+
+    return declare
+
+
+def row_positions(start: Tensor, rows: Tensor) -> Tensor:
+    """Absolute positions ``[B, T]`` of the rows of ``rows`` ``[B, T]``, the first one at ``start`` ``[B]``."""
+    return start.unsqueeze(1) + torch.arange(rows.shape[1], device=start.device)
+
+
+def row_slots(
+    positions: Tensor, num_rows: Tensor, block_table: Tensor, max_length: Tensor, *, block_size: int
+) -> Tensor:
+    """Cache slots ``[B, T]`` of rows at ``positions`` ``[B, T]``.
+
+    Only the first ``num_rows`` ``[B]`` rows are real. They get ``block * block_size + offset`` through ``block_table``
+    ``[B, M]``; other rows, and rows at or past ``max_length`` ``[B]``, get ``PADDING_SLOT``.
+    """
+    page = (positions // block_size).clamp(0, block_table.shape[1] - 1)
+    block = block_table.gather(1, page)
+    row = torch.arange(positions.shape[1], device=positions.device)
+    real = (row < num_rows.unsqueeze(1)) & (positions < max_length.unsqueeze(1)) & (block >= 0)
+    return torch.where(real, block * block_size + positions % block_size, PADDING_SLOT)
+
+
+def needed_rows(hidden: Tensor, num_forced: Tensor, count: int) -> Tensor:
+    """The rows of ``hidden`` ``[B, T, H]`` whose next token is unknown: ``[B, min(T, count), H]``.
+
+    They begin after the ``num_forced`` ``[B]`` rows whose next token is given (or earlier, at the end of the block), so
+    a prompt chunk runs the vocabulary projection for a few rows only. ``verify`` knows this alignment.
+    """
+    rows = min(hidden.shape[1], count)
+    first = num_forced.clamp(max=hidden.shape[1] - rows)
+    index = first.unsqueeze(1) + torch.arange(rows, device=hidden.device)
+    return hidden.gather(1, index.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+
+
+def take_row(values: Tensor, index: Tensor) -> Tensor:
+    """Row ``min(index, T - 1)`` of ``values`` ``[B, T, H]`` for each sequence: ``[B, 1, H]``."""
+    index = index.clamp(0, values.shape[1] - 1).view(-1, 1, 1)
+    return values.gather(1, index.expand(-1, 1, values.shape[2]))
+
+
+def draft_tokens(window: Tensor) -> Tensor:
+    """The tokens of ``window`` ``[B, T]`` that follow the last accepted one: ``[B, T - 1]``."""
+    return window[:, 1:]
+
+
+def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
+    """Which sequences have a NaN among the logits ``[B, R, V]`` of their real, unforced rows: bool ``[B]``.
+
+    ``window`` ``[B, T]`` gives the number of rows ``T`` of the whole block, which places the ``R`` rows in it.
+    """
+    rows = logits.shape[1]
+    first = num_forced.clamp(max=window.shape[1] - rows)
+    row = first.unsqueeze(1) + torch.arange(rows, device=logits.device)
+    real = (row < num_rows.unsqueeze(1)) & (row >= num_forced.unsqueeze(1))
+    return (logits.isnan().any(-1) & real).any(-1)
+
+
+def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
+    """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
+
+    ``eos_ids`` ``[E]`` is padded with -1. Forced tokens are the prompt's: an EOS among them ends nothing.
+    """
+    row = torch.arange(emitted.shape[1], device=emitted.device)
+    ends = torch.isin(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
+    after = ends.long().cumsum(1) - ends.long()
+    return emitted.masked_fill(after > 0, -1)
+
+
+def count_emitted(emitted: Tensor) -> Tensor:
+    """Number of tokens each sequence emits, ``[B]``."""
+    return (emitted >= 0).sum(1)
+
+
+def draft_inputs(window: Tensor, emitted: Tensor, *, vocab_size: int) -> Tensor:
+    """What an unshifted drafter runs: the row's first token and all emitted ones, ``[B, T + 1]``.
+
+    Padding is clamped into the draft's vocabulary; its rows are not real.
+    """
+    return torch.cat([window[:, :1], emitted], dim=1).clamp(0, vocab_size - 1)
+
+
+def catch_up_rows(num_emitted: Tensor) -> Tensor:
+    """How many of the ``draft_inputs`` rows are real, ``[B]``: one more than were emitted, none if inactive."""
+    return torch.where(num_emitted > 0, num_emitted + 1, 0)
+
+
+def chain_positions(start: Tensor, num_emitted: Tensor, offset: int) -> Tensor:
+    """Position ``[B, 1]`` of the ``offset``-th draft after the last accepted token."""
+    return (start + num_emitted + offset).unsqueeze(1)
+
+
+def history_length(start: Tensor, num_emitted: Tensor) -> Tensor:
+    """Number of accepted tokens ``[B]``: the last one sits at ``start + num_emitted``."""
+    return start + num_emitted + 1
+
+
+@writes()
+def record_tokens_(history: Tensor, tokens: Tensor, positions: Tensor, num_rows: Tensor) -> None:
+    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history`` ``[B, S]``."""
+    row = torch.arange(tokens.shape[1], device=tokens.device)
+    real = (row < num_rows.unsqueeze(1)) & (positions < history.shape[1])
+    batch = torch.arange(history.shape[0], device=tokens.device).unsqueeze(1).expand_as(tokens)
+    history[batch[real], positions[real]] = tokens[real]
+
+
+@writes("draft_logits")
+def propose_(
+    draft_logits: Tensor | None,
+    logits: Tensor,
+    start: Tensor,
+    num_emitted: Tensor,
+    temperature: Tensor,
+    seeds: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    *,
+    row: int,
+    rule: str,
+    target_vocab_size: int,
+) -> Tensor:
+    """Draw draft ``row`` of the next step, ``[B, 1]``, from ``logits`` ``[B, 1, Vd]``.
+
+    The values it was drawn from are stored in ``draft_logits[:, row]`` for rules that need them; ``draft_logits`` is
+    ``[B, K, Vd]`` or None. Sequences that emitted nothing keep theirs.
+    """
+    key = start + num_emitted + 1
+    token, processed = sample_draft(
+        logits, temperature, seeds, key, top_k, top_p, min_p, row=row, rule=rule, target_vocab_size=target_vocab_size
+    )
+    if draft_logits is not None:
+        active = (num_emitted > 0).unsqueeze(1)
+        draft_logits[:, row] = torch.where(active, processed[:, 0].to(draft_logits.dtype), draft_logits[:, row])
+    return token
+
+
+@writes("next_window", "start", "num_rows", "num_forced")
+def advance_(
+    next_window: Tensor,
+    start: Tensor,
+    num_rows: Tensor,
+    num_forced: Tensor,
+    emitted: Tensor,
+    num_emitted: Tensor,
+    drafts: list[Tensor],
+    max_length: Tensor,
+    eos_ids: Tensor,
+) -> None:
+    """Move every active sequence to its new last token and lay out the next window.
+
+    ``next_window`` ``[B, K + 1]`` becomes the last accepted token and the drafts (``[B, k]`` each, K in all, -1 where
+    there is none); ``num_rows`` becomes the number of its real rows, capped so that no token lands at ``max_length`` or
+    beyond, and 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
+    """
+    active = num_emitted > 0
+    last = emitted.gather(1, (num_emitted - 1).clamp_min(0).unsqueeze(1))
+    end = start + num_emitted
+    ended = (num_emitted > num_forced) & torch.isin(last[:, 0], eos_ids)
+    window = torch.cat([last, *drafts], dim=1)
+    proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
+    rows = torch.minimum(proposed + 1, max_length - 1 - end).clamp_min(0)
+    next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), next_window))
+    num_rows.copy_(torch.where(active & ~ended, rows, 0))
+    start.copy_(torch.where(active, end, start))
+    num_forced.zero_()

@@ -1,0 +1,402 @@
+"""Plays accept and reject histories against a compiled step, records what it did, and plants bugs in it.
+
+``forced_run`` drives the stage after ``insert_draft``, where emitted tokens are inputs, with random histories;
+``real_run`` drives a whole decoder with its own verification. Both record the same things, so that the same detectors
+(see ``tests/test_draft_model.py``) judge both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from specgraph import SpeculativeDecoder
+from specgraph.kernels import attention, step
+from specgraph.passes.base import Pass, PassResult
+from specgraph.program import Program
+from specgraph.requests import Request, Sampling
+from specgraph.state import Prefill, State, allocate, new_state
+
+GUARD_BLOCKS = 2
+"""Blocks of a forced run's cache that no sequence owns."""
+UNWRITTEN = 5
+"""What a forced run's history holds where nothing was recorded: a token like any other, which must not be found."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sampling options of the three sequences; one greedy, two drawn, so that every test mixes them."""
+
+    temperature: tuple[float, ...] = (0.0, 0.8, 1.3)
+    top_k: tuple[int, ...] = (0, 0, 20)
+    seeds: tuple[int, ...] = (11, -5, (1 << 40) + 3)
+
+    def fill(self, state: State, rows: Sequence[int]) -> None:
+        """Write the options of sequences ``rows`` into a state."""
+        for name in ("temperature", "top_k", "seeds"):
+            if name in state:
+                values = [getattr(self, name)[row] for row in rows]
+                state[name].copy_(torch.tensor(values, dtype=state[name].dtype))
+
+
+@dataclass
+class Step:
+    """One run of the step graph and what followed from it.
+
+    ``start`` and ``num_rows`` are those it ran with; ``accepted``, ``drafts`` (``[B, K]``), ``draft_logits``,
+    ``caches`` (the draft's) and ``history`` (n-gram's) those it left. ``slots`` are the slots ``[B, T]`` of every cache
+    write, in order, by owner.
+    """
+
+    width: int
+    start: list[int]
+    num_rows: list[int]
+    num_emitted: list[int]
+    accepted: list[list[int]]
+    drafts: Tensor
+    draft_logits: Tensor | None
+    caches: tuple[Tensor, ...]
+    history: Tensor | None
+    slots: dict[str, list[Tensor]]
+
+
+@dataclass
+class Run:
+    """A recorded run: the program of the stage after drafting, where every sequence may end, and the steps."""
+
+    program: Program
+    limits: list[int]
+    block_table: Tensor
+    options: Options
+    steps: list[Step] = field(default_factory=list)
+    accept_counts: list[int] = field(default_factory=list)
+    """Accepted drafts of every decoding step and sequence."""
+    state: State = field(default_factory=dict)
+
+    @functools.cached_property
+    def module(self) -> torch.nn.Module:
+        """The program's step graph, ready to be called."""
+        return self.program.step()
+
+    @property
+    def k(self) -> int:
+        """Drafts per step."""
+        return self.program.drafter.num_speculative_tokens
+
+    def usable(self, row: int, accepted: int) -> int:
+        """How many drafts a sequence with so many accepted tokens can use: one more token must fit behind them."""
+        return max(0, min(self.k, self.limits[row] - 1 - accepted))
+
+
+@contextlib.contextmanager
+def slot_spy(state: State) -> Iterator[dict[str, list[Tensor]]]:
+    """Record the slots of every cache write: under ``target``, ``draft``, or ``other``."""
+    seen: dict[str, list[Tensor]] = {"target": [], "draft": [], "other": []}
+    owners = {cache.data_ptr(): name for name in ("target", "draft") for cache in state.get(f"{name}_caches", ())}
+    original = attention.write_cache
+
+    def record(cache: Tensor, values: Tensor, slots: Tensor) -> None:
+        seen[owners.get(cache.data_ptr(), "other")].append(slots.clone())
+        original(cache, values, slots)
+
+    with mock.patch.object(attention, "write_cache", record):
+        yield seen
+
+
+def scattered_table(blocks: Sequence[int], seed: int, guard: int = 0) -> Tensor:
+    """A block table whose sequences own random, interleaved blocks; padded with -1."""
+    order = torch.randperm(sum(blocks) + guard, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(blocks), max(blocks)), -1)
+    for row, count in enumerate(blocks):
+        table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+    return table
+
+
+def blank_state(program: Program, limits: Sequence[int], seed: int, guard: int = GUARD_BLOCKS) -> State:
+    """State for sequences of up to ``limits`` tokens in scattered blocks."""
+    size: int = program.options["block_size"]
+    blocks = [-(-limit // size) for limit in limits]
+    sizes = {"B": len(limits), "T": 1, "M": max(blocks), "N": sum(blocks) + guard, "S": max(limits), "E": 1}
+    state = allocate(program, sizes, torch.device("cpu"))
+    state["block_table"].copy_(scattered_table(blocks, seed, guard))
+    state["max_length"].copy_(torch.tensor(limits))
+    if "history" in state:
+        state["history"].fill_(UNWRITTEN)
+    return state
+
+
+@dataclass
+class Move:
+    """What one sequence does in a step: the rows of its window, how many are real, and what it emits."""
+
+    window: list[int] = field(default_factory=lambda: [0])
+    num_rows: int = 0
+    emitted: list[int] = field(default_factory=list)
+
+
+class History:
+    """Random accept and reject decisions: how prompts are cut, who pauses, how many drafts are taken, what follows."""
+
+    def __init__(self, prompts: Sequence[Tensor], limits: Sequence[int], seed: int, alphabet: int) -> None:
+        self._random = random.Random(seed)
+        self._alphabet = alphabet
+        # What follows a prompt is given as well: it is the first token that a target would have drawn.
+        self._known = [[*prompt.tolist(), self._random.randrange(alphabet)] for prompt in prompts]
+        self._limits = limits
+        self.accepted = [known[:1] for known in self._known]
+        self.accept_counts: list[int] = []
+
+    def move(self, row: int, drafts: list[int]) -> Move:
+        """The next move of a sequence whose current drafts (-1: none) are given."""
+        room = self._limits[row] - len(self.accepted[row])
+        if room == 0 or self._random.random() < 0.15:
+            return Move()
+        pending = self._known[row][len(self.accepted[row]) :]
+        return self._prefill(row, pending) if pending else self._decode(row, drafts, room)
+
+    def _prefill(self, row: int, pending: list[int]) -> Move:
+        count = self._random.randint(1, len(pending))
+        emitted = pending[:count]
+        shown = pending[:count] if count < len(pending) else pending[:-1]
+        return Move([self.accepted[row][-1], *shown], count, emitted)
+
+    def _decode(self, row: int, drafts: list[int], room: int) -> Move:
+        proposed = drafts.index(-1) if -1 in drafts else len(drafts)
+        most = min(proposed, room - 1)
+        taken = self._random.choice([0, most, self._random.randint(0, most)])
+        rejected = drafts[taken] if taken < proposed else None
+        following = self._random.choice([t for t in range(self._alphabet) if t != rejected])
+        self.accept_counts.append(taken)
+        window = [self.accepted[row][-1], *(max(0, d) for d in drafts)]
+        return Move(window, most + 1, [*drafts[:taken], following])
+
+
+def _rectangle(rows: Sequence[Sequence[int]], width: int, fill: int) -> Tensor:
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
+
+
+def forced_run(
+    program: Program, prompts: Sequence[Tensor], limits: Sequence[int], *, seed: int, steps: int = 14,
+    alphabet: int = 101, poison: bool = False, options: Options | None = None,
+) -> Run:  # fmt: skip
+    """Play a random history against the stage after ``insert_draft``.
+
+    With ``poison``, every draft cache row that holds no accepted token is NaN before each step.
+    """
+    options = options or Options()
+    history = History(prompts, limits, seed, alphabet)
+    state = blank_state(program, limits, seed)
+    options.fill(state, range(len(prompts)))
+    run = Run(program, list(limits), state["block_table"], options, state=state)
+    drafts = torch.full((len(prompts), run.k), -1)
+    for _ in range(steps):
+        moves = [history.move(row, drafts[row].tolist()) for row in range(len(prompts))]
+        if poison:
+            _poison(run, history.accepted)
+        outputs, ran, seen = _call(run.module, state, moves, history.accepted)
+        for row, move in enumerate(moves):
+            history.accepted[row] = history.accepted[row] + move.emitted
+        active = torch.tensor([bool(move.emitted) for move in moves]).unsqueeze(1)
+        drafts = torch.where(active, torch.cat(outputs[1:], dim=1), drafts)
+        run.steps.append(_record(state, ran, history.accepted, drafts, seen))
+    run.accept_counts = history.accept_counts
+    return run
+
+
+Ran = tuple[int, list[int], list[int], list[int]]
+
+
+def _call(
+    module: torch.nn.Module, state: State, moves: Sequence[Move], accepted: Sequence[Sequence[int]]
+) -> tuple[tuple[Tensor, ...], Ran, dict[str, list[Tensor]]]:
+    """One step with the given moves."""
+    width = max(len(move.window) for move in moves) + (sum(len(m.emitted) for m in moves) % 2)
+    ran = (width, [len(a) - 1 for a in accepted], [m.num_rows for m in moves], [len(m.emitted) for m in moves])
+    state["start"].copy_(torch.tensor(ran[1]))
+    state["num_rows"].copy_(torch.tensor(ran[2]))
+    state["num_emitted"].copy_(torch.tensor(ran[3]))
+    given = {**state, "emitted": _rectangle([m.emitted for m in moves], width, -1)}
+    with torch.no_grad(), slot_spy(state) as seen:
+        outputs = module(window=_rectangle([m.window for m in moves], width, 0), **given)
+    return outputs, ran, seen
+
+
+def _record(
+    state: State, ran: Ran, accepted: Sequence[list[int]], drafts: Tensor, seen: dict[str, list[Tensor]]
+) -> Step:
+    logits = state["draft_logits"].clone() if "draft_logits" in state else None
+    caches = tuple(cache.clone() for cache in state.get("draft_caches", ()))
+    history = state["history"].clone() if "history" in state else None
+    return Step(*ran, [list(a) for a in accepted], drafts.clone(), logits, caches, history, seen)
+
+
+def _poison(run: Run, accepted: Sequence[Sequence[int]]) -> None:
+    owned = [slot for row, tokens in enumerate(accepted) for slot in slots_of(run, row, range(len(tokens)))]
+    for cache in run.state["draft_caches"]:
+        rows = cache.flatten(0, 1)
+        keep = rows[owned].clone()
+        rows.fill_(torch.nan)
+        rows[owned] = keep
+
+
+def slots_of(run: Run, row: int, positions: Sequence[int]) -> list[int]:
+    """The cache slots of a sequence's positions, computed without the product's functions."""
+    size: int = run.program.options["block_size"]
+    table = run.block_table[row].tolist()
+    return [table[p // size] * size + p % size for p in positions]
+
+
+def fresh_start(run: Run, row: int, tokens: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """One sequence alone in a new state, all accepted tokens in one call.
+
+    Returns the draft's caches at the tokens' positions, its drafts ``[K]`` and its ``draft_logits`` ``[K, V]``.
+    """
+    limits = [run.limits[row]]
+    state = blank_state(run.program, limits, seed=0, guard=0)
+    run.options.fill(state, [row])
+    other = Run(run.program, limits, state["block_table"], run.options)
+    move = Move([*tokens[:-1], 0], len(tokens) - 1, list(tokens[1:]))
+    outputs, _, _ = _call(run.module, state, [move], [tokens[:1]])
+    rows = slots_of(other, 0, range(len(tokens)))
+    caches = [cache.flatten(0, 1)[rows] for cache in state.get("draft_caches", ())]
+    logits = state["draft_logits"][0] if "draft_logits" in state else None
+    return caches, torch.cat(outputs[1:], dim=1)[0], logits
+
+
+def real_run(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], limits: Sequence[int], *, eos_ids: Sequence[int] = (),
+    options: Options | None = None,
+) -> Run:  # fmt: skip
+    """Decode with the last stage, its own verification included, and record every step."""
+    options = options or Options()
+    rows = len(prompts)
+    sampling = Sampling([*options.temperature[:rows]], [*options.top_k[:rows]], [1.0] * rows, [0.0] * rows,
+                        [*options.seeds[:rows]])  # fmt: skip
+    request = Request(list(prompts), [0] * rows, list(limits), sampling, list(eos_ids), 0, "none")
+    program = list(decoder.stages.values())[-1]
+    state = new_state(program, request, torch.device("cpu"))
+    blocks = (state["block_table"] >= 0).sum(1).tolist()
+    state["block_table"].copy_(scattered_table(blocks, seed=1))
+    run = Run(drafting_stage(decoder), list(limits), state["block_table"], options, state=state)
+    _decode(run, program.step(), Prefill(request, decoder.config.cache.prefill_chunk), prompts)
+    return run
+
+
+def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequence[Tensor]) -> None:
+    state, accepted = run.state, [prompt[:1].tolist() for prompt in prompts]
+    while prefill.pending() or bool(state["num_rows"].any()):
+        pending = prefill.pending()
+        window = prefill.window(state)[0] if pending else state["next_window"].clone()
+        start, num_rows = state["start"].tolist(), state["num_rows"].tolist()
+        with torch.no_grad(), slot_spy(state) as seen:
+            emitted, num_emitted = module(window=window, **state)[:2]
+        counts = num_emitted.tolist()
+        accepted = [a + e[:n] for a, e, n in zip(accepted, emitted.tolist(), counts, strict=True)]
+        run.accept_counts += [n - 1 for row, n in enumerate(counts) if n and row not in pending]
+        ran = (window.shape[1], start, num_rows, counts)
+        run.steps.append(_record(state, ran, accepted, state["next_window"][:, 1:], seen))
+
+
+def drafting_stage(decoder: SpeculativeDecoder) -> Program:
+    """The stage before ``insert_verify``, with a planted bug if there is one."""
+    return decoder.stages.get("plant_bug", decoder.stages["insert_draft"])
+
+
+# Planted bugs
+
+
+def _replace(program: Program, right: Callable[..., Any], wrong: Callable[..., Any]) -> int:
+    """Call ``wrong`` wherever the step or a draft module calls ``right``."""
+    count = 0
+    for module in (None, program.modules["draft"]):
+        graph = program.graph if module is None else module.graph
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is right:
+                node.target, count = wrong, count + 1
+        if module is not None:
+            module.recompile()
+    return count
+
+
+def _late_noise(draft_logits: Tensor | None, logits: Tensor, start: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return step.propose_(draft_logits, logits, start + 1, *rest, **options)  # type: ignore[return-value]
+
+
+def _raw_logits_kept(
+    draft_logits: Tensor, logits: Tensor, start: Tensor, num_emitted: Tensor, *rest: Any, row: int, **options: Any
+) -> Tensor:
+    token = step.propose_(draft_logits, logits, start, num_emitted, *rest, row=row, **options)
+    active = (num_emitted > 0).unsqueeze(1)
+    draft_logits[:, row] = torch.where(active, logits[:, 0], draft_logits[:, row])
+    return token  # type: ignore[return-value]
+
+
+def _late_position(start: Tensor, num_emitted: Tensor, offset: int) -> Tensor:
+    return step.chain_positions(start, num_emitted, offset + 1)
+
+
+def _last_row_skipped(num_emitted: Tensor) -> Tensor:
+    return num_emitted.clone()
+
+
+def _rejected_rows_too(num_emitted: Tensor) -> Tensor:
+    return torch.where(num_emitted > 0, 1 << 20, 0)
+
+
+def _inactive_rows_too(num_emitted: Tensor) -> Tensor:
+    return num_emitted + 1
+
+
+def _window_instead(window: Tensor, emitted: Tensor, *, vocab_size: int) -> Tensor:
+    return torch.cat([window, emitted[:, -1:]], dim=1).clamp(0, vocab_size - 1)
+
+
+def _row_before(values: Tensor, index: Tensor) -> Tensor:
+    return step.take_row(values, index - 1)
+
+
+def _chain_not_written(program: Program) -> int:
+    """No rows in the chained calls."""
+    chained = program.with_role("draft")[1:]
+    for node in chained:
+        with program.graph.inserting_before(node):
+            none = program.graph.call_function(torch.zeros_like, (program.input("num_emitted"),))
+        node.kwargs = {**node.kwargs, "num_rows": none}
+    return len(chained)
+
+
+BUGS: dict[str, Callable[[Program], int]] = {
+    "noise off by one position": lambda p: _replace(p, step.propose_, _late_noise),
+    "chained position off by one": lambda p: _replace(p, step.chain_positions, _late_position),
+    "catch-up skips the last row": lambda p: _replace(p, step.catch_up_rows, _last_row_skipped),
+    "chained rows not written": _chain_not_written,
+    "rejected rows written": lambda p: _replace(p, step.catch_up_rows, _rejected_rows_too),
+    "inactive rows written": lambda p: _replace(p, step.catch_up_rows, _inactive_rows_too),
+    "window instead of emitted": lambda p: _replace(p, step.draft_inputs, _window_instead),
+    "proposals from the row before": lambda p: _replace(p, step.take_row, _row_before),
+    "raw logits kept": lambda p: _replace(p, step.propose_, _raw_logits_kept),
+}
+
+
+@dataclass(frozen=True)
+class PlantBug(Pass):
+    """Breaks the drafter on purpose. Options: ``bug``, a key of :data:`BUGS`."""
+
+    bug: str = ""
+
+    name: ClassVar[str] = "plant_bug"
+    requires: ClassVar[frozenset[str]] = frozenset({"draft"})
+
+    def apply(self, program: Program) -> PassResult:
+        """A bug that finds nothing to break is an error of the test."""
+        matches = BUGS[self.bug](program)
+        assert matches > 0, f"nothing to plant {self.bug!r} in"
+        return PassResult(matches)
