@@ -1,0 +1,40 @@
+"""Puts a traced target and a drafter together as the first program: tokens in, logits out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from specgraph.drafters.base import Drafter
+from specgraph.kernels.step import row_positions
+from specgraph.pipeline import mark_provenance
+from specgraph.program import Buffer, ModelInfo, Program
+from specgraph.tracing import TracedModel
+
+
+def model_info(traced: TracedModel) -> ModelInfo:
+    """What passes may know of a traced model."""
+    return ModelInfo(traced.name, traced.vocab_size, traced.num_layers, traced.hidden_size, traced.dtype,
+                     traced.device, traced.max_positions)  # fmt: skip
+
+
+def first_program(target: TracedModel, drafter: Drafter, draft: TracedModel | None) -> Program:
+    """The stage ``trace``: one row block through the target, no cache, no drafts.
+
+    ``window`` is int64 ``[B, T]``, ``start`` ``[B]`` the position of its first token; the step returns the logits
+    ``[B, T, V]``.
+    """
+    modules = {"target": target.body, "lm_head": target.head, **drafter.modules}
+    described = replace(drafter, modules={})
+    program = Program(fx.Graph(), modules, {}, model_info(target), described, model_info(draft) if draft else None)
+    window = program.placeholder("window", Buffer(("B", "T")))
+    start = program.placeholder("start", Buffer(("B",)))
+    positions = program.call(row_positions, start, window, name="positions", role="positions")
+    hidden = program.call("target", tokens=window, positions=positions, name="hidden", role="target")
+    logits = program.call("lm_head", hidden, name="logits", role="logits")
+    program.set_output(logits)
+    program.facts = frozenset({"traced"})
+    first = program.copy()
+    mark_provenance(first, "trace")
+    return first

@@ -1,0 +1,154 @@
+"""Small things every part of the compiler does to FX graphs."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from specgraph.errors import UnsupportedModelError
+
+EXPORTING = threading.RLock()
+"""torch.export keeps global state: one export at a time. It does not protect a model that another thread runs."""
+
+
+def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
+    """Register a tensor under a dotted name, creating empty modules on the way."""
+    *path, leaf = target.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor)
+
+
+def get_attribute(root: nn.Module, target: str) -> torch.Tensor:
+    """The tensor under a dotted name."""
+    value: torch.Tensor = operator.attrgetter(target)(root)
+    return value
+
+
+def replace_tensors(module: fx.GraphModule, new: dict[int, torch.Tensor]) -> None:
+    """Put ``new[id(old)]`` wherever the graph names ``old``; a parameter stays a parameter."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and id(get_attribute(module, node.target)) in new:
+            path, _, leaf = node.target.rpartition(".")
+            setattr(module.get_submodule(path), leaf, new[id(get_attribute(module, node.target))])
+
+
+def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A GraphModule over ``root``'s attributes that dead-code elimination keeps: a call of it may write a cache."""
+    graph.lint()
+    module = fx.GraphModule(root, graph, name)
+    module._is_impure = True  # type: ignore[assignment]
+    return module.eval()
+
+
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph can be changed freely; parameters and submodules are shared."""
+    return new_module(module, copy_graph(module.graph), type(module).__name__)
+
+
+def copy_graph(source: fx.Graph) -> fx.Graph:
+    """A copy of a graph, node by node."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in source.nodes:
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    return graph
+
+
+def remove_dead_code(module: fx.GraphModule) -> None:
+    """Drop unused nodes; inputs and nodes with side effects stay."""
+    module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def calls(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
+    """The nodes that call ``target``: a function, an op, or a submodule's name."""
+    return (node for node in graph.nodes if node.op.startswith("call_") and node.target == target)
+
+
+def export_module(module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str) -> fx.GraphModule:
+    """A module of our own as a graph of ATen nodes."""
+    with EXPORTING:
+        exported = torch.export.export(module, args, dynamic_shapes=dims, strict=False)
+        unlifted = unlift(functional(exported))
+    output = unlifted.graph.output_node()
+    (outputs,) = output.args
+    if isinstance(outputs, tuple) and len(outputs) == 1:
+        output.args = outputs
+    return new_module(unlifted, unlifted.graph, name)
+
+
+def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The same program without in-place ops, which FX could reorder or drop.
+
+    It retraces the program (twice the time of the export), so a program that has none is returned as it is.
+    """
+    targets = (node.target for node in exported.graph.nodes)
+    if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
+        decomposed: torch.export.ExportedProgram = exported.run_decompositions({})
+        return decomposed
+    return exported
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    """A conversion to the dtype and device its input already has."""
+    if str(node.target) not in ("aten.to.dtype", "aten.to.device", "aten._to_copy.default"):
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(before.dtype == after.dtype and before.device == after.device)
+
+
+def unlift(exported: torch.export.ExportedProgram, prefix: str = "") -> fx.GraphModule:
+    """The exported graph with parameters as attributes (the module's own tensors) and only real inputs left.
+
+    ``ExportedProgram.module()`` would add guards, hooks and its own calling convention.
+    """
+    signature = exported.graph_signature
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        changed = sorted(signature.buffers_to_mutate.values())
+        raise UnsupportedModelError(f"The model's forward changes its own buffers ({', '.join(changed)}).")
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers,
+             **signature.inputs_to_lifted_tensor_constants}  # fmt: skip
+    tensors = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
+    root, graph = nn.Module(), fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in names:
+            target = names[node.name].removeprefix(prefix)
+            set_attribute(root, target, tensors[names[node.name]])
+            mapping[node] = graph.get_attr(target)
+            mapping[node].meta = dict(node.meta)
+        elif _is_no_op(node):
+            mapping[node] = mapping[node.all_input_nodes[0]]
+        elif "_assert" not in str(node.target):
+            # Assertions on metadata are impure: they would keep the dead causal mask alive.
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    module = new_module(root, graph, "exported")
+    remove_dead_code(module)
+    return module
+
+
+def splice(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy a module's nodes to the end of ``graph``, its tensors to ``root``; returns what it outputs.
+
+    ``mapping`` gives the values of its placeholders and is extended by every copied node.
+    """
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return mapping[node.all_input_nodes[0]]
+        if node not in mapping:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+            if node.op == "get_attr":
+                set_attribute(root, node.target, get_attribute(module, node.target))
+    raise AssertionError("a graph without an output")
