@@ -1,0 +1,19 @@
+"""The passes: one file each. ``PASSES`` maps a configuration key to its class."""
+
+from __future__ import annotations
+
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.compile_remainder import CompileRemainder
+from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.fuse_verify import FuseVerify
+from specgraph.passes.insert_draft import InsertDraft
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.share_weights import ShareWeights
+
+PASSES: dict[str, type[Pass]] = {
+    cls.name: cls
+    for cls in (ExposeFeatures, InsertKVCache, InsertDraft, InsertVerify, FuseVerify, ShareWeights, CompileRemainder)
+}
+
+__all__ = ["PASSES", "NearMiss", "Pass", "PassResult"]

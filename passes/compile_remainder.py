@@ -1,0 +1,39 @@
+"""Runs the traced modules through ``torch.compile``: everything between our own ops becomes compiled code.
+
+The graphs stay as they are, so dumps and later readings are unaffected; only how they are executed changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specgraph.errors import ConfigError
+from specgraph.passes.base import Pass, PassResult
+from specgraph.program import Program
+
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class CompileRemainder(Pass):
+    """Options: ``backend``, ``eager`` (leave everything as it is) or ``inductor``."""
+
+    backend: str = "eager"
+
+    name: ClassVar[str] = "compile_remainder"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"lowered"})
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"compile_remainder: backend is one of {', '.join(BACKENDS)}, not {self.backend!r}.")
+
+    def apply(self, program: Program) -> PassResult:
+        """Mark the modules that the step graph calls."""
+        if self.backend == "eager":
+            return PassResult(0, notes=("lowering is eager",))
+        called = {node.target for node in program.graph.nodes if node.op == "call_module"}
+        program.compiled = frozenset(called)
+        return PassResult(len(called), expected=len(called))

@@ -1,0 +1,52 @@
+"""``target(...) -> hidden`` becomes ``target(...) -> (hidden, hs[i], hs[j], ...)`` for the layers a drafter reads.
+
+``hs[k]`` is the residual stream entering layer ``k``; ``hs[0]`` are the embeddings and the last one is taken after the
+final norm. Nothing is recomputed: the nodes exist, they become outputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specgraph.errors import PassError
+from specgraph.passes.base import Pass, PassResult
+from specgraph.program import Program
+
+
+@dataclass(frozen=True)
+class ExposeFeatures(Pass):
+    """Options: ``layers``, the indices ``k`` of ``hs[k]``; None asks the drafter."""
+
+    layers: tuple[int, ...] | None = None
+
+    name: ClassVar[str] = "expose_features"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"features"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Add the outputs to ``target`` and one step node ``hs_k`` for each."""
+        layers = tuple(program.drafter.features if self.layers is None else self.layers)
+        if not layers:
+            return PassResult(0, notes=("the drafter reads no hidden states",))
+        target = program.modules["target"]
+        found = {n.meta["hidden_state"]: n for n in target.graph.nodes if "hidden_state" in n.meta}
+        missing = [k for k in layers if k not in found]
+        if missing:
+            raise PassError(f"expose_features: hs{missing} does not exist; this model has hs[0] to hs[{max(found)}].")
+        output = target.graph.output_node()
+        (hidden,) = output.args
+        output.args = ((hidden, *(found[k] for k in layers)),)
+        target.recompile()
+        self._unpack(program, layers)
+        return PassResult(len(layers), expected=len(layers))
+
+    def _unpack(self, program: Program, layers: tuple[int, ...]) -> None:
+        call = program.one("target")
+        with program.graph.inserting_after(call):
+            hidden = program.call(operator.getitem, call, 0, name="hidden", role="hidden")
+            call.replace_all_uses_with(hidden, lambda user: user is not hidden)
+        for index in reversed(range(len(layers))):
+            with program.graph.inserting_after(hidden):
+                program.call(operator.getitem, call, index + 1, name=f"hs_{layers[index]}", role="feature")

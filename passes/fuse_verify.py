@@ -1,0 +1,143 @@
+"""``process_logits, accept, residual, sample_next, emit`` and ``token_logprobs`` become one ``specgraph::verify``.
+
+The pattern is found from its last node, and every piece must read what its neighbours read: the same drafts, the same
+processed logits, the same row counts. A researcher's changed piece is left alone and reported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from specgraph.graphs import calls
+from specgraph.kernels import verify
+from specgraph.kernels.sample import process_logits
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.program import Program
+
+VERIFY = torch.ops.specgraph.verify.default
+_KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if "Tensor" not in str(a.type))
+"""The op's options: everything in its schema that is not a tensor."""
+_SHARED = ("draft_tokens", "draft_logits", "num_rows", "num_forced", "processed", "num_accepted", "seeds", "positions",
+           "rule", "draft_to_target")  # fmt: skip
+
+
+class _Mismatch(Exception):
+    """Why a candidate is not the pattern."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The pieces of one verification: their nodes and their arguments by name."""
+
+    emit: fx.Node
+    pieces: tuple[fx.Node, ...]
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FuseVerify(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "fuse_verify"
+    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"fused_verify"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Replace every occurrence; one is expected."""
+        matches, misses = [], []
+        for node in calls(program.graph, verify.emit):
+            try:
+                matches.append(_match(node))
+            except _Mismatch as reason:
+                misses.append(NearMiss(node.name, str(reason)))
+        for match in matches:
+            _fuse(program, match)
+        return PassResult(len(matches), expected=1, near_misses=tuple(misses))
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by parameter name."""
+    assert callable(node.target)
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _producer(value: Any, function: Any, reader: fx.Node) -> fx.Node:
+    """The node behind ``value``, which must call ``function``."""
+    if isinstance(value, fx.Node) and value.target is function:
+        return value
+    found = getattr(value, "target", value)
+    raise _Mismatch(f"{reader.name} reads {getattr(found, '__name__', found)}, not {function.__name__}")
+
+
+def _match(emit: fx.Node) -> _Match:
+    """Walk up from ``emit`` and check that all pieces agree."""
+    sample = _producer(_arguments(emit)["token"], verify.sample_next, emit)
+    residual = _producer(_arguments(sample)["residual"], verify.residual, sample)
+    accept = _producer(_arguments(emit)["num_accepted"], verify.accept, emit)
+    process = _producer(_arguments(accept)["processed"], process_logits, accept)
+    pieces = (process, accept, residual, sample, emit)
+    merged: dict[str, Any] = {}
+    for piece in pieces:
+        for name, value in _arguments(piece).items():
+            if name in _SHARED and merged.setdefault(name, value) != value:
+                raise _Mismatch(f"{piece.name} reads {value} as {name}, where {merged[name]} was read before")
+            merged[name] = value
+    logprobs = [n for n in process.users if n.target is verify.token_logprobs]
+    _check_users(pieces, logprobs)
+    _check_logprobs(emit, logprobs, merged)
+    return _Match(emit, (*pieces, *logprobs), merged)
+
+
+def _check_logprobs(emit: fx.Node, logprobs: list[fx.Node], merged: dict[str, Any]) -> None:
+    """Log-probabilities of this verification's own logits and tokens, of one kind: what the op can give."""
+    kinds = {_arguments(node)["logprobs"] for node in logprobs}
+    if len(kinds) > 1:
+        raise _Mismatch(f"{logprobs[0].name} and {logprobs[1].name} ask for different log-probabilities")
+    for node in logprobs:
+        own = _arguments(node)
+        tokens = own["emitted"]
+        if tokens.target is not operator.getitem or tokens.args != (emit, 0):
+            raise _Mismatch(f"{node.name} reads {tokens.name}, not the tokens of {emit.name}")
+        for name in ("logits", "num_forced"):
+            if own[name] is not merged[name]:
+                raise _Mismatch(f"{node.name} reads {own[name]} as {name}, where {merged[name]} was read before")
+
+
+def _check_users(pieces: tuple[fx.Node, ...], logprobs: list[fx.Node]) -> None:
+    """Nothing outside may read what disappears."""
+    inside = {*pieces, *logprobs}
+    for piece in pieces[:-1]:
+        outside = [user.name for user in piece.users if user not in inside]
+        if outside:
+            raise _Mismatch(f"{piece.name} is also read by {', '.join(outside)}")
+
+
+def _fuse(program: Program, match: _Match) -> None:
+    graph, arguments = program.graph, match.arguments
+    names = [a.name for a in VERIFY._schema.arguments]
+    logprobs = [n for n in match.pieces if n.target is verify.token_logprobs]
+    mode = _arguments(logprobs[0])["logprobs"] if logprobs else "none"
+    options = {n: arguments[n] for n in names if n in arguments and not isinstance(arguments[n], fx.Node)}
+    with graph.inserting_before(match.emit):
+        positional = [arguments.get(n) for n in names if n not in _KEYWORDS]
+        keywords = {n: options[n] for n in _KEYWORDS if n in options}
+        fused = graph.call_function(VERIFY, tuple(positional), {**keywords, "logprobs": mode})
+        fused.name = "verification"
+    match.emit.replace_all_uses_with(fused)
+    for node in logprobs:
+        with graph.inserting_before(node):
+            item = graph.call_function(operator.getitem, (fused, 2))
+        item.meta["role"] = node.meta.get("role")
+        node.replace_all_uses_with(item)
+        graph.erase_node(node)
+        item.name = node.name
+    for piece in reversed([p for p in match.pieces if p not in logprobs]):
+        graph.erase_node(piece)

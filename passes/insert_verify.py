@@ -1,0 +1,130 @@
+"""Builds verification out of visible nodes, and closes the loop: the step computes what it emits and moves its state.
+
+``process_logits``, ``accept``, ``residual``, ``sample_next`` and ``emit`` are the pieces of ``verify_reference``; after
+this pass a researcher can change one of them. ``fuse_verify`` turns the five into one op.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from specgraph.errors import ConfigError, PassError
+from specgraph.kernels import step, verify
+from specgraph.kernels.sample import process_logits
+from specgraph.passes.base import Pass, PassResult, check_option_rule
+from specgraph.passes.insert_draft import SAMPLING
+from specgraph.program import Buffer, Program
+
+
+@dataclass(frozen=True)
+class InsertVerify(Pass):
+    """Options: ``rule`` and the options of the rules, as ``verify_reference`` describes them."""
+
+    rule: str = "strict"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    acceptance_rate: float = 0.7
+
+    name: ClassVar[str] = "insert_verify"
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "draft"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"verify"})
+
+    def __post_init__(self) -> None:
+        check_option_rule(self.name, self.rule)
+        if not 0 <= self.acceptance_rate <= 1:
+            raise ConfigError(f"insert_verify: acceptance_rate must be in [0, 1], got {self.acceptance_rate}.")
+        if self.posterior_threshold < 0 or self.posterior_alpha < 0:
+            raise ConfigError("insert_verify: posterior_threshold and posterior_alpha must be 0 or more.")
+
+    def apply(self, program: Program) -> PassResult:
+        """Replace the inputs ``emitted`` and ``num_emitted`` by nodes that compute them."""
+        drawn_for = program.options.get("rule", self.rule)
+        if drawn_for != self.rule:
+            raise PassError(
+                f"insert_verify verifies by {self.rule!r}, but insert_draft drew its drafts for {drawn_for!r}; set "
+                "verify.rule, which gives both the same."
+            )
+        logits = program.one("logits")
+        self._select_rows(program, logits)
+        drafts = program.with_role("drafts")
+        with program.graph.inserting_after(logits):
+            anchor = program.graph.call_function(step.draft_tokens, (program.input("window"),))
+            anchor.name = "drafts"
+        with program.graph.inserting_after(anchor):
+            end = program.graph.call_function(operator.add, (program.one("positions"), 1))
+            end.name = "next_positions"
+        self._verify(program, logits, anchor, end)
+        self._advance(program, drafts)
+        return PassResult(1, expected=1)
+
+    def _select_rows(self, program: Program, logits: fx.Node) -> None:
+        """Run the vocabulary projection for the rows whose next token is unknown, at most K + 1."""
+        (hidden,) = logits.args
+        num_forced = program.placeholder("num_forced", Buffer(("B",)))
+        count = program.drafter.num_speculative_tokens + 1
+        with program.graph.inserting_before(logits):
+            needed = program.graph.call_function(step.needed_rows, (hidden, num_forced, count))
+        needed.name = "needed"
+        logits.args = (needed,)
+
+    def _verify(self, program: Program, logits: fx.Node, draft_tokens: fx.Node, positions: fx.Node) -> None:
+        graph = program.graph
+        state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
+        for name in ("num_rows", "num_forced"):
+            state[name] = program.placeholder(name, Buffer(("B",)))
+        state["eos_ids"] = program.placeholder("eos_ids", Buffer(("E",), fill=-1))
+        draft_logits = program.input("draft_logits") if "draft_logits" in program.inputs else None
+        rows = (state["num_rows"], state["num_forced"])
+        options: dict[str, Any] = {
+            "rule": self.rule,
+            "posterior_threshold": self.posterior_threshold,
+            "posterior_alpha": self.posterior_alpha,
+            "acceptance_rate": self.acceptance_rate,
+        }
+        after = positions
+
+        def call(function: Any, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+            nonlocal after
+            with graph.inserting_after(after):
+                after = graph.call_function(function, args, kwargs)
+            after.name = name
+            return after
+
+        knobs = [state[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+        processed = call(process_logits, logits, *knobs, name="processed")
+        shared = (draft_tokens, draft_logits)
+        accepted = call(verify.accept, processed, *shared, state["seeds"], positions, *rows, name="num_accepted",
+                        **options)  # fmt: skip
+        weights = call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights", rule=self.rule)
+        token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
+                     rule=self.rule)  # fmt: skip
+        pair = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
+        tokens = call(operator.getitem, pair, 0, name="verified_tokens")
+        logprobs = call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
+                        logprobs="none")  # fmt: skip
+        logprobs.meta["role"] = "logprobs"
+        bad = call(step.nan_rows, logits, program.input("window"), *rows, name="bad")
+        bad.meta["role"] = "bad"
+        emitted = call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
+        count = call(step.count_emitted, emitted, name="num_emitted_tokens")
+        for name, node in (("emitted", emitted), ("num_emitted", count)):
+            program.input(name).replace_all_uses_with(node)
+            program.drop_input(name)
+            node.meta["role"] = name
+            node.name = name
+
+    def _advance(self, program: Program, drafts: list[fx.Node]) -> None:
+        """Write the state back and return what the host reads."""
+        emitted, num_emitted = program.one("emitted"), program.one("num_emitted")
+        window = Buffer(("B", program.drafter.num_speculative_tokens + 1))
+        program.set_output(emitted, num_emitted, program.one("logprobs"), program.one("bad"))
+        with program.graph.inserting_before(program.graph.output_node()):
+            program.call(
+                step.advance_, program.placeholder("next_window", window), program.input("start"),
+                program.input("num_rows"), program.input("num_forced"), emitted, num_emitted, drafts,
+                program.input("max_length"), program.input("eos_ids"), name="advance",
+            )  # fmt: skip

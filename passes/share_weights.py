@@ -1,0 +1,288 @@
+"""Draft weights that equal a weight of the target, element by element, become the target's own tensor.
+
+Typical: a draft head that was trained with the target's frozen embedding or vocabulary head, and carries a copy of it.
+Never ``allclose``: an embedding that moved a little in training is another embedding.
+
+Equal means what ``torch.equal`` means between tensors of one shape, dtype and device:
+
+* NaN equals nothing, so a tensor that holds one is never shared (unless it is the target's memory already).
+* -0.0 equals 0.0, so sharing can turn a zero of the draft into the zero of the other sign. Sums, products, norms and
+  softmax then differ at most in the sign of a zero, which no comparison of logits and no sampling sees. Only an
+  operation that tells the zeros apart (a division by the weight, ``atan2``, ``copysign``, ``signbit``) could give
+  another value; language models have none on a weight.
+
+Limits: only plain dense tensors that a ``get_attr`` node names are looked at (no meta or fake tensors, no subclasses,
+no packed or quantised dtypes). Shared tensors must not be written: state is an input of the step, never a buffer. The
+memory is free only when the last copy of the draft goes: the user's model, earlier stages and ``drafter.modules``
+keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from specgraph.errors import ConfigError
+from specgraph.graphs import get_attribute
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.program import Program
+
+TARGET = ("target", "lm_head")
+PROBE = 256
+"""Elements, evenly spread, that are compared first: they reject nearly every pair."""
+BYTES_PER_ELEMENT = 64
+"""Temporary memory of one compared element, at most: a few values in double precision and their masks."""
+
+_FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
+_DTYPES = _FLOAT8 | {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShareWeights(Pass):
+    """Options: ``chunk_bytes`` bounds temporary memory, ``near_miss_fraction`` and ``max_near_misses`` the report.
+
+    A draft tensor is a near miss when the closest target tensor of its shape (both of one dtype, or both floating
+    point) has the same name, or differs in fewer than ``near_miss_fraction`` of the elements. Another dtype is
+    converted to the draft's before elements are counted. The ``max_near_misses`` closest ones are reported.
+    """
+
+    chunk_bytes: int = 32 * 2**20
+    near_miss_fraction: float = 0.5
+    max_near_misses: int = 20
+
+    name: ClassVar[str] = "share_weights"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"shared_weights"})
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < BYTES_PER_ELEMENT:
+            raise ConfigError(f"share_weights: chunk_bytes is {self.chunk_bytes}; give at least {BYTES_PER_ELEMENT}.")
+
+    @torch.no_grad()
+    def apply(self, program: Program) -> PassResult:
+        """Replace the attributes; matches and notes count places, so a tied tensor counts once per use.
+
+        ``bytes_shared`` counts storages that no module of the program uses any more, each once.
+        """
+        candidates: dict[torch.Size, list[_Weight]] = defaultdict(list)
+        for weight in _weights(program, of_target=True):
+            candidates[weight.tensor.shape].append(weight)
+        before = _storages(program)
+        shared: list[tuple[str, Tensor, Tensor]] = []
+        misses: list[tuple[float, NearMiss]] = []
+        for draft in _weights(program, of_target=False):
+            alike = [target for target in candidates[draft.tensor.shape] if draft.comparable(target)]
+            alike.sort(key=lambda target: not (target.names & draft.names))  # stable: then in the target's order
+            found = self._equal_one(draft, alike)
+            if found is not None:
+                shared += _share(program, draft, found)
+            else:
+                misses += self._near_miss(draft, alike)
+        misses.sort(key=lambda miss: miss[0])
+        more = len(misses) - self.max_near_misses
+        notes = [note for note, _, _ in shared]
+        notes += [f"near misses that differ more and are not listed: {more}"] if more > 0 else []
+        after = _storages(program)
+        return PassResult(
+            matches=len(shared),
+            near_misses=tuple(miss for _, miss in misses[: self.max_near_misses]),
+            bytes_shared=sum(size for storage, size in before.items() if storage not in after),
+            notes=tuple(notes),
+            equal_tensors=tuple((old, new) for _, old, new in shared),
+        )
+
+    @property
+    def _chunk(self) -> int:
+        return self.chunk_bytes // BYTES_PER_ELEMENT
+
+    def _equal_one(self, draft: _Weight, alike: list[_Weight]) -> _Weight | None:
+        """The first of the tensors that is the same memory, else the first that is equal."""
+        for target in alike:
+            if target.view == draft.view:
+                return target
+        for target, share in zip(alike, _probe(draft, alike), strict=True):
+            same = share == 0 and target.tensor.dtype == draft.tensor.dtype
+            if same and _equal(draft.tensor, target.tensor, self._chunk):
+                return target
+        return None
+
+    def _near_miss(self, draft: _Weight, alike: list[_Weight]) -> list[tuple[float, NearMiss]]:
+        """The closest tensor and its share of differing elements, or nothing if none is close."""
+        if not alike:
+            return []
+        shares = _probe(draft, alike)
+        closest = min(range(len(alike)), key=shares.__getitem__)
+        if shares[closest] >= self.near_miss_fraction:
+            closest = 0  # tensors of the same name come first
+        target = alike[closest]
+        named = bool(target.names & draft.names)
+        if shares[closest] >= self.near_miss_fraction and not named:
+            return []
+        share, reason = _difference(draft, target, self._chunk)
+        return [(share, NearMiss(draft.where, reason))] if named or share < self.near_miss_fraction else []
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """One tensor and the places, (module, attribute), that name it: several when it is tied."""
+
+    tensor: Tensor
+    places: list[tuple[str, str]]
+
+    @property
+    def names(self) -> set[str]:
+        return {attribute for _, attribute in self.places}
+
+    @property
+    def where(self) -> str:
+        return ".".join(self.places[0])
+
+    @property
+    def view(self) -> tuple[object, ...]:
+        return _view(self.tensor)
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """At most ``PROBE`` elements, on the CPU; the first and the last are among them."""
+        size = self.tensor.numel()
+        flat = torch.arange(min(PROBE, size)) * (size - 1) // max(min(PROBE, size) - 1, 1)
+        index = torch.unravel_index(flat.to(self.tensor.device), self.tensor.shape)
+        return self.tensor.detach()[index].reshape(-1).cpu()
+
+    def comparable(self, other: _Weight) -> bool:
+        """Whether the values of two tensors of one shape can be held against each other."""
+        a, b = self.tensor, other.tensor
+        same_kind = a.dtype == b.dtype or (a.is_floating_point() and b.is_floating_point())
+        return a.device == b.device and same_kind
+
+
+def _weights(program: Program, of_target: bool) -> list[_Weight]:
+    """The distinct tensors of the target's or of the draft's modules, in order of first use."""
+    found: dict[tuple[object, ...], _Weight] = {}
+    for name, module in program.modules.items():
+        if (name in TARGET) == of_target:
+            for attribute, tensor in _attributes(module):
+                found.setdefault(_view(tensor), _Weight(tensor, [])).places.append((name, attribute))
+    return list(found.values())
+
+
+def _attributes(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """The tensors a graph names, without those inside submodules it calls: copies of a program share these."""
+    called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
+    for target in dict.fromkeys(node.target for node in module.graph.nodes if node.op == "get_attr"):
+        value = get_attribute(module, target)
+        if _is_plain(value) and not target.startswith(called):
+            yield target, value
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a dense tensor whose elements can be read and compared."""
+    if type(value) not in (Tensor, nn.Parameter):
+        return False
+    assert isinstance(value, Tensor)
+    return value.layout == torch.strided and not value.is_meta and value.dtype in _DTYPES
+
+
+def _view(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors have in common when they show the same memory in the same way."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
+
+
+def _storages(program: Program) -> dict[tuple[torch.device, int], int]:
+    """Size in bytes of every storage the program's modules use."""
+    sizes: dict[tuple[torch.device, int], int] = {}
+    for module in program.modules.values():
+        for _, tensor in _attributes(module):
+            storage = tensor.untyped_storage()
+            sizes[storage.device, storage.data_ptr()] = storage.nbytes()
+    return sizes
+
+
+def _share(program: Program, draft: _Weight, target: _Weight) -> list[tuple[str, Tensor, Tensor]]:
+    """Put the target's tensor in all places of the draft's; a line for each that changed, with the old and the new.
+
+    A place keeps its kind: where one of the two is a parameter and the other a buffer, it gets the target's memory in
+    a tensor of its own kind.
+    """
+    changes = []
+    held = draft.view == target.view
+    for name, attribute in draft.places:
+        module = program.modules[name]
+        old, new = get_attribute(module, attribute), target.tensor
+        parameter = isinstance(old, nn.Parameter)
+        other_kind = parameter != isinstance(new, nn.Parameter)
+        if old is new or (held and other_kind):
+            continue
+        if other_kind:
+            new = nn.Parameter(new, requires_grad=False) if parameter else new.detach()
+        path, _, leaf = attribute.rpartition(".")
+        setattr(module.get_submodule(path), leaf, new)
+        source = next((place for place in target.places if place[1] == attribute), target.places[0])
+        size = f"{old.numel() * old.element_size():,} bytes" + (", its memory already" if held else "")
+        changes.append((f"{name}.{attribute} -> {'.'.join(source)} {list(old.shape)}, {size}", old, new))
+    return changes
+
+
+def _probe(draft: _Weight, alike: list[_Weight]) -> list[float]:
+    """For each tensor the share of sampled elements in which the draft's differs; 0 is no proof of equality."""
+    if not alike:
+        return []
+    mine = _widen(draft.sample)
+    theirs = torch.stack([_widen(target.sample.to(draft.tensor.dtype)) for target in alike])
+    shares: list[float] = ((theirs != mine).sum(1).double() / max(mine.numel(), 1)).tolist()
+    return shares
+
+
+def _pieces(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Corresponding views of at most ``limit`` elements; nothing is copied, whatever the strides."""
+    if 0 < a.numel() <= limit:
+        yield a, b
+    elif a.numel() > 0:
+        dim = next(dim for dim, size in enumerate(a.shape) if size > 1)
+        for halves in zip(a.tensor_split(2, dim), b.tensor_split(2, dim), strict=True):
+            yield from _pieces(*halves, limit)
+
+
+def _equal(a: Tensor, b: Tensor, limit: int) -> bool:
+    """``torch.equal`` of two tensors of one shape and dtype, up to the first piece that differs."""
+    pieces = _pieces(a.detach(), b.detach(), limit)
+    if a.dtype in _FLOAT8:  # not every device compares them
+        return all(torch.equal(_widen(x), _widen(y)) for x, y in pieces)
+    return all(torch.equal(x, y) for x, y in pieces)
+
+
+def _difference(draft: _Weight, target: _Weight, limit: int) -> tuple[float, str]:
+    """The share of elements that differ, and a sentence with their number and the largest absolute difference."""
+    a, b = draft.tensor.detach(), target.tensor.detach()
+    count, nans, largest = 0, 0, 0.0
+    for x, y in _pieces(a, b, limit):
+        x, y = _widen(x), _widen(y.to(a.dtype))
+        nan = x.isnan() | y.isnan()
+        unequal = x != y
+        count += int(unequal.sum())
+        nans += int(nan.sum())
+        largest = max(largest, float((x - y).abs().masked_fill_(nan | ~unequal, 0).max()))
+    reason = f"{count} of {a.numel()} elements differ from {target.where}, by at most {largest:.3g}"
+    if nans:
+        reason += f"; {nans} of them for a NaN, which equals nothing"
+    if a.dtype != b.dtype:
+        ours, other = (str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))
+        reason = f"it is {ours} and {target.where} is {other}; after conversion to {ours}, {reason}"
+    return count / max(a.numel(), 1), reason
+
+
+def _widen(values: Tensor) -> Tensor:
+    """The same values in the widest type of their kind, in which differences are exact or nearly so."""
+    if values.is_complex():
+        return values.to(torch.complex128)
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
