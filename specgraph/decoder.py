@@ -1,0 +1,270 @@
+"""The decoder: drives a compiled step graph over a batch of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.config import Config
+from specgraph.defaults import GenerationDefaults
+from specgraph.errors import NumericsError
+from specgraph.kernels.verify import LOSSLESS_RULES
+from specgraph.outputs import GenerateOutput, Stats, StreamChunk
+from specgraph.pipeline import StageReport
+from specgraph.program import Program
+from specgraph.progress import Progress
+from specgraph.report import render_report
+from specgraph.requests import (
+    Limits,
+    PerSequence,
+    Request,
+    Sampling,
+    check_prompts,
+    read_eos,
+    read_limits,
+    read_logprobs,
+    read_prompts,
+    read_sampling,
+)
+from specgraph.state import Prefill, new_state
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One run of the step graph, on the host. ``emitted`` holds unforced tokens only."""
+
+    emitted: list[list[int]]
+    logprobs: list[list[float]]
+    decoding: list[bool]
+    seconds: float
+
+
+class SpeculativeDecoder:
+    """Emits what the target alone would emit, several tokens per step.
+
+    Made by :func:`specgraph.compile_speculative`. Calls share no state, so a decoder can be used again after an
+    error or an interrupt, and several ``stream`` iterators may run side by side.
+
+    Attributes:
+        stages: the program after every pass, by name; ``trace`` is the first.
+        config: the configuration it was compiled with.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, Program],
+        reports: Sequence[StageReport],
+        config: Config,
+        defaults: GenerationDefaults,
+        limits: Limits,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.stages = dict(stages)
+        self.config = config
+        self._reports = list(reports)
+        self._notes = list(notes)
+        self._program = list(self.stages.values())[-1]
+        self._defaults = defaults
+        self._limits = limits
+        self._steps: dict[tuple[str, tuple[str, ...]], fx.GraphModule] = {}
+        self._compiled = self._program.compile_modules()
+
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        temperature: PerSequence = None,
+        top_k: PerSequence = None,
+        top_p: PerSequence = None,
+        min_p: PerSequence = None,
+        seed: PerSequence = None,
+        return_logprobs: bool | str = False,
+    ) -> GenerateOutput:
+        """Continue every prompt until an EOS, ``max_new_tokens`` or the decoder's ``max_length``.
+
+        Args:
+            input_ids: int ``[B, S]``, padded on the left or right, or a list of 1-D tensors of any lengths.
+            attention_mask: ``[B, S]``, nonzero where ``input_ids`` is not padding.
+            max_new_tokens: tokens to add at most; None takes the model's generation_config, or 20 as transformers does.
+            eos_token_id: one id or several that end a sequence; the model's if None, none if an empty list.
+            temperature: 0 is greedy. A number, or one per sequence, as are the next four.
+            top_k: keep the k most likely tokens; 0 is off.
+            top_p: keep the smallest set of tokens with this probability; 1 is off.
+            min_p: keep tokens with at least this share of the top probability; 0 is off.
+            seed: a number gives sequence ``b`` the seed hash(seed, b); a list is used as it is; None draws fresh ones.
+                The output depends on the seeds and the prompts alone, not on drafts, batch size or order.
+            return_logprobs: True or ``"raw"`` for the log-softmax of the target's logits at the emitted tokens,
+                ``"processed"`` for that of the processed ones.
+
+        Raises:
+            InputError: an argument is out of range; the message says what is allowed.
+            NumericsError: the target's logits were NaN.
+        """
+        request = self._request(input_ids, attention_mask, max_new_tokens, eos_token_id, temperature, top_k, top_p,
+                                min_p, seed, return_logprobs)  # fmt: skip
+        stats = self._new_stats(len(request.prompts))
+        tokens: list[list[int]] = [[] for _ in request.prompts]
+        logprobs: list[list[float]] = [[] for _ in request.prompts]
+        for step in self._run(request):
+            _count(stats, step)
+            for row, new in enumerate(step.emitted):
+                tokens[row] += new
+                logprobs[row] += step.logprobs[row]
+        new_tokens = [torch.tensor(row, dtype=torch.int64) for row in tokens]
+        values = None if request.logprobs == "none" else [torch.tensor(row, dtype=torch.float32) for row in logprobs]
+        return GenerateOutput(_pad(request, new_tokens), new_tokens, values, stats)
+
+    def stream(
+        self,
+        input_ids: Tensor | Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        temperature: PerSequence = None,
+        top_k: PerSequence = None,
+        top_p: PerSequence = None,
+        min_p: PerSequence = None,
+        seed: PerSequence = None,
+        return_logprobs: bool | str = False,
+    ) -> Iterator[StreamChunk]:
+        """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step."""
+        request = self._request(input_ids, attention_mask, max_new_tokens, eos_token_id, temperature, top_k, top_p,
+                                min_p, seed, return_logprobs)  # fmt: skip
+        return self._chunks(request)
+
+    def report(self) -> str:
+        """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
+        return render_report(self.stages, self._reports, self._notes)
+
+    def dump(self, folder: str | Path, *, weights: bool | None = None) -> Path:
+        """Write one numbered folder per pass with runnable Python, and ``report.md``. See :func:`specgraph.dump.dump`.
+
+        ``weights`` saves the parameters beside the graphs; None does so up to 256 MB.
+        """
+        from specgraph.dump import dump
+
+        return dump(self.stages, Path(folder), report=self.report(), weights=weights)
+
+    def _request(
+        self, input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None, max_new_tokens: int | None,
+        eos_token_id: int | Sequence[int] | None, temperature: PerSequence, top_k: PerSequence, top_p: PerSequence,
+        min_p: PerSequence, seed: PerSequence, return_logprobs: bool | str,
+    ) -> Request:  # fmt: skip
+        defaults, limits = self._defaults, self._limits
+        eos_ids = read_eos(eos_token_id, defaults.eos_ids, limits.vocab_size)
+        prompts, left = read_prompts(input_ids, attention_mask, defaults.pad_id, eos_ids)
+        check_prompts(prompts, limits)
+        sampling = read_sampling(
+            len(prompts),
+            temperature=defaults.temperature if temperature is None else temperature,
+            top_k=defaults.top_k if top_k is None else top_k,
+            top_p=defaults.top_p if top_p is None else top_p,
+            min_p=defaults.min_p if min_p is None else min_p,
+            seed=seed,
+        )
+        ends = read_limits(prompts, max_new_tokens, defaults, limits.max_length)
+        pad_id = defaults.pad_id if defaults.pad_id is not None else (eos_ids or [0])[0]
+        return Request(prompts, left, ends, sampling, eos_ids, pad_id, read_logprobs(return_logprobs))
+
+    def _make_step(self, logprobs: str, unused: tuple[str, ...]) -> fx.GraphModule:
+        """The step graph for one kind of log-probabilities, with the sampling options that are off left out."""
+        if (logprobs, unused) in self._steps:
+            return self._steps[logprobs, unused]
+        program = self._program.copy()
+        left_out = {program.input(name) for name in unused if name in program.inputs}
+        for node in program.graph.nodes:
+            node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
+            if "logprobs" in node.kwargs:
+                node.kwargs = {**node.kwargs, "logprobs": logprobs}
+        self._steps[logprobs, unused] = program.executable(self._compiled)
+        return self._steps[logprobs, unused]
+
+    def _unused_inputs(self, sampling: Sampling) -> tuple[str, ...]:
+        """State the step can do without: options that are off, and seeds where no noise is drawn."""
+        draws = not sampling.greedy() or self.config.verify.rule not in LOSSLESS_RULES
+        return sampling.unused() if draws else (*sampling.unused(), "seeds")
+
+    def _new_stats(self, batch: int) -> Stats:
+        return Stats(self._program.drafter.num_speculative_tokens, [[] for _ in range(batch)])
+
+    def _chunks(self, request: Request) -> Iterator[StreamChunk]:
+        lengths = [p.numel() for p in request.prompts]
+        finished = [limit <= length for limit, length in zip(request.limits, lengths, strict=True)]
+        for step in self._run(request):
+            for row, new in enumerate(step.emitted):
+                lengths[row] += len(new)
+                ended = bool(new) and new[-1] in request.eos_ids
+                finished[row] = finished[row] or ended or lengths[row] >= request.limits[row]
+            values = None if request.logprobs == "none" else step.logprobs
+            yield StreamChunk(step.emitted, list(finished), values)
+
+    def _run(self, request: Request) -> Iterator[_Step]:
+        """Run the step graph until every sequence has ended."""
+        with plain_mode(self._program.target.device):
+            step = self._make_step(request.logprobs, self._unused_inputs(request.sampling))
+            state = new_state(self._program, request, self._program.target.device)
+            prefill = Prefill(request, self.config.cache.prefill_chunk)
+        with Progress("prefill", prefill.total(), self.config.debug.progress) as progress:
+            while True:
+                begin = time.perf_counter()
+                pending = prefill.pending()
+                with plain_mode(self._program.target.device):
+                    window, count = prefill.window(state) if pending else (state["next_window"], 0)
+                    if not pending and not bool(state["num_rows"].any()):
+                        return
+                    forced = state["num_forced"].tolist()
+                    outputs = step(window=window, **state)
+                progress.advance(count)
+                yield _read(outputs, forced, pending, begin)
+
+
+@contextlib.contextmanager
+def plain_mode(device: torch.device) -> Iterator[None]:
+    """Neither autocast, nor inference mode, nor gradients: a caller's modes must not change tokens or the state."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _read(outputs: tuple[Tensor, ...], forced: list[int], pending: list[int], begin: float) -> _Step:
+    """Bring one step's outputs to the host."""
+    emitted, num_emitted, logprobs, bad = (t.tolist() for t in outputs)
+    if any(bad):
+        raise NumericsError(
+            f"The target's logits are NaN in sequence {bad.index(True)}. Check the weights and the dtype; the decoder "
+            "itself is still usable."
+        )
+    tokens = [row[f:n] for row, f, n in zip(emitted, forced, num_emitted, strict=True)]
+    values = [row[f:n] for row, f, n in zip(logprobs, forced, num_emitted, strict=True)]
+    decoding = [n > 0 and row not in pending for row, n in enumerate(num_emitted)]
+    return _Step(tokens, values, decoding, time.perf_counter() - begin)
+
+
+def _count(stats: Stats, step: _Step) -> None:
+    stats.steps += 1
+    if any(step.decoding):
+        stats.decode_seconds += step.seconds
+    else:
+        stats.prefill_seconds += step.seconds
+    for row, decoding in enumerate(step.decoding):
+        if decoding:
+            stats.emitted_per_step[row].append(len(step.emitted[row]))
+
+
+def _pad(request: Request, new_tokens: list[Tensor]) -> Tensor:
+    """Prompt and continuation of every sequence in one tensor."""
+    rows = [
+        torch.cat([prompt.new_full((left,), request.pad_id), prompt, new])
+        for left, prompt, new in zip(request.left_padding, request.prompts, new_tokens, strict=True)
+    ]
+    width = max(row.numel() for row in rows)
+    return torch.stack([torch.nn.functional.pad(row, (0, width - row.numel()), value=request.pad_id) for row in rows])

@@ -1,0 +1,85 @@
+"""What ``generate`` and ``stream`` return."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Stats:
+    """Counts of one ``generate`` call.
+
+    A decode step of a sequence is one verification after its prompt is done; the prefill step, which gives the first
+    token, is not one.
+    """
+
+    num_speculative_tokens: int
+    emitted_per_step: list[list[int]] = field(default_factory=list)
+    """For every sequence, the tokens each of its decode steps emitted, bonus token included, nothing after an EOS."""
+    steps: int = 0
+    """Runs of the step graph, prefill included."""
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def _counts(self) -> list[int]:
+        return [n for sequence in self.emitted_per_step for n in sequence]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per decode step and sequence, the bonus token included; NaN without a decode step."""
+        counts = self._counts()
+        return sum(counts) / len(counts) if counts else math.nan
+
+    @property
+    def acceptance_length_stderr(self) -> float:
+        """Standard error of :attr:`acceptance_length`, decode steps taken as independent."""
+        counts = self._counts()
+        if len(counts) < 2:
+            return math.nan
+        return float(torch.tensor(counts, dtype=torch.float64).std() / math.sqrt(len(counts)))
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """For each draft position, the share of decode steps that accepted it: K numbers."""
+        counts = self._counts()
+        if not counts:
+            return [math.nan] * self.num_speculative_tokens
+        return [
+            sum(n > position for n in counts) / len(counts) for position in range(1, self.num_speculative_tokens + 1)
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that decode steps emitted."""
+        return sum(self._counts())
+
+
+@dataclass
+class GenerateOutput:
+    """The result of ``generate``.
+
+    Attributes:
+        sequences: int64 ``[B, S]``, prompt and continuation, padded on the right with the pad id (and on the left as
+            given, for left-padded prompts).
+        new_tokens: one 1-D int64 tensor per sequence: the continuation alone, up to and including an EOS.
+        logprobs: one 1-D float32 tensor per sequence beside ``new_tokens``, or None if not asked for.
+        stats: counts and times.
+    """
+
+    sequences: Tensor
+    new_tokens: list[Tensor]
+    logprobs: list[Tensor] | None
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one step emitted: for every sequence the new ids (a possibly empty list) and whether it has ended."""
+
+    tokens: list[list[int]]
+    finished: list[bool]
+    logprobs: list[list[float]] | None

@@ -1,0 +1,69 @@
+"""Whether two models speak the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from specgraph.errors import UnsupportedModelError
+
+MAX_PADDING = 1024
+"""Embedding rows that a model may have beyond its tokenizer, as padding to a round number."""
+
+
+def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Refuse a draft whose ids mean other tokens than the target's.
+
+    Where both models were loaded from a folder with a tokenizer, their vocabularies are compared entry by entry.
+    Otherwise what the configurations know is compared: EOS ids, and vocabulary sizes up to a padding of
+    ``MAX_PADDING`` rows (Qwen2.5 has 151936 and 152064 for one tokenizer).
+
+    Raises:
+        UnsupportedModelError: says what differs.
+    """
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    advice = "A draft model must share the target's tokenizer; choose one of the same family, or draft by ngram."
+    if ours is not None and theirs is not None:
+        differing = _first_difference(ours, theirs)
+        if differing:
+            raise UnsupportedModelError(f"The draft's tokenizer differs from the target's: {differing}. {advice}")
+        return
+    configs: list[Any] = [model.config.get_text_config() for model in (target, draft)]
+    sizes = [int(config.vocab_size) for config in configs]
+    if abs(sizes[0] - sizes[1]) > MAX_PADDING:
+        raise UnsupportedModelError(
+            f"The draft has {sizes[1]} tokens and the target {sizes[0]}, more than padding explains. {advice}"
+        )
+    ends = [_ids(config.eos_token_id) for config in configs]
+    if ends[0] and ends[1] and not ends[0] & ends[1]:
+        raise UnsupportedModelError(f"The draft's EOS is {sorted(ends[1])}, the target's {sorted(ends[0])}. {advice}")
+
+
+def _ids(value: int | list[int] | None) -> set[int]:
+    return set() if value is None else {value} if isinstance(value, int) else set(value)
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
+    """The tokenizer's entries, if the model came from a folder that has one."""
+    folder = Path(str(model.name_or_path))
+    if not model.name_or_path or not (folder / "tokenizer_config.json").is_file():
+        return None
+    try:
+        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    except (OSError, ValueError):
+        return None
+    return vocabulary
+
+
+def _first_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
+    """The first id that means different tokens; added tokens that only one has are no difference by themselves."""
+    names = {index: token for token, index in draft.items()}
+    for token, index in sorted(target.items(), key=lambda item: item[1]):
+        other = names.get(index)
+        if other is not None and other != token:
+            return f"id {index} is {token!r} for the target and {other!r} for the draft"
+    if abs(len(target) - len(draft)) > MAX_PADDING:
+        return f"{len(target)} entries against {len(draft)}"
+    return None
