@@ -1,0 +1,174 @@
+"""What the commands can be told beyond ``Config``, and the help that is made from it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from specgraph.config import Config
+
+
+@dataclass
+class ModelConfig(Config):
+    """What every command that compiles a model is told."""
+
+    model: str = MISSING
+    """The target: a folder or a name for AutoModelForCausalLM."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, the checkpoint's own elsewhere."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
+
+
+@dataclass
+class GenerateConfig(ModelConfig):
+    """Keys of ``generate``."""
+
+    prompt: str | None = None
+    """One text to continue, taken literally."""
+    prompts: str | None = None
+    """A file of texts to continue: .txt (one per line) or .jsonl (field `question` or `prompt`)."""
+    template: str | None = None
+    """Put around every text; {question} or {prompt}, \\n is a new line: template="Question: {question}\\nAnswer:"."""
+    limit: int | None = None
+    """Only so many prompts of the file."""
+    max_new_tokens: int | None = None
+    """Tokens to add at most; null takes the model's generation_config, as do the next four."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0 is off."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens with this probability; 1 is off."""
+    min_p: float | None = None
+    """Keep tokens with at least this share of the top probability; 0 is off."""
+    seed: int | None = None
+    """Makes sampling repeatable, whatever the batch size; null draws one."""
+    batch_size: int | None = None
+    """Prompts decoded together; null is max_batch_size."""
+    stream: bool = False
+    """Print text while it is decoded, one prompt after the other."""
+    compare: bool = False
+    """Decode with draft=none too, and print the ratio of speeds and whether the tokens are equal."""
+
+
+@dataclass
+class DumpConfig(ModelConfig):
+    """Keys of ``dump``."""
+
+    out: str = "graphs"
+    """The folder for the graphs."""
+    weights: bool | None = None
+    """Save the parameters beside the graphs; null does so up to 256 MB."""
+
+
+def _train_config() -> type:
+    from specgraph.training.config import TrainConfig
+
+    return TrainConfig
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: what it does in a line, and the dataclass of its configuration (made when it is needed)."""
+
+    about: str
+    schema: Callable[[], type]
+    usage: str
+
+
+COMMANDS = {
+    "generate": Command(
+        "continue prompts with a speculative decoder and count what was accepted",
+        lambda: GenerateConfig,
+        'model=PATH prompt="Once upon a time" [compare=true] [KEY=VALUE ...]',
+    ),
+    "dump": Command(
+        "compile a model and write the graphs of every pass to a folder",
+        lambda: DumpConfig,
+        "model=PATH out=graphs [KEY=VALUE ...]",
+    ),
+    "train": Command(
+        "train a small target and its draft from questions and answers",
+        _train_config,
+        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+    ),
+}
+
+
+def overview() -> str:
+    """The text of ``python -m specgraph --help``."""
+    lines = ["Lossless speculative decoding of Hugging Face causal language models.", ""]
+    lines += ["usage: python -m specgraph COMMAND [KEY=VALUE ...]", "", "commands:"]
+    lines += [f"  {name:<10}{command.about}" for name, command in COMMANDS.items()]
+    lines += ["", "python -m specgraph COMMAND --help    the keys of a command and their defaults"]
+    lines += ["python -m specgraph COMMAND --cfg job  the configuration that would run"]
+    lines += ["python -m specgraph COMMAND -m draft.num_speculative_tokens=1,4  one run for each value"]
+    return "\n".join(lines)
+
+
+def register(name: str) -> type:
+    """Make a command's schema and help known to Hydra, and return the schema."""
+    command, store = COMMANDS[name], ConfigStore.instance()
+    schema = command.schema()
+    store.store(name=f"{name}_schema", node=schema)
+    store.store(group="hydra/help", name=name, node={
+        "app_name": f"python -m specgraph {name}",
+        "header": _header(name, command, schema),
+        "template": _TEMPLATE if issubclass(schema, Config) else _TEMPLATE_WITHOUT_GROUPS,
+        "footer": "Also: --cfg job (show the configuration), -m KEY=A,B (sweep), --hydra-help (Hydra's own flags)",
+    })  # fmt: skip
+    return schema
+
+
+_TEMPLATE_WITHOUT_GROUPS = """${hydra.help.header}
+
+== Configuration ==
+$CONFIG
+${hydra.help.footer}
+"""
+_TEMPLATE = _TEMPLATE_WITHOUT_GROUPS.replace(
+    "== Configuration", "== Configuration groups ==\nChoose with GROUP=NAME\n\n$APP_CONFIG_GROUPS\n== Configuration"
+)
+
+
+def _header(name: str, command: Command, schema: type) -> str:
+    lines = [f"python -m specgraph {name}: {command.about}", "", f"usage: python -m specgraph {name} {command.usage}"]
+    described = describe(schema) if issubclass(schema, Config) else {}
+    if described:
+        lines += ["", "== Keys =="]
+    width = max(map(len, described), default=0) + 2
+    for key, text in described.items():
+        lines += textwrap.wrap(text, 118, initial_indent=f"{key:<{width}}", subsequent_indent=" " * width)
+    return "\n".join(lines).replace("$", "")
+
+
+def describe(schema: type) -> dict[str, str]:
+    """Every dotted key of a dataclass with the text below its field; the keys of subclasses come first."""
+    texts = [_texts(cls) for cls in schema.__mro__ if dataclasses.is_dataclass(cls)]
+    own = {name: text for of_class in texts for name, text in of_class.items()}
+    found: dict[str, str] = {}
+    for name, text in own.items():
+        kind = next((f.default_factory for f in dataclasses.fields(schema) if f.name == name), None)
+        inner: dict[str, str] = describe(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else {}
+        found |= {f"{name}.{key}": value for key, value in inner.items()} or {name: text}
+    return found
+
+
+def _texts(schema: type) -> dict[str, str]:
+    """The texts below the fields of one class; an empty one where there is none."""
+    body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]).body
+    found: dict[str, str] = {}
+    for item, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            value = after.value if isinstance(after, ast.Expr) else None
+            found[item.target.id] = str(value.value) if isinstance(value, ast.Constant) else ""
+    return found

@@ -1,0 +1,72 @@
+"""Reads prompts from the command line or a file, and puts a template around them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from specgraph.errors import InputError
+
+FIELDS = ("question", "prompt")
+
+
+def read_prompts(prompt: str | None, path: str | None, template: str | None, limit: int | None) -> list[str]:
+    """The texts to continue: one, or those of a .txt file (a line each) or a .jsonl file (``question`` or ``prompt``).
+
+    ``template`` is put around each; ``{question}`` and ``{prompt}`` stand for the text, other names for fields of the
+    jsonl record, and a backslash with an n for a new line.
+
+    Raises:
+        InputError: neither or both are given, the file cannot be read, or the template names an unknown field.
+    """
+    if (prompt is None) == (path is None):
+        raise InputError('Give either prompt="some text" or prompts=FILE (.txt or .jsonl), one of the two.')
+    if limit is not None and limit < 1:
+        raise InputError(f"limit must be at least 1, got {limit}.")
+    records = [_record(prompt)] if prompt is not None else list(itertools.islice(_read(Path(str(path))), limit))
+    if not records:
+        raise InputError(f"prompts={path}: the file has no prompts.")
+    return [_apply(template, record) for record in records]
+
+
+def _record(text: str) -> dict[str, Any]:
+    return dict.fromkeys(FIELDS, text)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix not in (".txt", ".jsonl"):
+        raise InputError(f"prompts={path}: a file of prompts ends in .txt (one per line) or .jsonl.")
+    if not path.is_file():
+        raise InputError(f"prompts={path}: there is no such file.")
+    with path.open(encoding="utf-8") as file:
+        lines = ((number, line.rstrip("\n")) for number, line in enumerate(file, 1) if line.strip())
+        if path.suffix == ".txt":
+            yield from (_record(line) for _, line in lines)
+        else:
+            yield from _parse(path, lines)
+
+
+def _parse(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[dict[str, Any]]:
+    for number, line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}:{number}: not JSON ({error.msg}); each line is one JSON object.") from None
+        texts = [record[name] for name in FIELDS if isinstance(record, dict) and isinstance(record.get(name), str)]
+        if not texts:
+            raise InputError(f"{path}:{number}: there is no text in a field {' or '.join(FIELDS)}.")
+        yield {**_record(texts[0]), **record}
+
+
+def _apply(template: str | None, record: dict[str, Any]) -> str:
+    if template is None:
+        return str(record[FIELDS[0]])
+    try:
+        return template.replace("\\n", "\n").format_map(record)
+    except KeyError as error:
+        raise InputError(f"template: there is no field {error}; there are {', '.join(record)}.") from None
+    except (ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"template: {error}; write {{question}} for the text, and {{{{ for a brace.") from None

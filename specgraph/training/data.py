@@ -1,0 +1,152 @@
+"""Questions and answers: from a jsonl file to batches of token ids."""
+
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Document:
+    """One line of the data file."""
+
+    question: str
+    answer: str
+
+
+class Encoded(NamedTuple):
+    """One document as token ids: the prompt, the answer and EOS. The first ``prompt_length`` ids are the prompt."""
+
+    ids: list[int]
+    prompt_length: int
+
+
+class Batch(NamedTuple):
+    """``tokens`` ``[B, S]`` int64, padded on the right; ``weights`` ``[B, S - 1]`` float32: what it counts to predict
+    ``tokens[:, 1:]`` (0 on padding)."""
+
+    tokens: Tensor
+    weights: Tensor
+
+
+def format_question(question: str) -> str:
+    """The prompt of a question, as the models were trained on it. A continuation begins with a space."""
+    return f"Question: {question}\nAnswer:"
+
+
+def format_document(document: Document) -> str:
+    """The whole text of a document, without EOS."""
+    return f"{format_question(document.question)} {document.answer}"
+
+
+def read_documents(path: str, name: str = "data") -> list[Document]:
+    """Read a jsonl file with the fields ``question`` and ``answer``; other fields are ignored.
+
+    Args:
+        path: the file; empty lines are skipped.
+        name: the option that gave the path, for error messages.
+
+    Raises:
+        InputError: the file does not exist or is empty, a line is not JSON, or a field is missing or not a text.
+    """
+    if not os.path.isfile(path):
+        raise InputError(f"{name}={path}: there is no such file; give the path of a jsonl file.")
+    with open(path, encoding="utf-8") as lines:
+        documents = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not documents:
+        raise InputError(f"{name}={path}: the file has no documents; it needs one JSON object per line.")
+    return documents
+
+
+def _parse(line: str, where: str) -> Document:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error.msg}); each line must be one JSON object.") from None
+    for key in ("question", "answer"):
+        if not isinstance(record, dict) or not isinstance(record.get(key), str):
+            raise InputError(
+                f'{where}: the field "{key}" is missing or not a text; each line must look like '
+                '{"question": "...", "answer": "..."}.'
+            )
+    return Document(record["question"].strip(), record["answer"].strip())
+
+
+def split_documents(documents: Sequence[Document], heldout: int, seed: int) -> tuple[list[Document], list[Document]]:
+    """Shuffle and cut into (training, held out).
+
+    Raises:
+        ConfigError: nothing would be left to train on, or nothing is held out.
+    """
+    if not 0 < heldout < len(documents):
+        raise ConfigError(
+            f"heldout={heldout} of {len(documents)} documents is out of range: hold out at least 1 and leave at "
+            f"least 1 to train on, for example heldout={max(1, len(documents) // 20)}."
+        )
+    shuffled = list(documents)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled[heldout:], shuffled[:heldout]
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Any, max_length: int) -> list[Encoded]:
+    """Prompt and answer are encoded apart, exactly as a prompt and its continuation meet when decoding.
+
+    A document longer than ``max_length`` tokens is cut, and then has no EOS.
+    """
+    prompts = tokenizer([format_question(d.question) for d in documents])["input_ids"]
+    answers = tokenizer([f" {d.answer}" for d in documents])["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [
+        Encoded([*prompt, *answer, eos][:max_length], min(len(prompt), max_length))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def collate(documents: Sequence[Encoded], pad_id: int, question_weight: float = 1.0) -> Batch:
+    """Pad on the right and weigh: ``question_weight`` on question tokens, 1 on answer and EOS, 0 on padding.
+
+    The width is the longest document's, rounded up to 32: a GPU meets few shapes.
+    """
+    width = -(-max(len(document.ids) for document in documents) // 32) * 32
+    tokens = torch.tensor([document.ids + [pad_id] * (width - len(document.ids)) for document in documents])
+    predicted = torch.arange(1, width)
+    is_token = predicted < torch.tensor([[len(document.ids)] for document in documents])
+    is_answer = predicted >= torch.tensor([[document.prompt_length] for document in documents])
+    weights = torch.where(is_answer, 1.0, question_weight) * is_token
+    return Batch(tokens, weights)
+
+
+def in_order(documents: Sequence[Encoded], batch_size: int, pad_id: int, question_weight: float = 1.0) -> list[Batch]:
+    """Every document once, by length: what evaluation reads."""
+    ordered = sorted(documents, key=lambda document: len(document.ids))
+    groups = (ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size))
+    return [collate(group, pad_id, question_weight) for group in groups]
+
+
+def shuffled(
+    documents: Sequence[Encoded], batch_size: int, pad_id: int, seed: int, question_weight: float = 1.0
+) -> Iterator[Batch]:
+    """Batches without end, epoch by epoch. Documents of similar length share a batch, so that little is padding."""
+    rng = random.Random(seed)
+    while True:
+        for group in _epoch(documents, batch_size, rng):
+            yield collate(group, pad_id, question_weight)
+
+
+def _epoch(documents: Sequence[Encoded], batch_size: int, rng: random.Random) -> list[list[Encoded]]:
+    """One epoch: shuffle, sort by length within pools of 16 batches, cut, and shuffle the batches."""
+    order = rng.sample(range(len(documents)), len(documents))
+    pool = 16 * batch_size
+    groups: list[list[Encoded]] = []
+    for at in range(0, len(order), pool):
+        near = sorted(order[at : at + pool], key=lambda index: len(documents[index].ids))
+        groups += [[documents[i] for i in near[j : j + batch_size]] for j in range(0, len(near), batch_size)]
+    rng.shuffle(groups)
+    return groups

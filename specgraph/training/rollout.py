@@ -1,0 +1,95 @@
+"""Text written by a model: documents for the draft to learn from, and greedy answers to measure it on."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .config import RolloutConfig
+from .data import Document, Encoded, format_question
+from .progress import Progress
+
+_MARKS = format_question("\0").split("\0")  # what stands before and after a question
+
+
+def continue_prompts(
+    model: Any, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, batch_size: int, label: str
+) -> list[list[int]]:
+    """Continue every prompt, greedily at temperature 0, up to and including EOS; shorter prompts first.
+
+    Returns:
+        The new token ids of each prompt, in the order given. Without EOS at the end: ``max_new_tokens`` were reached.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    results: list[list[int]] = [[] for _ in prompts]
+    progress = Progress(label, len(prompts))
+    for at in range(0, len(order), batch_size):
+        chosen = order[at : at + batch_size]
+        for index, ids in zip(chosen, _generate(model, [prompts[i] for i in chosen], max_new_tokens, temperature),
+                              strict=True):  # fmt: skip
+            results[index] = ids
+        progress.show(at + len(chosen))
+    return results
+
+
+def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig) -> list[Encoded]:
+    """Documents in the target's own words: sampled from scratch, and answers to those and to the given questions."""
+    device = target.device
+    writer = copy.deepcopy(target).eval()
+    if device.type == "cuda":
+        writer.to(torch.bfloat16)
+    sampled = _sample_documents(writer, tokenizer, cfg)
+    asked = [*questions, *(document.question for document in sampled)]
+    prompts: list[list[int]] = tokenizer([format_question(question) for question in asked])["input_ids"]
+    documents: list[Encoded] = []
+    for temperature in (0.0, cfg.answer_temperature):
+        label = f"target answers at temperature {temperature:g}"
+        answers = continue_prompts(writer, prompts, cfg.max_new_tokens, temperature, cfg.batch_size, label)
+        documents += [Encoded([*p, *a], len(p)) for p, a in zip(prompts, answers, strict=True)]
+    return documents
+
+
+def split_text(text: str) -> Document | None:
+    """Undo ``format_document``; None when the text has no question or no answer."""
+    before, after = _MARKS
+    if not text.startswith(before) or text.count(after) != 1:
+        return None
+    question, answer = text[len(before) :].split(after)
+    return Document(question.strip(), answer.strip()) if question.strip() and answer.strip() else None
+
+
+def _sample_documents(writer: Any, tokenizer: Any, cfg: RolloutConfig) -> list[Document]:
+    """Whole documents from the beginning of a question on; those that never got to an answer are dropped."""
+    if not cfg.sampled_questions:
+        return []
+    begin = tokenizer(_MARKS[0].rstrip())["input_ids"]
+    label = "target samples questions"
+    drawn = continue_prompts(
+        writer, [begin] * cfg.sampled_questions, cfg.max_new_tokens, cfg.question_temperature, cfg.batch_size, label
+    )
+    texts = tokenizer.batch_decode([[*begin, *ids] for ids in drawn], skip_special_tokens=True)
+    return [document for document in map(split_text, texts) if document is not None]
+
+
+@torch.no_grad()
+def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int, temperature: float) -> list[list[int]]:
+    """One batch through ``transformers``' ``generate``, padded on the left."""
+    eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        cache_implementation="static",  # one that grows by a token at a time spends its time in cudaMalloc
+        disable_compile=True,
+        **sampling,
+    )
+    out = model.generate(input_ids=ids, attention_mask=(ids != pad).long(), generation_config=config)
+    rows: list[list[int]] = out[:, longest:].tolist()
+    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]

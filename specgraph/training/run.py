@@ -1,0 +1,205 @@
+"""A whole training run: tokenizer, target, draft, measurement, report."""
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from ..errors import ConfigError
+from .acceptance import AcceptanceReport, measure_acceptance
+from .config import TrainConfig, check_config, check_paths
+from .data import (
+    Document,
+    Encoded,
+    encode_documents,
+    format_document,
+    format_question,
+    in_order,
+    read_documents,
+    shuffled,
+    split_documents,
+)
+from .loop import StageReport, cross_entropy, distillation, evaluate, optimise
+from .models import build_model, count_parameters, folder_bytes, load_model, save_model
+from .rollout import write_documents
+from .tokenizer import train_tokenizer
+
+
+@dataclass
+class TrainReport:
+    """What came out of ``run_training``; also written to ``<output>/training_report.json``."""
+
+    target: StageReport
+    draft: StageReport
+    acceptance: AcceptanceReport
+    documents: int
+    heldout: int
+    rollout_documents: int
+    vocab_size: int
+    target_bytes: int
+    draft_bytes: int
+    seconds: float
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join([
+            _stage_line("target", "cross-entropy", self.target, self.target_bytes),
+            _stage_line("draft", "KL to the target", self.draft, self.draft_bytes),
+            f"greedy, {self.acceptance.questions} questions, K={self.acceptance.num_speculative_tokens}: "
+            f"agreement {self.acceptance.agreement:.3f}, "
+            f"acceptance length {self.acceptance.acceptance_length:.3f} ± {self.acceptance.standard_error:.3f}",
+            "accepted per position: " + " ".join(f"{share:.3f}" for share in self.acceptance.per_position),
+            f"{self.seconds:.0f} s on {self.device}",
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Tokenised documents; ``questions`` are the training questions as text, ``prompts`` those to measure on."""
+
+    train: list[Encoded]
+    heldout: list[Encoded]
+    questions: list[str]
+    prompts: list[list[int]]
+
+
+def run_training(cfg: TrainConfig) -> TrainReport:
+    """Train a target and its draft from a file of questions and answers, and measure how well the draft drafts.
+
+    Writes ``<output>/target`` and ``<output>/draft`` (bf16 safetensors, configuration, tokenizer; loadable with
+    ``AutoModelForCausalLM`` and ``AutoTokenizer``) and ``<output>/training_report.json``. With
+    ``cfg.target.checkpoint`` that target is used as it is, and none is written. Shows progress on stderr.
+    All randomness follows ``cfg.seed``; the caller's generators are left as they were.
+
+    Raises:
+        ConfigError: a setting is out of range.
+        InputError: a data file is missing, empty or malformed.
+    """
+    check_config(cfg)
+    check_paths(cfg)
+    device = _device(cfg.device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(cfg.seed)
+        return _run(cfg, device)
+
+
+def _run(cfg: TrainConfig, device: torch.device) -> TrainReport:
+    start = time.monotonic()
+    documents = read_documents(cfg.data)
+    asked = read_documents(cfg.eval_data, "eval_data") if cfg.eval_data else []
+    train, heldout = split_documents(documents, cfg.heldout, cfg.seed)
+    tokenizer = _tokenizer(cfg, train)
+    data = _encode(cfg, tokenizer, train, heldout, asked or heldout)
+
+    target_folder = cfg.target.checkpoint or os.path.join(cfg.output, "target")
+    trained = None if cfg.target.checkpoint else _pretrain(cfg, tokenizer, data, target_folder, device)
+    target = load_model(target_folder, device)
+    target_report = trained or _loaded_target(cfg, target, data, device)
+
+    written = write_documents(target, tokenizer, data.questions, cfg.draft.rollout)
+    draft_folder = os.path.join(cfg.output, "draft")
+    draft_report = _distil(cfg, tokenizer, target, data, written, draft_folder, device)
+    report = TrainReport(
+        target=target_report,
+        draft=draft_report,
+        acceptance=measure_acceptance(target, load_model(draft_folder, device), data.prompts, cfg.acceptance),
+        documents=len(train),
+        heldout=len(heldout),
+        rollout_documents=len(written),
+        vocab_size=len(tokenizer),
+        target_bytes=folder_bytes(target_folder),
+        draft_bytes=folder_bytes(draft_folder),
+        seconds=round(time.monotonic() - start, 1),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+    with open(os.path.join(cfg.output, "training_report.json"), "w", encoding="utf-8") as file:
+        json.dump(asdict(report), file, indent=1)
+        file.write("\n")
+    return report
+
+
+def _tokenizer(cfg: TrainConfig, train: list[Document]) -> Any:
+    if cfg.target.checkpoint:
+        return AutoTokenizer.from_pretrained(cfg.target.checkpoint)
+    length = min(cfg.target.model.max_position_embeddings, cfg.draft.model.max_position_embeddings)
+    return train_tokenizer(map(format_document, train), cfg.tokenizer.vocab_size, length)
+
+
+def _encode(
+    cfg: TrainConfig, tokenizer: Any, train: list[Document], heldout: list[Document], asked: list[Document]
+) -> _Data:
+    return _Data(
+        train=encode_documents(train, tokenizer, cfg.max_length),
+        heldout=encode_documents(heldout, tokenizer, cfg.max_length),
+        questions=[document.question for document in train],
+        prompts=tokenizer([format_question(document.question) for document in asked])["input_ids"],
+    )
+
+
+def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, device: torch.device) -> StageReport:
+    """Train a target and save it to ``folder``."""
+    optim, pad_id = cfg.target.optim, tokenizer.pad_token_id
+    target = build_model(cfg.target.model, tokenizer).to(device)
+    batches = shuffled(data.train, optim.batch_size, pad_id, cfg.seed)
+    heldout = in_order(data.heldout, optim.batch_size, pad_id)
+    loss = cross_entropy(target, cfg.target.input_noise)
+    report = optimise("target", target.train(), loss, batches, heldout, optim, device)
+    save_model(target, tokenizer, folder)
+    return report
+
+
+def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, device: torch.device) -> StageReport:
+    """What is known of a target that was not trained here: its size and its held-out loss."""
+    heldout = in_order(data.heldout, cfg.target.optim.batch_size, target.generation_config.pad_token_id)
+    loss = evaluate(target, cross_entropy(target), heldout, device)
+    return StageReport(parameters=count_parameters(target), heldout_loss=loss)
+
+
+def _distil(
+    cfg: TrainConfig,
+    tokenizer: Any,
+    target: Any,
+    data: _Data,
+    written: list[Encoded],
+    folder: str,
+    device: torch.device,
+) -> StageReport:
+    """Train a draft on the data's documents and those in the target's own words alike, and save it to ``folder``.
+
+    Held-out is the KL on the held-out documents' answers.
+    """
+    optim, pad_id = cfg.draft.optim, tokenizer.pad_token_id
+    draft = build_model(cfg.draft.model, tokenizer).to(device)
+    batches = shuffled([*data.train, *written], optim.batch_size, pad_id, cfg.seed + 1, cfg.draft.question_weight)
+    heldout = in_order(data.heldout, optim.batch_size, pad_id, 0.0)
+    report = optimise("draft", draft.train(), distillation(draft, target), batches, heldout, optim, device)
+    save_model(draft, tokenizer, folder)
+    return report
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not a device: use auto, cpu or cuda.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}: no CUDA device is available; use device=cpu or device=auto.")
+    return device
+
+
+def _stage_line(name: str, loss: str, stage: StageReport, size: int) -> str:
+    how = f"{stage.steps} steps in {stage.seconds:.0f} s (best: {stage.best_step})" if stage.steps else "loaded"
+    return (
+        f"{name}: {stage.parameters / 1e6:.2f}M parameters, {size / 1e6:.2f} MB, {how}, "
+        f"held-out {loss} {stage.heldout_loss:.4f} nats/token"
+    )
