@@ -1,0 +1,48 @@
+"""Helpers that compile, decode and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph import SpeculativeDecoder
+
+# A chunk shorter than the prompts, so that every test crosses a prefill border; the self-check has tests of its own.
+CONFIG: dict[str, Any] = {"cache": {"prefill_chunk": 7, "block_size": 4}, "debug": {"self_check": False}}
+
+
+def compiled(
+    model: PreTrainedModel, kind: str = "ngram", k: int = 4, draft: PreTrainedModel | None = None, **extra: Any
+) -> SpeculativeDecoder:
+    """A decoder with small chunks and pages; `extra` are further configuration groups."""
+    config = {**CONFIG, "draft": {"kind": kind, "num_speculative_tokens": k}, **extra}
+    return specgraph.compile_speculative(model, config, draft=draft)
+
+
+def reference_greedy(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
+    """transformers' own greedy continuation of every prompt, one at a time."""
+    options: Mapping[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    rows = [model.generate(p.unsqueeze(0), **options)[0, p.numel() :] for p in prompts]  # type: ignore[operator]
+    return list(rows)
+
+
+def assert_same_tokens(
+    model: PreTrainedModel, prompts: Sequence[Tensor], actual: Sequence[Tensor], expected: Sequence[Tensor]
+) -> None:
+    """Equal token by token; a difference reports where it begins and how far apart the two top logits were there."""
+    for index, (prompt, a, b) in enumerate(zip(prompts, actual, expected, strict=True)):
+        if torch.equal(a, b):
+            continue
+        shared = min(a.numel(), b.numel())
+        differing = (a[:shared] != b[:shared]).nonzero()
+        at = int(differing[0]) if differing.numel() else shared
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, b[:at]]).unsqueeze(0)).logits[0, -1]
+        top = logits.topk(2).values
+        raise AssertionError(f"sequence {index} differs from token {at}: {a.tolist()} and {b.tolist()}; "
+                             f"the two top logits there are {float(top[0] - top[1]):.1e} apart")  # fmt: skip

@@ -1,0 +1,95 @@
+"""Small random models of every architecture the design names, built from configurations (nothing is downloaded)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 101
+WINDOW = 6
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.4,
+}
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, "num_hidden_layers": 3,
+                    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "phi": {"num_key_value_heads": 4},
+    "phi3": {"sliding_window": WINDOW},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": WINDOW},
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 1.5},
+    "cohere": {"logit_scale": 0.25},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm4": {"head_dim": 8},
+    "stablelm": {},
+    "mixtral": _MOE,
+    "qwen3_moe": {**_MOE, "head_dim": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "deepseek_v3": {
+        **_MOE, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+    "gpt_oss": {**_MOE, "head_dim": 8, "sliding_window": WINDOW},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
+}  # fmt: skip
+
+
+def make_model(
+    architecture: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A small random model in evaluation mode; `overrides` go to its configuration.
+
+    `attention` is transformers' implementation; the default is sdpa, as eager rounds its softmax to float32.
+    """
+    options = {**_BASE, **ARCHITECTURES.get(architecture, {}), **overrides}
+    config = AutoConfig.for_model(architecture, **options)
+    config._attn_implementation = attention or ("eager" if architecture in {"gemma2", "gpt_oss"} else "sdpa")
+    config._experts_implementation = "eager"  # the default has no float64
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        # Zero-initialised extras (sinks, router biases) would hide mistakes in their handling.
+        for name, parameter in model.named_parameters():
+            if "sink" in name or name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(dtype).eval()
+
+
+@functools.cache
+def shared_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """One instance per process for tests that do not change the model."""
+    return make_model(architecture, seed=seed, dtype=dtype)
+
+
+def ragged_prompts(lengths: tuple[int, ...] = (3, 9, 5), seed: int = 0, vocab: int = VOCAB) -> list[torch.Tensor]:
+    """Random prompts without the special ids 0 to 2."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]

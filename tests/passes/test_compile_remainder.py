@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specgraph.errors import ConfigError, PassError
+from specgraph.graphs import remove_dead_code
+from specgraph.passes.base import PassResult
+from specgraph.passes.compile_remainder import CompileRemainder
+from tests.decoding import compiled
+from tests.models import make_model, ragged_prompts
+from tests.test_pipeline import every_pass, everything, first, last
+
+
+def test_eager_leaves_everything_as_it_is():
+    program = first().copy()
+    assert CompileRemainder().apply(program) == PassResult(0, notes=("lowering is eager",))
+    assert program.compiled == frozenset()
+
+
+def test_inductor_marks_the_modules_that_are_called_and_changes_no_graph():
+    program = last(first("draft_model"), every_pass()[:5])
+    after = last(program, [CompileRemainder("inductor")])
+    assert after.compiled == {"target", "lm_head", "draft"} and program.compiled == frozenset()
+    assert "lowered" in after.facts
+    assert everything(after) == everything(program)
+
+
+def test_a_module_that_is_not_called_is_not_compiled():
+    program = last(first("draft_model"), [CompileRemainder("inductor")])
+    assert program.compiled == {"target", "lm_head"}
+
+
+def test_dead_code_elimination_keeps_calls_of_compiled_modules():
+    program = last(first("draft_model"), every_pass()[:3])
+    program.compiled = frozenset({"draft"})
+    for node in program.with_role("drafts"):
+        node.replace_all_uses_with(program.input("emitted"))
+        program.graph.erase_node(node)
+    program.set_output(program.one("logits"))
+    module = program.executable()
+    remove_dead_code(module)
+    assert [n.name for n in module.graph.nodes if n.target == "draft"] == ["draft_0", "draft_1", "draft_2"]
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises((PassError, ConfigError, ValueError), match="inductr"):
+        CompileRemainder("inductr").apply(first().copy())
+
+
+def test_inductor_gives_the_tokens_of_eager():
+    model = make_model("llama", dtype=torch.float64, num_hidden_layers=1)
+    prompts = ragged_prompts((3, 9))
+    eager, inductor = (
+        compiled(model, k=2, lowering={"name": name}).generate(prompts, max_new_tokens=12)
+        for name in ("eager", "inductor")
+    )
+    assert eager.stats.steps == inductor.stats.steps
+    assert all(map(torch.equal, eager.new_tokens, inductor.new_tokens))

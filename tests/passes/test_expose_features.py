@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specgraph.errors import PassError
+from specgraph.passes.base import PassResult
+from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.tracing import TracedModel, trace
+from specgraph.verifier import verify_program
+from tests.models import VOCAB, make_model
+from tests.test_pipeline import body, everything, first, last, text
+
+
+@functools.cache
+def model_of(architecture: str) -> PreTrainedModel:
+    return make_model(architecture, dtype=torch.float64)
+
+
+@functools.cache
+def traced_of(architecture: str) -> TracedModel:
+    return trace(model_of(architecture))
+
+
+TOKENS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_step_unpacks_hidden_states_in_the_order_asked_for():
+    program = last(first(), [ExposeFeatures((2, 0))])
+    verify_program(program)
+    assert text(body(program)) == text("""
+        positions = row_positions(start, window)
+        hidden = self.target(tokens=window, positions=positions)
+        hidden_1 = hidden[0]
+        hs_2 = hidden[1]
+        hs_0 = hidden[2]
+        logits = self.lm_head(hidden_1)
+        return logits
+    """)
+    assert [n.name for n in program.with_role("feature")] == ["hs_2", "hs_0"]
+    assert program.one("hidden").name == "hidden_1"
+
+
+def test_the_target_returns_nodes_that_were_there():
+    program = first()
+    after = last(program, [ExposeFeatures((0, 1))])
+    nodes = list(zip(program.modules["target"].graph.nodes, after.modules["target"].graph.nodes, strict=True))
+    assert all((a.op, a.name) == (b.op, b.name) for a, b in nodes)
+    (values,) = after.modules["target"].graph.output_node().args
+    assert [v.meta["hidden_state"] for v in values] == [2, 0, 1]
+
+
+def test_without_layers_the_drafter_decides_and_nothing_is_nothing():
+    program = first("draft_model").copy()
+    before = everything(program)
+    assert ExposeFeatures().apply(program) == PassResult(0, notes=("the drafter reads no hidden states",))
+    assert ExposeFeatures(()).apply(program) == PassResult(0, notes=("the drafter reads no hidden states",))
+    assert everything(program) == before
+    program.drafter = replace(program.drafter, features=(1,))
+    assert ExposeFeatures().apply(program) == PassResult(1, expected=1)
+    assert [n.name for n in program.with_role("feature")] == ["hs_1"]
+
+
+@pytest.mark.parametrize(("layers", "named"), [((3,), "3"), ((0, -1, 7), "-1, 7")])
+def test_a_hidden_state_that_does_not_exist_is_refused_with_the_range(layers: tuple[int, ...], named: str):
+    program = first()
+    before = everything(program)
+    with pytest.raises(PassError) as raised:
+        last(program, [ExposeFeatures(layers)])
+    assert str(raised.value) == f"expose_features: hs[{named}] does not exist; this model has hs[0] to hs[2]."
+    assert everything(program) == before
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("cached", [False, True], ids=["dense", "with a cache"])
+def test_all_features_equal_the_hidden_states_of_transformers(architecture: str, cached: bool):
+    model = model_of(architecture)
+    program = last(first(target=traced_of(architecture)), [ExposeFeatures((0, 1, 2)), *[InsertKVCache(4)] * cached])
+    program.set_output(*program.with_role("hidden"), *program.with_role("feature"))
+    state = {"window": TOKENS, "start": torch.zeros(2, dtype=torch.int64)}
+    if cached:
+        state["num_rows"] = state["max_length"] = torch.full((2,), 9)
+        state["block_table"] = torch.tensor([[5, 0, 2], [1, 4, 3]])
+        state["target_caches"] = tuple(b.allocate({"N": 6}, "cpu") for b in program.inputs["target_caches"])
+    with torch.no_grad():
+        expected = model(TOKENS, output_hidden_states=True).hidden_states
+        hidden, *features = program.step()(**state)
+    assert torch.equal(hidden, features[-1])
+    # Norms, rotary and routers stay in float32 inside a float64 model.
+    torch.testing.assert_close(tuple(features), tuple(expected), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,37 @@
+"""The emitted tokens do not depend on the drafter or K, for every architecture the design names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.decoding import assert_same_tokens, compiled, reference_greedy
+from tests.models import ARCHITECTURES, make_model, ragged_prompts, shared_model
+
+NEW_TOKENS = 16
+PROMPTS = ragged_prompts((3, 17, 8))
+SAMPLED = {"temperature": 1.0, "seed": 3}
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+def draft_of(dtype: torch.dtype) -> torch.nn.Module:
+    return shared_model("llama", seed=1, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_do_not_depend_on_drafts(architecture: str, dtype: torch.dtype) -> None:
+    model = make_model(architecture, dtype=dtype)
+    plain = compiled(model, "none")
+    greedy = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).new_tokens
+    sampled = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **SAMPLED).new_tokens
+    assert_same_tokens(model, PROMPTS, greedy, reference_greedy(model, PROMPTS, NEW_TOKENS))
+    assert any(not torch.equal(a, b) for a, b in zip(greedy, sampled, strict=True))
+    for draft in (None, draft_of(dtype)):
+        for k in (1, 4, 7):
+            decoder = compiled(model, "ngram", k, draft)
+            out = decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS).new_tokens
+            assert_same_tokens(model, PROMPTS, out, greedy)
+            out = decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **SAMPLED).new_tokens
+            assert_same_tokens(model, PROMPTS, out, sampled)
