@@ -1,0 +1,131 @@
+"""Writes a head in the speculators layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specgraph.drafters.eagle3 import DraftHead, Eagle3Config
+from specgraph.errors import ConfigError
+
+SPECULATORS_VERSION = "0.9.0"
+"""The version of the layout that is written."""
+ARCHITECTURES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | Path,
+    *,
+    target_name: str,
+    algorithm: Literal["eagle3", "peagle"],
+    num_speculative_tokens: int,
+    shared: Iterable[Tensor] = (),
+    target_architectures: Sequence[str] = (),
+) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` to ``folder``, which is made if it is missing.
+
+    A file is replaced only once the new one is complete, so that a kill leaves the old one.
+
+    Args:
+        head: the head; its tensors keep their dtypes.
+        folder: where to.
+        target_name: name or folder of the target, for the record.
+        algorithm: ``peagle`` needs a mask token and a ``mask_hidden``.
+        num_speculative_tokens: K the head was trained for.
+        shared: the target's own tensors; an ``embed_tokens`` or ``lm_head`` that is one of them is left out.
+        target_architectures: class names of the target, for the record.
+
+    Raises:
+        ConfigError: the layout cannot express the head.
+    """
+    _check(head, algorithm)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _config(head, target_name, list(target_architectures), algorithm, num_speculative_tokens)
+    tensors = _tensors(head, list(shared))
+    weights = folder / "model.safetensors.tmp"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    os.replace(weights, folder / "model.safetensors")
+    text = folder / "config.json.tmp"
+    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    os.replace(text, folder / "config.json")
+    return folder
+
+
+def _check(head: DraftHead, algorithm: str) -> None:
+    config = head.module.config
+    if not (config.fc and config.input_norm and config.last_norm):
+        raise ConfigError("The speculators layout has no head without fc, input_layernorm or norm; this one lacks one.")
+    if algorithm not in ARCHITECTURES:
+        raise ConfigError(f"algorithm is one of {', '.join(ARCHITECTURES)}, not {algorithm!r}.")
+    if algorithm == "peagle" and (head.mask_token_id is None or head.module.mask_hidden is None):
+        raise ConfigError("A peagle head has a mask_token_id and a mask_hidden; make the head with parallel=True.")
+
+
+def _config(
+    head: DraftHead, target_name: str, architectures: list[str], algorithm: str, num_speculative_tokens: int
+) -> dict[str, Any]:
+    config = head.module.config
+    written: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[algorithm]],
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.features),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "transformer_layer_config": _layers(config),
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target_name, "architectures": architectures},
+        },
+    }
+    return written if head.mask_token_id is None else written | {"mask_token_id": head.mask_token_id}
+
+
+def _layers(config: Eagle3Config) -> dict[str, Any]:
+    """transformers' configuration of the layers, with both spellings of the rotary base."""
+    written: dict[str, Any] = {"model_type": config.layers.model_type, **config.layers.to_diff_dict()}
+    theta = (written.get("rope_parameters") or {}).get("rope_theta")
+    return written if theta is None else written | {"rope_theta": theta}
+
+
+def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU by their names in the file."""
+    found = dict(head.module.named_parameters(remove_duplicate=False))
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        if any(_same_memory(found[name], tensor) for tensor in shared):
+            del found[name]
+    if head.module.mask_hidden is not None:
+        found["mask_hidden"] = head.module.mask_hidden.view(1, 1, -1)
+    vocabulary = head.module.draft_to_target
+    if vocabulary is not None:
+        found["d2t"] = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
+        found["t2d"] = torch.zeros(head.module.config.layers.vocab_size, dtype=torch.bool).index_fill(
+            0, vocabulary.cpu(), True
+        )
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.device == other.device
