@@ -232,23 +232,24 @@ def sample_draft(
     draft_to_target: Tensor | None = None,
     target_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw draft token number ``row`` of a step.
+    """Draw the draft tokens from number ``row`` on of a step.
 
-    Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position,
-    ``key + row``; the others draw from their own stream, keyed by ``key`` and ``row``.
+    Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, ``key``
+    plus the draft's number; the others draw from their own stream, keyed by ``key`` and that number.
 
     Args:
-        logits: ``[B, 1, Vd]``, the draft's raw logits in its own vocabulary.
+        logits: ``[B, R, Vd]``, the draft's raw logits in its own vocabulary, for ``R`` drafts.
         temperature, top_k, top_p, min_p: ``[B]`` as for :func:`process_logits`.
         seeds: int64 ``[B]``, or None as for :func:`sample`.
         key: int64 ``[B]``, the absolute position of the step's first draft token.
-        row: which draft of the step this is, from 0.
+        row: which draft of the step the first one is, from 0.
         rule: the verification rule, one of :data:`RULES`.
         draft_to_target: int64 ``[Vd]``, the target id of every draft id; None: the same.
         target_vocab_size: draft ids whose target id is not below it are never drawn. None: all may be.
 
     Returns:
-        The token as target id, int64 ``[B, 1]``, and the processed log-weights it was drawn from, ``[B, 1, Vd]``.
+        The tokens as target ids, int64 ``[B, R]``, and the processed log-weights they were drawn from,
+        ``[B, R, Vd]``.
 
     Raises:
         ValueError: the rule does not exist.
@@ -258,11 +259,12 @@ def sample_draft(
         ids = torch.arange(logits.shape[-1], device=logits.device) if draft_to_target is None else draft_to_target
         logits = logits.masked_fill(ids >= target_vocab_size, -torch.inf)
     processed = process_logits(logits, temperature, top_k, top_p, min_p)
-    start = key.unsqueeze(1)
+    number = (row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+    start = key.unsqueeze(1).expand(logits.shape[:2])
     if rule in SHARED_NOISE_RULES:
-        token = sample(processed, seeds, start + row, None, STREAM_TARGET, draft_to_target)
+        token = sample(processed, seeds, start + number, None, STREAM_TARGET, draft_to_target)
     else:
-        token = sample(processed, seeds, start, torch.full_like(start, row), STREAM_DRAFT, draft_to_target)
+        token = sample(processed, seeds, start, number, STREAM_DRAFT, draft_to_target)
     return (token if draft_to_target is None else draft_to_target[token]), processed
 
 

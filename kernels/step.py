@@ -64,10 +64,14 @@ def needed_rows(hidden: Tensor, num_forced: Tensor, count: int) -> Tensor:
     return hidden.gather(1, index.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
 
 
-def take_row(values: Tensor, index: Tensor) -> Tensor:
-    """Row ``min(index, T - 1)`` of ``values`` ``[B, T, H]`` for each sequence: ``[B, 1, H]``."""
-    index = index.clamp(0, values.shape[1] - 1).view(-1, 1, 1)
-    return values.gather(1, index.expand(-1, 1, values.shape[2]))
+def take_rows(values: Tensor, first: Tensor, count: int) -> Tensor:
+    """``count`` rows of ``values`` ``[B, T, H]`` from row ``first`` ``[B]`` on: ``[B, count, H]``.
+
+    Indices are held inside of the block: an inactive sequence has no such rows, and what it gets is not used.
+    """
+    index = first.unsqueeze(1) + torch.arange(count, device=values.device)
+    index = index.clamp(0, values.shape[1] - 1).unsqueeze(2)
+    return values.gather(1, index.expand(-1, -1, values.shape[2]))
 
 
 def draft_tokens(window: Tensor) -> Tensor:
@@ -111,6 +115,45 @@ def draft_inputs(window: Tensor, emitted: Tensor, *, vocab_size: int) -> Tensor:
     return torch.cat([window[:, :1], emitted], dim=1).clamp(0, vocab_size - 1)
 
 
+def next_tokens(emitted: Tensor, *, vocab_size: int) -> Tensor:
+    """What a shifted drafter runs, ``[B, T]``: beside the target's features of row ``t``, the token that followed it.
+
+    Padding is clamped into the draft's vocabulary; its rows are not real.
+    """
+    return emitted.clamp(0, vocab_size - 1)
+
+
+def last_row(num_rows: Tensor) -> Tensor:
+    """The last real row ``[B]`` of each sequence."""
+    return num_rows - 1
+
+
+def expand_draft_inputs(
+    tokens: Tensor, num_rows: Tensor, hidden: Tensor | None, mask_hidden: Tensor | None, *, mask_token_id: int,
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Put ``count`` mask rows behind the real rows of every sequence, so that one call drafts ``count + 1`` tokens.
+
+    Args:
+        tokens: int64 ``[B, T]``, of which the first ``num_rows`` ``[B]`` are real.
+        hidden: ``[B, T, H]`` beside them, or None.
+        mask_hidden: ``[H]``, the hidden state of a mask row.
+        mask_token_id: the token of a mask row.
+
+    Returns:
+        tokens ``[B, T + count]``, the number of rows that are now real ``[B]`` (an inactive sequence keeps none), and
+        hidden states ``[B, T + count, H]`` or None. The mask rows directly follow the real ones, so that positions
+        counted from the first row are theirs.
+    """
+    row = torch.arange(tokens.shape[1] + count, device=tokens.device)
+    end = num_rows.unsqueeze(1)
+    masked = (row >= end) & (row < end + count)
+    tokens = torch.where(masked, mask_token_id, torch.nn.functional.pad(tokens, (0, count)))
+    if hidden is not None and mask_hidden is not None:
+        hidden = torch.where(masked.unsqueeze(2), mask_hidden, torch.nn.functional.pad(hidden, (0, 0, 0, count)))
+    return tokens, torch.where(num_rows > 0, num_rows + count, 0), hidden
+
+
 def catch_up_rows(num_emitted: Tensor) -> Tensor:
     """How many of the ``draft_inputs`` rows are real, ``[B]``: one more than were emitted, none if inactive."""
     return torch.where(num_emitted > 0, num_emitted + 1, 0)
@@ -150,19 +193,23 @@ def propose_(
     row: int,
     rule: str,
     target_vocab_size: int,
+    draft_to_target: Tensor | None = None,
 ) -> Tensor:
-    """Draw draft ``row`` of the next step, ``[B, 1]``, from ``logits`` ``[B, 1, Vd]``.
+    """Draw the drafts from number ``row`` on of the next step, ``[B, R]`` target ids, from ``logits`` ``[B, R, Vd]``.
 
-    The values it was drawn from are stored in ``draft_logits[:, row]`` for rules that need them; ``draft_logits`` is
-    ``[B, K, Vd]`` or None. Sequences that emitted nothing keep theirs.
+    The values they were drawn from are stored in ``draft_logits[:, row : row + R]`` for rules that need them;
+    ``draft_logits`` is ``[B, K, Vd]`` or None. Sequences that emitted nothing keep theirs. ``draft_to_target`` ``[Vd]``
+    gives the target id of every draft id.
     """
     key = start + num_emitted + 1
     token, processed = sample_draft(
-        logits, temperature, seeds, key, top_k, top_p, min_p, row=row, rule=rule, target_vocab_size=target_vocab_size
-    )
+        logits, temperature, seeds, key, top_k, top_p, min_p, row=row, rule=rule, target_vocab_size=target_vocab_size,
+        draft_to_target=draft_to_target,
+    )  # fmt: skip
     if draft_logits is not None:
-        active = (num_emitted > 0).unsqueeze(1)
-        draft_logits[:, row] = torch.where(active, processed[:, 0].to(draft_logits.dtype), draft_logits[:, row])
+        kept = draft_logits[:, row : row + logits.shape[1]]
+        active = (num_emitted > 0).view(-1, 1, 1)
+        kept.copy_(torch.where(active, processed.to(kept.dtype), kept))
     return token
 
 

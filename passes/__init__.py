@@ -9,11 +9,15 @@ from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.parallel_draft import ParallelDraft
 from specgraph.passes.share_weights import ShareWeights
 
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
-    for cls in (ExposeFeatures, InsertKVCache, InsertDraft, InsertVerify, FuseVerify, ShareWeights, CompileRemainder)
-}
+    for cls in (
+        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, InsertVerify, FuseVerify, ShareWeights,
+        CompileRemainder,
+    )
+}  # fmt: skip
 
 __all__ = ["PASSES", "NearMiss", "Pass", "PassResult"]

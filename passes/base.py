@@ -61,13 +61,15 @@ class Pass(ABC):
     """A rewrite of a program. Its fields are its options; it holds no state and prints nothing.
 
     Class attributes: ``name`` is the configuration key, ``requires`` the facts a program must have, ``ensures`` those
-    it has afterwards, and ``exact`` whether outputs stay equal bit for bit.
+    it has afterwards, ``exact`` whether outputs stay equal bit for bit, and ``redrafts`` whether it proposes other
+    drafts.
     """
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = frozenset()
     ensures: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
+    redrafts: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, program: Program) -> PassResult:

@@ -45,7 +45,8 @@ class ExposeFeatures(Pass):
     def _unpack(self, program: Program, layers: tuple[int, ...]) -> None:
         call = program.one("target")
         with program.graph.inserting_after(call):
-            hidden = program.call(operator.getitem, call, 0, name="hidden", role="hidden")
+            hidden = program.call(operator.getitem, call, 0, role="hidden")
+            call.name, hidden.name = "target_outputs", "hidden"
             call.replace_all_uses_with(hidden, lambda user: user is not hidden)
         for index in reversed(range(len(layers))):
             with program.graph.inserting_after(hidden):

@@ -4,24 +4,27 @@ Until ``insert_verify`` computes them, ``emitted`` (``[B, T]``, padded with -1) 
 inputs.
 
 * ``history``: emitted tokens are recorded, the module is called once.
-* ``autoregressive``: one call runs the window's first token and everything emitted, which brings the draft's KV cache
-  to the accepted prefix and gives the first draft; each further draft is one more call. What was rejected is written
-  over, so cache and proposals depend on accepted tokens only.
+* ``autoregressive``: one call runs everything emitted, which brings the draft's KV cache to the accepted prefix and
+  gives the first draft; each further draft is one more call. A plain drafter runs the window's first token, too; one
+  that reads the target's hidden states is shifted: it runs each token beside the features of the one before. What was
+  rejected is written over, so cache and proposals depend on accepted tokens only.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from specgraph.errors import PassError
-from specgraph.graphs import new_module, splice
+from specgraph.graphs import constant, new_module, splice
 from specgraph.kernels import step
 from specgraph.kernels.sample import STEP_NOISE_RULES
+from specgraph.model_info import ModelInfo
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 from specgraph.program import Buffer, Program
 
@@ -82,43 +85,83 @@ class InsertDraft(Pass):
         return 1
 
     def _autoregressive(self, program: Program) -> int:
-        count = program.drafter.num_speculative_tokens
-        if count < 1 or program.draft is None:
-            raise PassError(f"insert_draft: {program.drafter.name} needs num_speculative_tokens >= 1, got {count}.")
+        drafter, model = program.drafter, program.drafter.model
+        count = drafter.num_speculative_tokens
+        if count < 1 or model is None:
+            raise PassError(f"insert_draft: {drafter.name} needs num_speculative_tokens >= 1, got {count}.")
         program.modules["draft"] = self._join(program)
-        caches = program.options["draft_body_caches"]
         state = {
             "block_table": program.input("block_table"),
             "max_length": program.input("max_length"),
-            "caches": program.placeholder("draft_caches", caches),
+            "caches": program.placeholder("draft_caches", program.options["draft_body_caches"]),
         }
-        sampling = [program.placeholder(name, buffer) for name, buffer in SAMPLING.items()]
-        kept = self._kept_logits(program)
+        draw = self._draw(program, model)
         start, num_emitted = program.input("start"), program.input("num_emitted")
-        tokens, positions, rows = self._accepted(program, program.draft.vocab_size)
+        inputs = self._shifted(program, model) if drafter.shifted else self._unshifted(program, model)
         proposals: list[fx.Node] = []
         for row in range(count):
             if row > 0:
-                tokens, rows = proposals[-1], num_emitted
-                positions = program.call(step.chain_positions, start, num_emitted, row, name=f"position_{row}")
-            state |= {"tokens": tokens, "positions": positions, "num_rows": rows, "row": num_emitted}
-            logits = program.call("draft", **state, name=f"draft_{row}", role="draft")
-            proposals.append(program.call(
-                step.propose_, kept, logits, start, num_emitted, *sampling, name=f"token_{row + 1}",
-                row=row, rule=self.rule, target_vocab_size=program.target.vocab_size,
-            ))  # fmt: skip
-        for proposal in proposals:
-            proposal.meta["role"] = "drafts"
+                offset = row - 1 if drafter.shifted else row
+                positions = program.call(step.chain_positions, start, num_emitted, offset, name=f"position_{row}")
+                inputs |= {"tokens": proposals[-1], "positions": positions, "num_rows": num_emitted}
+            call = program.call("draft", **state, **inputs, name=f"draft_{row}", role="draft")
+            logits = call
+            if drafter.shifted:
+                logits = program.call(operator.getitem, call, 0, name=f"draft_logits_{row}")
+                if row < count - 1:
+                    inputs["hidden"] = program.call(operator.getitem, call, 1, name=f"draft_hidden_{row}")
+            proposals.append(draw(logits, row))
         return count
 
-    def _kept_logits(self, program: Program) -> fx.Node | None:
+    def _unshifted(self, program: Program, model: ModelInfo) -> dict[str, fx.Node]:
+        """Inputs of the first call: the window's first token and everything emitted."""
+        tokens, positions, rows = self._accepted(program, model.input_ids)
+        return {"tokens": tokens, "positions": positions, "num_rows": rows, "row": program.input("num_emitted")}
+
+    def _shifted(self, program: Program, model: ModelInfo) -> dict[str, fx.Node]:
+        """Inputs of the first call: everything emitted, beside the target's features one position before."""
+        features = program.with_role("feature")
+        if len(features) != len(program.drafter.features):
+            raise PassError(
+                f"insert_draft: {program.drafter.name} reads hs{list(program.drafter.features)} of the target, and "
+                f"{len(features)} are there; put expose_features before it in pipeline.order, with layers unset."
+            )
+        num_emitted = program.input("num_emitted")
+        tokens = program.call(step.next_tokens, program.input("emitted"), vocab_size=model.input_ids, name="accepted")
+        hidden = program.call("draft_features", *features, name="features")
+        last = program.call(step.last_row, num_emitted, name="last")
+        return {"tokens": tokens, "positions": program.one("positions"), "hidden": hidden, "num_rows": num_emitted,
+                "row": last}  # fmt: skip
+
+    def _draw(self, program: Program, model: ModelInfo) -> Callable[[fx.Node, int], fx.Node]:
+        """Adds a node that draws a draft from logits; needs the state that sampling reads."""
+        sampling = [program.placeholder(name, buffer) for name, buffer in SAMPLING.items()]
+        kept = self._kept_logits(program, model)
+        start, num_emitted = program.input("start"), program.input("num_emitted")
+        options: dict[str, Any] = {"rule": self.rule, "target_vocab_size": program.target.vocab_size}
+        if program.drafter.draft_to_target is not None:
+            options["draft_to_target"] = self._vocabulary(program, program.drafter.draft_to_target)
+
+        def draw(logits: fx.Node, row: int) -> fx.Node:
+            return program.call(
+                step.propose_, kept, logits, start, num_emitted, *sampling, name=f"token_{row + 1}", role="drafts",
+                row=row, **options,
+            )  # fmt: skip
+
+        return draw
+
+    def _vocabulary(self, program: Program, draft_to_target: Tensor) -> fx.Node:
+        """The target id of every draft id as a node in front of all others: verification reads it, too."""
+        program.modules["draft_to_target"] = constant(draft_to_target, "draft_to_target")
+        with program.graph.inserting_before(program.one("positions")):
+            return program.call("draft_to_target", role="draft_to_target")
+
+    def _kept_logits(self, program: Program, model: ModelInfo) -> fx.Node | None:
         """The buffer of what drafts were drawn from, for rules that compare distributions."""
         if self.rule not in STEP_NOISE_RULES:
             return None
-        assert program.draft is not None
-        shape = ("B", program.drafter.num_speculative_tokens, program.draft.vocab_size)
-        dtype = torch.promote_types(program.draft.dtype, torch.float32)
-        return program.placeholder("draft_logits", Buffer(shape, dtype))
+        shape = ("B", program.drafter.num_speculative_tokens, model.vocab_size)
+        return program.placeholder("draft_logits", Buffer(shape, torch.promote_types(model.dtype, torch.float32)))
 
     def _join(self, program: Program) -> fx.GraphModule:
         """Body and head as one module that selects its row in between: vocabulary logits for one row only."""
@@ -128,7 +171,7 @@ class InsertDraft(Pass):
         mapping = {node: graph.placeholder(name) for name, node in inputs.items()}
         index = graph.placeholder("row")
         hidden = splice(graph, root, body, mapping)
-        hidden = graph.call_function(step.take_row, (hidden, index))
+        hidden = graph.call_function(step.take_rows, (hidden, index, 1))
         (source,) = (n for n in head.graph.nodes if n.op == "placeholder")
         graph.output(splice(graph, root, head, {source: hidden}))
         return new_module(root, graph, "draft")

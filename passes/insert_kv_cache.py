@@ -50,7 +50,7 @@ class InsertKVCache(Pass):
         for name, module in list(program.modules.items()):
             nodes = list(calls(module.graph, ATTENTION))
             if nodes:
-                info = program.target if name == "target" or program.draft is None else program.draft
+                info = program.drafter.model if name != "target" and program.drafter.model else program.target
                 program.options[f"{name}_caches"] = self._page(module, nodes, info.max_positions)
                 matches += len(nodes)
         program.options["block_size"] = self.block_size
@@ -59,7 +59,7 @@ class InsertKVCache(Pass):
         return PassResult(matches, expected=self._layers(program))
 
     def _layers(self, program: Program) -> int:
-        return program.target.num_layers + (program.draft.num_layers if program.draft else 0)
+        return program.target.num_layers + (program.drafter.model.num_layers if program.drafter.model else 0)
 
     def _page(self, module: fx.GraphModule, nodes: list[fx.Node], limit: int | None) -> tuple[Buffer, ...]:
         """Rewrite one module; returns the buffers of its caches. ``limit`` is the first position it does not know."""

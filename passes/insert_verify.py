@@ -85,6 +85,8 @@ class InsertVerify(Pass):
             "posterior_alpha": self.posterior_alpha,
             "acceptance_rate": self.acceptance_rate,
         }
+        known = program.with_role("draft_to_target")
+        vocabulary = {"draft_to_target": known[0]} if known else {}
         after = positions
 
         def call(function: Any, *args: Any, name: str, **kwargs: Any) -> fx.Node:
@@ -98,8 +100,9 @@ class InsertVerify(Pass):
         processed = call(process_logits, logits, *knobs, name="processed")
         shared = (draft_tokens, draft_logits)
         accepted = call(verify.accept, processed, *shared, state["seeds"], positions, *rows, name="num_accepted",
-                        **options)  # fmt: skip
-        weights = call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights", rule=self.rule)
+                        **options, **vocabulary)  # fmt: skip
+        weights = call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights", rule=self.rule,
+                       **vocabulary)  # fmt: skip
         token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                      rule=self.rule)  # fmt: skip
         pair = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")

@@ -32,7 +32,8 @@ from torch.fx.node import _get_qualified_name
 
 from specgraph.errors import ConfigError, VerificationError
 from specgraph.graphs import get_attribute
-from specgraph.program import Buffer, Input, ModelInfo, Program
+from specgraph.model_info import ModelInfo
+from specgraph.program import Buffer, Input, Program
 from specgraph.shapes import propagate
 from specgraph.state import State, allocate
 
@@ -107,10 +108,12 @@ class _Source:
         lines += [_import_line(module, sorted(names)) for module, names in sorted(self._imports.items())]
         undefined = "was defined inside a function and cannot be imported: define it here."
         lines += [f"# {missing} {undefined}" for missing in self._missing]
-        body = [self._line(n) for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")]
+        unpacked = {item for node in self.graph.nodes for item in self._items(node)}
+        shown = [n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr") and n not in unpacked]
+        body = [self._line(n) for n in shown]
         inputs = [self._input(n) for n in self.graph.nodes if n.op == "placeholder"]
         subject = "The step graph" if name == "step" else f"The module ``{name}``"
-        lines = [f'"""{subject}, {len(body)} nodes beside its inputs and weights."""', "", *lines, "", ""]
+        lines = [f'"""{subject}, {len(body)} lines beside its inputs and weights."""', "", *lines, "", ""]
         lines += [f"class {class_name(name)}(Module):", "    def forward(", "        self,", *inputs, "    ):"]
         return "\n".join([*lines, *(f"        {line}" for line in body)]) + "\n"
 
@@ -155,9 +158,27 @@ class _Source:
             (value,) = node.args
             several = isinstance(value, tuple) and len(value) > 1
             return f"return {self._value(value)[1:-1] if several else self._value(value)}{_comment(node)}"
+        items = self._items(node)
+        if items:
+            names = {item.args[1]: self._variables[item] for item in items}
+            targets = ", ".join(names.get(index, "_") for index in range(node.meta["outputs"]))
+            return f"{targets} = {self._call(node)}{_comment(node)}"
         nothing = not node.users and node.meta.get("shape") in (None, "None")
         target = "" if nothing else f"{self._variables[node]} = "
         return f"{target}{self._call(node)}{_comment(node)}"
+
+    def _items(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that take a tuple apart, if that is all that is done with it, at once: it reads as one line."""
+        items, following = list(node.users), node.next
+        if node.op in ("placeholder", "get_attr") or "outputs" not in node.meta:
+            return []
+        for _ in items:
+            if following not in items or following.target is not operator.getitem:
+                return []
+            following = following.next
+        indices = [item.args[1] for item in items]
+        usual = all(isinstance(i, int) and 0 <= i < node.meta["outputs"] for i in indices)
+        return items if usual and len(set(indices)) == len(items) else []
 
     def _call(self, node: fx.Node) -> str:
         args = [self._value(a) for a in node.args]
@@ -378,7 +399,7 @@ def _facts(stage: str, program: Program) -> dict[str, Any]:
             "features": list(drafter.features),
         },
         "target": _model(program.target),
-        "draft": _model(program.draft) if program.draft is not None else None,
+        "draft": _model(drafter.model) if drafter.model is not None else None,
         "facts": sorted(program.facts),
         "compiled": sorted(program.compiled),
     }

@@ -9,17 +9,11 @@ from torch import fx
 from specgraph.drafters.base import Drafter
 from specgraph.kernels.step import row_positions
 from specgraph.pipeline import mark_provenance
-from specgraph.program import Buffer, ModelInfo, Program
+from specgraph.program import Buffer, Program
 from specgraph.tracing import TracedModel
 
 
-def model_info(traced: TracedModel) -> ModelInfo:
-    """What passes may know of a traced model."""
-    return ModelInfo(traced.name, traced.vocab_size, traced.num_layers, traced.hidden_size, traced.dtype,
-                     traced.device, traced.max_positions)  # fmt: skip
-
-
-def first_program(target: TracedModel, drafter: Drafter, draft: TracedModel | None) -> Program:
+def first_program(target: TracedModel, drafter: Drafter) -> Program:
     """The stage ``trace``: one row block through the target, no cache, no drafts.
 
     ``window`` is int64 ``[B, T]``, ``start`` ``[B]`` the position of its first token; the step returns the logits
@@ -27,7 +21,7 @@ def first_program(target: TracedModel, drafter: Drafter, draft: TracedModel | No
     """
     modules = {"target": target.body, "lm_head": target.head, **drafter.modules}
     described = replace(drafter, modules={})
-    program = Program(fx.Graph(), modules, {}, model_info(target), described, model_info(draft) if draft else None)
+    program = Program(fx.Graph(), modules, {}, target.info, described)
     window = program.placeholder("window", Buffer(("B", "T")))
     start = program.placeholder("start", Buffer(("B",)))
     positions = program.call(row_positions, start, window, name="positions", role="positions")

@@ -77,11 +77,13 @@ def calls(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if node.op.startswith("call_") and node.target == target)
 
 
-def export_module(module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str) -> fx.GraphModule:
-    """A module of our own as a graph of ATen nodes."""
+def export_module(
+    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str = ""
+) -> fx.GraphModule:
+    """A module of our own as a graph of ATen nodes; ``prefix`` is left out of the names of its tensors."""
     with EXPORTING:
         exported = torch.export.export(module, args, dynamic_shapes=dims, strict=False)
-        unlifted = unlift(functional(exported))
+        unlifted = unlift(functional(exported), prefix)
     output = unlifted.graph.output_node()
     (outputs,) = output.args
     if isinstance(outputs, tuple) and len(outputs) == 1:
@@ -139,14 +141,22 @@ def unlift(exported: torch.export.ExportedProgram, prefix: str = "") -> fx.Graph
     return module
 
 
-def splice(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Copy a module's nodes to the end of ``graph``, its tensors to ``root``; returns what it outputs.
+def constant(tensor: torch.Tensor, name: str) -> fx.GraphModule:
+    """A module without inputs that returns a tensor: how one enters the step graph, which holds none of its own."""
+    root, graph = nn.Module(), fx.Graph()
+    set_attribute(root, "value", tensor)
+    graph.output(graph.get_attr("value"))
+    return new_module(root, graph, name)
+
+
+def splice(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, mapping: dict[fx.Node, fx.Node]) -> Any:
+    """Copy a module's nodes to the end of ``graph``, its tensors to ``root``; returns what it outputs, nodes or tuples.
 
     ``mapping`` gives the values of its placeholders and is extended by every copied node.
     """
     for node in module.graph.nodes:
         if node.op == "output":
-            return mapping[node.all_input_nodes[0]]
+            return fx.map_arg(node.args[0], mapping.__getitem__)
         if node not in mapping:
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
             if node.op == "get_attr":

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from specgraph.drafters.base import Drafter
 from specgraph.errors import PassError
 from specgraph.graphs import copy_graph, copy_module, new_module
+from specgraph.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,6 @@ class Buffer:
 Input = Buffer | tuple[Buffer, ...]
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """What passes need to know of a traced model besides its graphs."""
-
-    name: str
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-    max_positions: int | None
-
-
 @dataclass
 class Program:
     """A step graph, the modules it calls, and the facts that passes have established about them.
@@ -61,7 +49,6 @@ class Program:
     inputs: dict[str, Input]
     target: ModelInfo
     drafter: Drafter
-    draft: ModelInfo | None = None
     facts: frozenset[str] = frozenset()
     compiled: frozenset[str] = frozenset()
     """Modules that run through ``torch.compile``."""

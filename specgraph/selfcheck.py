@@ -44,20 +44,22 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     """
     windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
     wanted = max([2 * config.cache.block_size + 5, config.cache.prefill_chunk + 5, *(w + 9 for w in windows)])
-    length = min(wanted, limits.max_length, traced.max_positions or wanted, config.debug.self_check_tokens)
-    tokens = random_tokens(traced.vocab_size, length).to(traced.device)
+    length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
+    tokens = random_tokens(traced.info.vocab_size, length).to(traced.info.device)
     with torch.no_grad():
         try:
             expected = _own_forward(model, tokens)
             actual = _cached_forward(traced, tokens, config.cache.block_size)
         except (RuntimeError, IndexError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UnsupportedModelError(f"{traced.name} does not run on {length} random tokens: {reason}") from error
+            raise UnsupportedModelError(
+                f"{traced.info.name} does not run on {length} random tokens: {reason}"
+            ) from error
     for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         _compare(traced, index, ours, theirs)
     skipped = sorted(w for w in windows if w >= length)
     crossed = f"; sliding windows not crossed (debug.self_check_tokens): {skipped}" if skipped else ""
-    return f"cached decoding of {traced.name} agrees with its own forward over {length} random tokens{crossed}"
+    return f"cached decoding of {traced.info.name} agrees with its own forward over {length} random tokens{crossed}"
 
 
 def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -> Tensor:
@@ -74,14 +76,14 @@ def _own_forward(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
 
 def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> list[Tensor]:
     """Every hidden state and the logits, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache."""
-    layers = tuple(range(traced.num_layers + 1))
+    layers = tuple(range(traced.info.num_layers + 1))
     passes = [ExposeFeatures(layers), InsertKVCache(block_size)]
-    program = list(run_passes(first_program(traced, drafters.none(), None), passes)[0].values())[-1]
+    program = list(run_passes(first_program(traced, drafters.none()), passes)[0].values())[-1]
     features = program.with_role("feature")
     program.set_output(*features, program.one("logits"))
     length = tokens.shape[1]
     blocks = -(-length // block_size)
-    state = allocate(program, {"B": 1, "M": blocks, "N": blocks}, traced.device)
+    state = allocate(program, {"B": 1, "M": blocks, "N": blocks}, traced.info.device)
     # Pages in reverse order: a mapping that ignored the table would not go unnoticed.
     state["block_table"].copy_(torch.arange(blocks - 1, -1, -1).unsqueeze(0))
     state["max_length"].fill_(length)
@@ -106,19 +108,19 @@ def _chunks(program: Program, state: State, tokens: Tensor) -> list[tuple[Tensor
 def _compare(traced: TracedModel, index: int, ours: Tensor, theirs: Tensor) -> None:
     """Raise if more rows differ than rounding explains."""
     difference = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1).clamp_min(1e-30)
-    tolerance = TOLERANCE[traced.dtype]
+    tolerance = TOLERANCE[traced.info.dtype]
     # In half precision a router may send a token elsewhere because of rounding alone.
     routed = any(calls(traced.body.graph, EXPERTS))
-    allowed = 0.1 if routed and torch.finfo(traced.dtype).bits == 16 else 0.0
+    allowed = 0.1 if routed and torch.finfo(traced.info.dtype).bits == 16 else 0.0
     wrong = ~(difference <= tolerance)
     if wrong.double().mean() > allowed:
-        layers = traced.num_layers
+        layers = traced.info.num_layers
         where = (
             "the logits" if index > layers else f"hs[{index}], the output of layer {index - 1}" if index else "hs[0]"
         )
         row = int(wrong[0].nonzero()[0])
         raise UnsupportedModelError(
-            f"{traced.name} decodes differently with a KV cache: {where} differs first, at token {row} by "
+            f"{traced.info.name} decodes differently with a KV cache: {where} differs first, at token {row} by "
             f"{difference[0, row]:.1e} (tolerance {tolerance:.0e}). It mixes tokens outside of its attention, masks "
             "other than its attention is told, or takes positions from somewhere else than position_ids; specgraph "
             "refuses it."

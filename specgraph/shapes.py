@@ -1,5 +1,7 @@
 """Shapes and dtypes of every node, from running the program on fake tensors.
 
+``node.meta["outputs"]`` is the length of a node that is a tuple.
+
 ``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
 those of :class:`~specgraph.program.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
 """
@@ -136,6 +138,9 @@ class _Run:
                 raise VerificationError(f"{name}: {node.name} = {_called(node)} fails: {_reason(error)}") from error
             if write:
                 node.meta["shape"] = describe(value)
+                node.meta.pop("outputs", None)
+                if isinstance(value, tuple | list) and node.op != "output":
+                    node.meta["outputs"] = len(value)
         return value
 
     def _node(

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import specgraph.kernels.attention
 import specgraph.kernels.experts  # noqa: F401  (both register ops)
 from specgraph.errors import UnsupportedModelError
-from specgraph.graphs import EXPORTING, functional, new_module, unlift
+from specgraph.graphs import EXPORTING, export_module, functional, new_module, unlift
+from specgraph.model_info import ModelInfo
 
 HOOK = "specgraph"
 ATTENTION = torch.ops.specgraph.attention.default
@@ -42,16 +43,9 @@ class TracedModel:
     ``[B, R, V]``. Both hold the model's own parameters, not copies.
     """
 
-    name: str
+    info: ModelInfo
     body: fx.GraphModule
     head: fx.GraphModule
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-    max_positions: int | None
-    """Longest sequence the model is right for, or None if its configuration names none."""
 
 
 def attention_hook(
@@ -155,9 +149,10 @@ def _is_window(function: MaskFunction, window: int | None, limit: int) -> bool:
 
 
 @contextlib.contextmanager
-def hooked(model: PreTrainedModel) -> Iterator[None]:
+def hooked(model: nn.Module) -> Iterator[None]:
     """Route a model's attention, masks and experts to the hooks above, and put everything back afterwards."""
-    configs = list({id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values())
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
     before = [(c, getattr(c, "_attn_implementation", None), getattr(c, "_experts_implementation", None))
               for c in configs]  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -279,8 +274,20 @@ def trace(model: PreTrainedModel) -> TracedModel:
     body, head = _split(graph, type(model).__name__)
     vocab = head_output(head).shape[-1]
     parameter = next(model.parameters())
-    return TracedModel(type(model).__name__, body, head, int(vocab), layers, int(config.hidden_size),
-                       parameter.dtype, parameter.device, max_positions(model))  # fmt: skip
+    info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
+                     parameter.device, max_positions(model))  # fmt: skip
+    return TracedModel(info, body, head)
+
+
+def export_hooked(
+    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str
+) -> fx.GraphModule:
+    """A drafter's module as a graph; transformers' attention layers in it go through the hook.
+
+    ``prefix`` is left out of the names of its tensors.
+    """
+    with hooked(module), torch.no_grad():
+        return export_module(module, args, dims, name, prefix)
 
 
 def head_output(head: fx.GraphModule) -> Tensor:

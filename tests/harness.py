@@ -359,8 +359,8 @@ def _window_instead(window: Tensor, emitted: Tensor, *, vocab_size: int) -> Tens
     return torch.cat([window, emitted[:, -1:]], dim=1).clamp(0, vocab_size - 1)
 
 
-def _row_before(values: Tensor, index: Tensor) -> Tensor:
-    return step.take_row(values, index - 1)
+def _row_before(values: Tensor, first: Tensor, count: int) -> Tensor:
+    return step.take_rows(values, first - 1, count)
 
 
 def _chain_not_written(program: Program) -> int:
@@ -381,7 +381,7 @@ BUGS: dict[str, Callable[[Program], int]] = {
     "rejected rows written": lambda p: _replace(p, step.catch_up_rows, _rejected_rows_too),
     "inactive rows written": lambda p: _replace(p, step.catch_up_rows, _inactive_rows_too),
     "window instead of emitted": lambda p: _replace(p, step.draft_inputs, _window_instead),
-    "proposals from the row before": lambda p: _replace(p, step.take_row, _row_before),
+    "proposals from the row before": lambda p: _replace(p, step.take_rows, _row_before),
     "raw logits kept": lambda p: _replace(p, step.propose_, _raw_logits_kept),
 }
 

@@ -224,14 +224,14 @@ def check_slots(run: Run) -> None:
 
 def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
     """Slots of every cache write of the draft: the catch-up call, then K - 1 chained calls."""
-    if run.program.draft is None:
+    if run.program.drafter.model is None:
         return []
     places = list(zip(step.start, step.num_emitted, strict=True))
     caught_up = [range(s, s + n + 1 if n else s) for s, n in places]
     calls = [_slots(run, caught_up, step.width + 1)]
     for offset in range(1, run.k):
         calls.append(_slots(run, [range(s + n + offset, s + n + offset + bool(n)) for s, n in places], 1))
-    return [call for call in calls for _ in range(2 * run.program.draft.num_layers)]
+    return [call for call in calls for _ in range(2 * run.program.drafter.model.num_layers)]
 
 
 def _slots(run: Run, positions: Sequence[range], width: int) -> list[list[int]]:

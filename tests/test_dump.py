@@ -21,10 +21,11 @@ from specgraph.errors import ConfigError
 from specgraph.frontend import first_program
 from specgraph.graphs import new_module, set_attribute
 from specgraph.kernels import step
+from specgraph.model_info import ModelInfo
 from specgraph.numerics import example_state
 from specgraph.passes import PASSES
 from specgraph.pipeline import run_passes
-from specgraph.program import Buffer, ModelInfo, Program
+from specgraph.program import Buffer, Program
 from specgraph.tracing import trace
 from tests.models import make_model, shared_model
 
@@ -94,10 +95,10 @@ def compiled_stages(kind: str = "draft_model", rule: str = "strict") -> dict[str
     """All passes over a small model, and a draft that is another one or a part of the same."""
     target = trace(shared_model("llama"))
     draft = trace(shared_model("qwen2", seed=3)) if kind == "draft_model" else None
-    made = drafters.draft_model(draft, 3) if draft else drafters.ngram(3, 3, 1, target.device)
+    made = drafters.draft_model(draft, 3) if draft else drafters.ngram(3, 3, 1, target.info.device)
     ruled = ("insert_draft", "insert_verify")
     passes = [cls(rule=rule) if name in ruled else cls() for name, cls in PASSES.items()]  # type: ignore[call-arg]
-    return run_passes(first_program(target, made, draft), passes)[0]
+    return run_passes(first_program(target, made), passes)[0]
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
@@ -268,7 +269,7 @@ def test_a_stage_runs_with_the_weights_of_the_live_model(tmp_path: Path):
     last = (folder / "report.md").read_text().splitlines()[-1]
     assert "were left out" in last and "weights_of(decoder.stages['compile_remainder'])" in last
     program = stages["compile_remainder"]
-    loaded = load_stage(folder / "07_compile_remainder", tensors=weights_of(program))
+    loaded = load_stage(folder / "08_compile_remainder", tensors=weights_of(program))
     assert_runs_alike(loaded, program)
     weight = loaded.module.get_submodule("target.model.embed_tokens").get_buffer("weight")
     assert weight.data_ptr() == weights_of(program)["target.model.embed_tokens.weight"].data_ptr()
@@ -277,7 +278,7 @@ def test_a_stage_runs_with_the_weights_of_the_live_model(tmp_path: Path):
 def test_weights_are_saved_once(tmp_path: Path):
     tied = make_model("llama", tie_word_embeddings=True)
     traced = trace(tied)
-    program = first_program(traced, drafters.draft_model(traced, 1), traced)
+    program = first_program(traced, drafters.draft_model(traced, 1))
     folder = dump({"a": program, "b": program.copy()}, tmp_path / "graphs", report="# report")
     with safe_open(folder / "weights.safetensors", "pt") as file:
         keys = set(file.keys())
@@ -293,7 +294,7 @@ def test_weights_are_saved_once(tmp_path: Path):
 def test_buffers_that_a_state_dict_leaves_out_survive(tmp_path: Path):
     model = shared_model("llama")
     assert not any("inv_freq" in name for name in model.state_dict())
-    program = first_program(trace(model), drafters.none(), None)
+    program = first_program(trace(model), drafters.none())
     folder = dump({"trace": program}, tmp_path / "graphs", report="")
     rotary: Any = load_stage(folder / "00_trace").module.get_submodule("target.model.rotary_emb")
     assert torch.equal(rotary.inv_freq, model.model.rotary_emb.inv_freq)

@@ -15,6 +15,7 @@ from specgraph.errors import VerificationError
 from specgraph.frontend import first_program
 from specgraph.graphs import calls, new_module
 from specgraph.kernels import step
+from specgraph.model_info import ModelInfo
 from specgraph.passes.base import Pass
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.fuse_verify import FuseVerify
@@ -22,7 +23,7 @@ from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.pipeline import run_passes
-from specgraph.program import Buffer, ModelInfo, Program
+from specgraph.program import Buffer, Program
 from specgraph.shapes import SIZES, describe, dtype_name, propagate, size_name
 from specgraph.tracing import trace
 from tests.models import make_model, shared_model
@@ -47,7 +48,7 @@ def scaling_module(weight: torch.Tensor) -> fx.GraphModule:
 
 def cached_program(architecture: str = "llama") -> Program:
     traced = trace(shared_model(architecture))
-    return last(first_program(traced, drafters.none(), None), [InsertKVCache()])
+    return last(first_program(traced, drafters.none()), [InsertKVCache()])
 
 
 def last(program: Program, passes: list[Pass]) -> Program:
@@ -96,12 +97,12 @@ def test_a_traced_llama_with_a_cache():
 
 def test_the_whole_step_with_a_draft_model():
     target, draft = trace(shared_model("llama")), trace(shared_model("qwen2"))
-    first = first_program(target, drafters.draft_model(draft, 3), draft)
+    first = first_program(target, drafters.draft_model(draft, 3))
     rule = "probabilistic"
     program = last(first, [ExposeFeatures((1,)), InsertKVCache(), InsertDraft(rule), InsertVerify(rule), FuseVerify()])
     propagate(program)
     expected = {
-        "hidden": "(f32[B, T, 32], f32[B, T, 32])", "hs_1": "f32[B, T, 32]",
+        "target_outputs": "(f32[B, T, 32], f32[B, T, 32])", "hidden": "f32[B, T, 32]", "hs_1": "f32[B, T, 32]",
         "logits": "f32[B, 4, 101]", "positions": "i64[B, T]",
         "emitted": "i64[B, T]", "accepted": "i64[B, T+1]", "draft_0": "f32[B, 1, 101]", "token_3": "i64[B, 1]",
         "draft_logits": "f32[B, 3, 101]", "eos_ids": "i64[E]", "bad": "bool[B]", "advance": "None",
@@ -115,8 +116,8 @@ def test_the_whole_step_with_a_draft_model():
 
 def test_history_drafters_write_where_a_mask_says():
     traced = trace(shared_model("llama"))
-    drafter = drafters.ngram(3, 3, 1, traced.device)
-    program = last(first_program(traced, drafter, None), [InsertKVCache(), InsertDraft()])
+    drafter = drafters.ngram(3, 3, 1, traced.info.device)
+    program = last(first_program(traced, drafter), [InsertKVCache(), InsertDraft()])
     propagate(program)
     assert program.one("drafts").meta["shape"] == "i64[B, 3]"
     assert shape(program.modules["draft"].graph, "history") == "i64[B, S]"
@@ -124,7 +125,7 @@ def test_history_drafters_write_where_a_mask_says():
 
 def test_modules_that_are_not_called_yet_run_alone_if_their_inputs_are_known():
     traced = trace(shared_model("llama"))
-    program = last(first_program(traced, drafters.draft_model(traced, 2), traced), [InsertKVCache()])
+    program = last(first_program(traced, drafters.draft_model(traced, 2)), [InsertKVCache()])
     program.modules["stranger"] = scaling_module(torch.ones(3, 4))
     propagate(program)
     assert shape(program.modules["draft_body"].graph, "output") == "f32[B, T, 32]"
@@ -188,7 +189,7 @@ def test_nothing_real_is_touched():
 
 def test_a_deep_model_takes_a_moment():
     traced = trace(make_model("llama", num_hidden_layers=16))
-    program = last(first_program(traced, drafters.none(), None), [InsertKVCache()])
+    program = last(first_program(traced, drafters.none()), [InsertKVCache()])
     propagate(program)
     begin = time.process_time()
     propagate(program)

@@ -41,7 +41,7 @@ def test_graph_computes_every_hidden_state_and_the_logits(architecture: str, sha
         traced = trace(model)
         body = HiddenStates(traced.body)
         logits = traced.head(body.run(tokens, positions))
-    assert sorted(body.seen) == list(range(traced.num_layers + 1))
+    assert sorted(body.seen) == list(range(traced.info.num_layers + 1))
     # Norms, rotary and routers stay in float32 inside a float64 model.
     for index, state in body.seen.items():
         torch.testing.assert_close(state, expected.hidden_states[index], rtol=1e-5, atol=1e-5)
@@ -140,5 +140,5 @@ def test_length_dependent_rotary_is_right_below_its_switch_and_capped_there(rope
         traced = trace(model)
         expected = model(tokens, use_cache=False).logits
         actual = traced.head(traced.body(tokens, torch.arange(40).unsqueeze(0)))
-    assert max_positions(model) == traced.max_positions == limit
+    assert max_positions(model) == traced.info.max_positions == limit
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -56,9 +56,9 @@ def test_needed_rows_differ_per_sequence():
     assert step.needed_rows(hidden, ids(0, 9), 2).flatten(1).tolist() == [[0, 1], [6, 7]]
 
 
-def test_take_row_stays_inside_the_block():
+def test_taken_rows_stay_inside_the_block():
     values = torch.arange(12.0).view(4, 3, 1)
-    assert step.take_row(values, ids(0, 2, 3, -1)).flatten().tolist() == [0, 5, 8, 9]
+    assert step.take_rows(values, ids(0, 2, 3, -1), 1).flatten().tolist() == [0, 5, 8, 9]
 
 
 def test_draft_tokens_follow_the_last_accepted_one():

@@ -35,15 +35,12 @@ def test_the_step_unpacks_hidden_states_in_the_order_asked_for():
     verify_program(program)
     assert text(body(program)) == text("""
         positions = row_positions(start, window)
-        hidden = self.target(tokens=window, positions=positions)
-        hidden_1 = hidden[0]
-        hs_2 = hidden[1]
-        hs_0 = hidden[2]
-        logits = self.lm_head(hidden_1)
+        hidden, hs_2, hs_0 = self.target(tokens=window, positions=positions)
+        logits = self.lm_head(hidden)
         return logits
     """)
     assert [n.name for n in program.with_role("feature")] == ["hs_2", "hs_0"]
-    assert program.one("hidden").name == "hidden_1"
+    assert program.one("hidden").name == "hidden"
 
 
 def test_the_target_returns_nodes_that_were_there():

@@ -13,9 +13,10 @@ from specgraph.errors import PassError
 from specgraph.graphs import calls
 from specgraph.kernels import verify
 from specgraph.kernels.sample import RULES, process_logits
+from specgraph.model_info import ModelInfo
 from specgraph.passes.base import NearMiss, PassResult
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.program import Buffer, ModelInfo, Program
+from specgraph.program import Buffer, Program
 from specgraph.verifier import verify_program
 from tests.test_pipeline import body, every_pass, everything, first, last, text
 
@@ -75,12 +76,9 @@ def test_the_pieces_become_one_op():
     program = last(visible(), [FuseVerify()])
     verify_program(program)
     assert text(body(program)) == text("""
-        verification = torch.ops.specgraph.verify.default(logits, drafts, draft_logits, temperature, seeds, positions,
-            top_k, None, None, num_rows, num_forced, None, rule="block", posterior_threshold=0.2, posterior_alpha=0.4,
-            acceptance_rate=0.6, logprobs="raw")
-        emitted = verification[0]
-        number = verification[1]
-        values = verification[2]
+        emitted, number, values = torch.ops.specgraph.verify.default(logits, drafts, draft_logits, temperature, seeds,
+            positions, top_k, None, None, num_rows, num_forced, None, rule="block", posterior_threshold=0.2,
+            posterior_alpha=0.4, acceptance_rate=0.6, logprobs="raw")
         return emitted, number, values
     """)
     assert program.one("logprobs").name == "values"

@@ -75,8 +75,8 @@ def test_body_and_head_become_one_module_with_logits_for_one_row():
     program = drafted("draft_model")
     assert list(program.modules) == ["target", "lm_head", "draft"]
     lines = body(program, "draft")
-    (taken,) = [line for line in lines if line.startswith("take_row = ")]
-    assert taken.endswith(", row)")
+    (taken,) = [line for line in lines if line.startswith("take_rows = ")]
+    assert taken.endswith(", row, 1)")
     heads = [line for line in lines if "self.lm_head.weight" in line]
     assert len(heads) == 1 and lines.index(taken) < lines.index(heads[0])
     names = [n.name for n in program.modules["draft"].graph.nodes if n.op == "placeholder"]

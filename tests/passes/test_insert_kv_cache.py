@@ -11,8 +11,9 @@ from specgraph.drafters.base import Drafter
 from specgraph.errors import PassError
 from specgraph.graphs import calls, new_module
 from specgraph.kernels.step import row_positions
+from specgraph.model_info import ModelInfo
 from specgraph.passes.insert_kv_cache import InsertKVCache
-from specgraph.program import Buffer, ModelInfo, Program
+from specgraph.program import Buffer, Program
 from specgraph.tracing import trace
 from specgraph.verifier import verify_program
 from tests.models import make_model

@@ -42,8 +42,7 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
             posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7)
         weights = residual(processed, drafts, None, num_accepted, num_forced, num_rows, rule="typical")
         next_token = sample_next(weights, seeds, next_positions, num_accepted, rule="typical")
-        verified = emit(drafts, num_accepted, next_token, num_rows, num_forced)
-        verified_tokens = verified[0]
+        verified_tokens, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
         bad = nan_rows(logits, window, num_rows, num_forced)
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
@@ -85,7 +84,7 @@ def test_without_a_drafter_the_step_has_one_row():
 def test_features_are_left_alone():
     program = last(first("ngram"), [ExposeFeatures((1,)), InsertKVCache(4), InsertDraft(), InsertVerify()])
     verify_program(program)
-    assert "needed = needed_rows(hidden_1, num_forced, 4)" in body(program)
+    assert "needed = needed_rows(hidden, num_forced, 4)" in body(program)
 
 
 @pytest.mark.parametrize(

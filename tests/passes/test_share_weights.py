@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 from specgraph.drafters.base import Drafter
 from specgraph.errors import ConfigError
 from specgraph.graphs import get_attribute, new_module, set_attribute
+from specgraph.model_info import ModelInfo
 from specgraph.passes.base import PassResult
 from specgraph.passes.share_weights import ShareWeights
-from specgraph.program import ModelInfo, Program
+from specgraph.program import Program
 from tests.decoding import compiled
 from tests.models import make_model
 

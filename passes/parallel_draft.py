@@ -1,0 +1,108 @@
+"""K chained draft calls become one call whose last K - 1 rows are mask tokens.
+
+The rewrite knows the step graph, not the drafter: behind the rows that bring the draft to the accepted prefix it puts
+a mask row for every draft but the first, at the positions that follow, and draws all drafts from the logits of the last
+K rows. Rows past ``max_length`` get ``PADDING_SLOT`` as all rows do. What mask rows leave in the cache lies behind the
+accepted prefix and is written over before anything can see it.
+
+Source: PARD (An et al. 2025, arXiv 2504.18583) for draft models, P-EAGLE for EAGLE heads.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from specgraph.drafters.base import Mask
+from specgraph.errors import PassError
+from specgraph.graphs import calls, constant
+from specgraph.kernels import step
+from specgraph.passes.base import Pass, PassResult
+from specgraph.program import Program
+
+
+@dataclass(frozen=True)
+class ParallelDraft(Pass):
+    """Options: ``enabled``; None asks the drafter whether it was trained for it."""
+
+    enabled: bool | None = None
+
+    name: ClassVar[str] = "parallel_draft"
+    requires: ClassVar[frozenset[str]] = frozenset({"draft"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"parallel_draft"})
+    redrafts: ClassVar[bool] = True
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite the chain; one is expected."""
+        drafter = program.drafter
+        if not (drafter.parallel if self.enabled is None else self.enabled):
+            return PassResult(0, notes=("drafts are chained",))
+        if "verify" in program.facts:
+            raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
+        if drafter.kind != "autoregressive":
+            raise PassError(f"parallel_draft: {drafter.name} makes no chain of draft calls; set draft.parallel=false.")
+        if drafter.mask is None:
+            missing = "mask_hidden and a mask token" if drafter.shifted else "mask token (draft.mask_token_id)"
+            raise PassError(
+                f"parallel_draft: this {drafter.name} has no {missing}, so it was not trained to draft in parallel; "
+                "set draft.parallel=false or use a checkpoint that was."
+            )
+        count = drafter.num_speculative_tokens
+        first, *chained = program.with_role("draft")
+        proposals = program.with_role("drafts")
+        if not (1 + len(chained) == len(proposals) == count):
+            raise PassError(f"parallel_draft expects {count} chained draft calls, found {1 + len(chained)}.")
+        self._expand(program, first, drafter.mask, count - 1)
+        self._widen(program, count)
+        self._draw(program, first, proposals)
+        return PassResult(1, expected=1, notes=(f"{count} draft calls became 1 with {count - 1} mask rows",))
+
+    def _expand(self, program: Program, first: fx.Node, mask: Mask, count: int) -> None:
+        """Give the first call its mask rows."""
+        inputs: dict[str, Any] = dict(first.kwargs)
+        graph, mask_hidden = program.graph, None
+        with graph.inserting_before(first):
+            if mask.hidden is not None:
+                program.modules["mask_hidden"] = constant(mask.hidden, "mask_hidden")
+                mask_hidden = program.call("mask_hidden")
+            rows = program.call(
+                step.expand_draft_inputs, inputs["tokens"], inputs["num_rows"], inputs.get("hidden"), mask_hidden,
+                mask_token_id=mask.token_id, count=count, name="expanded",
+            )  # fmt: skip
+            names = ("tokens", "num_rows", "hidden") if "hidden" in inputs else ("tokens", "num_rows")
+            for index, name in enumerate(names):
+                inputs[name] = program.call(operator.getitem, rows, index, name=f"expanded_{name}")
+            before = inputs["positions"]
+            inputs["positions"] = program.call(
+                step.row_positions, program.input("start"), inputs["tokens"], name="expanded_positions"
+            )
+        first.kwargs = inputs
+        if not before.users:
+            graph.erase_node(before)
+
+    def _widen(self, program: Program, count: int) -> None:
+        """Let the draft return the logits of ``count`` rows, and no hidden state for a chain."""
+        draft = program.modules["draft"]
+        (rows,) = calls(draft.graph, step.take_rows)
+        rows.args = (*rows.args[:2], count)
+        output = draft.graph.output_node()
+        if program.drafter.shifted:
+            logits, _ = output.args[0]  # type: ignore[misc]
+            output.args = (logits,)
+        draft.graph.eliminate_dead_code()
+        draft.recompile()
+
+    def _draw(self, program: Program, first: fx.Node, proposals: list[fx.Node]) -> None:
+        """Draw all drafts from the one call and drop the chain."""
+        draw = proposals[0]
+        draw.update_arg(1, first)
+        draw.name = "proposals"
+        program.set_output(program.one("logits"), draw)
+        for node in reversed(program.graph.nodes):
+            chain = node.meta.get("role") in ("draft", "drafts") or node.target is step.chain_positions
+            unpacked = node.target is operator.getitem and node.args[0] in program.with_role("draft")
+            if (chain or unpacked) and not node.users and node is not draw:
+                program.graph.erase_node(node)

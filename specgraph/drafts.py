@@ -1,0 +1,129 @@
+"""What ``draft=`` and the configuration name, made into a drafter for a traced target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specgraph import drafters
+from specgraph.config import Config
+from specgraph.drafters import Drafter, DraftHead
+from specgraph.errors import ConfigError, UnsupportedModelError
+from specgraph.tokenizers import check_same_tokenizer
+from specgraph.tracing import TracedModel, check_is_causal_lm, trace
+
+DraftLike = PreTrainedModel | DraftHead | str | Path
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter, and the model behind it if it is a causal LM of its own: that is checked as the target is."""
+
+    drafter: Drafter
+    model: PreTrainedModel | None = None
+    traced: TracedModel | None = None
+    notes: tuple[str, ...] = ()
+
+
+def with_draft(config: Config, draft: DraftLike | None) -> Config:
+    """The configuration with the kind of drafter that a draft, given as an argument or by ``draft.model``, is.
+
+    Raises:
+        ConfigError: a draft was given and the drafter takes none.
+    """
+    given = draft if draft is not None else config.draft.model
+    if given is None:
+        if config.draft.kind in ("draft_model", "eagle3"):
+            raise ConfigError(
+                f"The {config.draft.kind} drafter needs a draft: pass draft=... or set draft.model to its folder."
+            )
+        return config
+    if config.draft.kind == "none":
+        raise ConfigError("draft= was given, but draft.kind is 'none'; leave one of them out.")
+    return replace(config, draft=replace(config.draft, kind=_kind(given)))
+
+
+def _kind(given: DraftLike) -> str:
+    if isinstance(given, DraftHead):
+        return "eagle3"
+    if isinstance(given, str | Path) and Path(given).exists():
+        from specgraph.checkpoints import open_checkpoint
+
+        return open_checkpoint(given).kind
+    return "draft_model"
+
+
+def make_draft(config: Config, model: PreTrainedModel, target: TracedModel, draft: DraftLike | None) -> Draft:
+    """The drafter a configuration names, for a target ``model`` that was traced as ``target``."""
+    options, given = config.draft, draft if draft is not None else config.draft.model
+    makers: dict[str, Callable[[], Draft]] = {
+        "none": lambda: Draft(drafters.none()),
+        "ngram": lambda: Draft(
+            drafters.ngram(options.num_speculative_tokens, options.max_ngram, options.min_ngram, target.info.device)
+        ),
+        "draft_model": lambda: _draft_model(config, model, target, given),
+        "eagle3": lambda: _head(config, model, target, given),
+    }
+    return makers[options.kind]()
+
+
+def _head(config: Config, model: PreTrainedModel, target: TracedModel, given: Any) -> Draft:
+    """An EAGLE-3 head, loaded or as a checkpoint."""
+    notes: tuple[str, ...] = ()
+    if not isinstance(given, DraftHead):
+        from specgraph.checkpoints import load_head, open_checkpoint
+
+        checkpoint = open_checkpoint(given)
+        given, notes = load_head(checkpoint, config.draft, model, target.info), (checkpoint.about,)
+    found, info = given.module.lm_head.weight, target.info
+    if (found.device, found.dtype) != (info.device, info.dtype):
+        raise ConfigError(
+            f"The head is {found.dtype} on {found.device}, the target {info.dtype} on {info.device}; move one of them."
+        )
+    return Draft(drafters.eagle3(given, config.draft.num_speculative_tokens), notes=notes)
+
+
+def _draft_model(config: Config, model: PreTrainedModel, target: TracedModel, given: Any) -> Draft:
+    """A causal LM with the target's tokenizer, on its device. A path is loaded in the target's dtype."""
+    mask, parallel = config.draft.mask_token_id, False
+    if isinstance(given, str | Path):
+        from specgraph.checkpoints import open_checkpoint
+
+        checkpoint = open_checkpoint(given) if Path(given).exists() else None
+        mask, parallel = _mask(mask, checkpoint)
+        given = _read_causal_lm(given, target)
+    try:
+        check_is_causal_lm(given)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"draft: {error}") from None
+    check_same_tokenizer(model, given)
+    device = next(given.parameters()).device
+    if device != target.info.device:
+        raise ConfigError(f"The draft is on {device}, the target on {target.info.device}; move one of them.")
+    traced = trace(given)
+    if mask is not None and not 0 <= mask < traced.info.input_ids:
+        raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
+    drafter = drafters.draft_model(traced, config.draft.num_speculative_tokens, mask, parallel)
+    return Draft(drafter, given, traced)
+
+
+def _mask(given: int | None, checkpoint: Any | None) -> tuple[int | None, bool]:
+    """The mask token id and whether the draft was trained to draft in parallel."""
+    if checkpoint is None:
+        return given, False
+    return (checkpoint.mask_token_id if given is None else given), checkpoint.parallel
+
+
+def _read_causal_lm(path: str | Path, target: TracedModel) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.info.dtype)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"The draft {str(path)!r} cannot be loaded as a causal LM: {reason}") from None
+    moved: PreTrainedModel = loaded.to(target.info.device).eval()
+    return moved
