@@ -1,4 +1,4 @@
-"""The command line: ``python -m specgraph generate|dump|train [KEY=VALUE ...]``, composed and swept by Hydra.
+"""The command line: ``python -m specgraph generate|dump|inspect|train [KEY=VALUE ...]``, composed and swept by Hydra.
 
 Nothing here imports torch: a command's module is imported when it runs.
 """
@@ -21,12 +21,12 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli_config import COMMANDS, overview, register
+from specgraph.cli_config import COMMANDS, choose, overview, register
 from specgraph.cli_errors import CONFIGURATION_ERRORS, every_key, sentence
 from specgraph.config_errors import check_keys, did_you_mean
-from specgraph.errors import SpecgraphError
+from specgraph.errors import ConfigError, SpecgraphError
 
-FREE_TEXT = ("prompt", "template")
+FREE_TEXT = ("prompt", "template", "path")
 """Keys whose values are taken literally, so that a comma or a bracket in a text needs no second pair of quotes."""
 _OVERRIDE = re.compile(r"~|[^=]+=")
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -47,8 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *overrides = arguments
     if name not in COMMANDS:
         return _fail(f"There is no command {name!r}{did_you_mean(name, COMMANDS)}; commands are {', '.join(COMMANDS)}.")
+    overrides = _named(name, overrides)
     try:
+        name, overrides = choose(name, overrides)
         return _Run(name, register(name)).start(overrides)
+    except ConfigError as error:
+        return _fail(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -140,6 +144,14 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Flags with their values, and overrides: argparse does not take the two in mixed order."""
     given = [argument for argument in arguments if not argument.startswith("-") and _OVERRIDE.match(argument)]
     return [argument for argument in arguments if argument not in given], [_open(override) for override in given]
+
+
+def _named(name: str, arguments: Sequence[str]) -> list[str]:
+    """Give a first argument without a key the one that the command has for it."""
+    key, given = COMMANDS[name].positional, list(arguments)
+    if key is not None and given and not given[0].startswith("-") and "=" not in given[0]:
+        given[0] = f"{key}={given[0]}"
+    return given
 
 
 def _open(override: str) -> str:

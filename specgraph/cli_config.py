@@ -6,14 +6,16 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from specgraph.config import Config
+from specgraph.config import Config, DraftConfig
+from specgraph.config_errors import did_you_mean
+from specgraph.errors import ConfigError
 
 
 @dataclass
@@ -70,19 +72,41 @@ class DumpConfig(ModelConfig):
     """Save the parameters beside the graphs; null does so up to 256 MB."""
 
 
+@dataclass
+class InspectConfig:
+    """Keys of ``inspect``."""
+
+    path: str = MISSING
+    """The checkpoint: its folder, or one weights file in it."""
+    target: str | None = None
+    """Say whether it fits this model: a folder or a name; its weights are not loaded."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """Options that overrule the checkpoint's, as for `generate`."""
+
+
 def _train_config() -> type:
     from specgraph.training.config import TrainConfig
 
     return TrainConfig
 
 
+def _head_config() -> type:
+    from specgraph.training.heads.config import HeadTrainConfig
+
+    return HeadTrainConfig
+
+
 @dataclass(frozen=True)
 class Command:
-    """One command: what it does in a line, and the dataclass of its configuration (made when it is needed)."""
+    """One command: what it does in a line, and the dataclass of its configuration (made when it is needed).
+
+    ``positional`` is the key of a first argument that is given without one.
+    """
 
     about: str
     schema: Callable[[], type]
     usage: str
+    positional: str | None = None
 
 
 COMMANDS = {
@@ -96,12 +120,54 @@ COMMANDS = {
         lambda: DumpConfig,
         "model=PATH out=graphs [KEY=VALUE ...]",
     ),
+    "inspect": Command(
+        "say what a draft checkpoint is, how it would be used, and whether it fits a target",
+        lambda: InspectConfig,
+        "PATH [target=MODEL] [KEY=VALUE ...]",
+        "path",
+    ),
     "train": Command(
         "train a small target and its draft from questions and answers",
         _train_config,
-        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=eagle3|peagle model=PATH ...",
     ),
 }
+
+HEADS = ("eagle3", "peagle")
+"""Values of ``draft=`` that train a head for a target instead of a model of its own."""
+TRAIN_HEAD = "train_head"
+"""The configuration that ``train draft=HEAD`` runs with."""
+_CONFIGURATIONS = COMMANDS | {
+    TRAIN_HEAD: Command(
+        "train a draft head for a frozen target on the target's own answers",
+        _head_config,
+        "draft=eagle3|peagle model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+    )
+}
+
+
+def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The configuration a command runs with, and its overrides: what ``train`` can be told depends on ``draft=``.
+
+    Raises:
+        ConfigError: nothing of that name can be trained.
+    """
+    chosen = [override.partition("=")[2] for override in overrides if override.startswith("draft=")]
+    if name != "train" or not chosen:
+        return name, list(overrides)
+    values, others = chosen[-1].split(","), [override for override in overrides if not override.startswith("draft=")]
+    valid = ("draft_model", *HEADS)
+    for value in values:
+        if value not in valid:
+            raise ConfigError(
+                f"There is no draft={value} to train{did_you_mean(value, valid)}; draft is draft_model (a small model "
+                "with its target, the default), eagle3 or peagle (a head for the target in model=PATH)."
+            )
+    if "draft_model" not in values:
+        return TRAIN_HEAD, [f"algorithm={chosen[-1]}", *others]
+    if len(values) > 1:
+        raise ConfigError(f"draft={chosen[-1]}: a draft_model and a head have other keys; train them one by one.")
+    return name, others
 
 
 def overview() -> str:
@@ -117,11 +183,11 @@ def overview() -> str:
 
 def register(name: str) -> type:
     """Make a command's schema and help known to Hydra, and return the schema."""
-    command, store = COMMANDS[name], ConfigStore.instance()
+    command, store = _CONFIGURATIONS[name], ConfigStore.instance()
     schema = command.schema()
     store.store(name=f"{name}_schema", node=schema)
     store.store(group="hydra/help", name=name, node={
-        "app_name": f"python -m specgraph {name}",
+        "app_name": f"python -m specgraph {name.partition('_')[0]}",
         "header": _header(name, command, schema),
         "template": _TEMPLATE if issubclass(schema, Config) else _TEMPLATE_WITHOUT_GROUPS,
         "footer": "Also: --cfg job (show the configuration), -m KEY=A,B (sweep), --hydra-help (Hydra's own flags)",
@@ -141,8 +207,10 @@ _TEMPLATE = _TEMPLATE_WITHOUT_GROUPS.replace(
 
 
 def _header(name: str, command: Command, schema: type) -> str:
-    lines = [f"python -m specgraph {name}: {command.about}", "", f"usage: python -m specgraph {name} {command.usage}"]
-    described = describe(schema) if issubclass(schema, Config) else {}
+    called = f"python -m specgraph {name.partition('_')[0]}"
+    lines = [f"{called}: {command.about}", "", f"usage: {called} {command.usage}"]
+    described = describe(schema)
+    described = described if any(described.values()) else {}
     if described:
         lines += ["", "== Keys =="]
     width = max(map(len, described), default=0) + 2
@@ -154,7 +222,9 @@ def _header(name: str, command: Command, schema: type) -> str:
 def describe(schema: type) -> dict[str, str]:
     """Every dotted key of a dataclass with the text below its field; the keys of subclasses come first."""
     texts = [_texts(cls) for cls in schema.__mro__ if dataclasses.is_dataclass(cls)]
-    own = {name: text for of_class in texts for name, text in of_class.items()}
+    own: dict[str, str] = {}
+    for of_class in texts:
+        own = own | {name: text for name, text in of_class.items() if name not in own}
     found: dict[str, str] = {}
     for name, text in own.items():
         kind = next((f.default_factory for f in dataclasses.fields(schema) if f.name == name), None)
@@ -170,5 +240,5 @@ def _texts(schema: type) -> dict[str, str]:
     for item, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             value = after.value if isinstance(after, ast.Expr) else None
-            found[item.target.id] = str(value.value) if isinstance(value, ast.Constant) else ""
+            found[item.target.id] = " ".join(str(value.value).split()) if isinstance(value, ast.Constant) else ""
     return found

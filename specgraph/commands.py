@@ -8,14 +8,14 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from specgraph.cli_config import COMMANDS, DumpConfig, GenerateConfig, ModelConfig
+from specgraph.cli_config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.compile import compile_speculative
 from specgraph.config import Config, build_passes, load_config
 from specgraph.config_errors import did_you_mean
@@ -35,7 +35,7 @@ def run(name: str, cfg: DictConfig) -> dict[str, str]:
         SpecgraphError: the configuration, the model or the prompts were refused.
     """
     with _progress_bars(sys.stderr.isatty()):
-        return {"generate": generate, "dump": dump, "train": train}[name](cfg)
+        return _COMMANDS[name](cfg)
 
 
 @contextlib.contextmanager
@@ -89,6 +89,20 @@ def dump(cfg: DictConfig) -> dict[str, str]:
     return {"stages": str(len(decoder.stages)), "graphs": str(folder)}
 
 
+def inspect(cfg: DictConfig) -> dict[str, str]:
+    """Print what a checkpoint is."""
+    from specgraph.checkpoints.inspect import inspect_checkpoint
+
+    if OmegaConf.is_missing(cfg, "path"):
+        raise ConfigError("path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft.")
+    options = cast(InspectConfig, OmegaConf.to_object(cfg))
+    if options.target is not None:
+        check_folder(options.target, "target")
+    found = inspect_checkpoint(options.path, options.draft, options.target)
+    print(found)
+    return {key: value for key, value in found.facts.items() if key != "checkpoint"}
+
+
 def train(cfg: DictConfig) -> dict[str, str]:
     """Train a target and a draft; progress is on standard error."""
     from specgraph.training import run_training
@@ -96,6 +110,24 @@ def train(cfg: DictConfig) -> dict[str, str]:
     report = run_training(cast(Any, OmegaConf.to_object(cfg)))
     print(report)
     return {"acceptance length": f"{report.acceptance.acceptance_length:.3f}", "seconds": f"{report.seconds:.0f}"}
+
+
+def train_head(cfg: DictConfig) -> dict[str, str]:
+    """Train a head for a target; progress is on standard error."""
+    from specgraph.training.heads import HeadTrainConfig, train_head
+    from specgraph.training.heads.config import check_head_config
+
+    options = cast(HeadTrainConfig, OmegaConf.to_object(cfg))
+    check_head_config(options)  # before a model is loaded
+    place = device_and_dtype(options)
+    check_folder(options.model)
+    report = train_head(load_model(options.model, *place), load_tokenizer(options.model), options)
+    print(report)
+    return {"acceptance length": f"{report.measured.acceptance_length:.3f}", "loss": f"{report.measured.loss:.4f}",
+            "seconds": f"{report.seconds:.0f}"}  # fmt: skip
+
+
+_COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "train": train, "train_head": train_head}
 
 
 def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
@@ -111,7 +143,12 @@ def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
     return config, cast(Options, OmegaConf.to_object(cfg))
 
 
-def device_and_dtype(options: ModelConfig) -> tuple[str, str]:
+class _Placed(Protocol):
+    device: str
+    dtype: str
+
+
+def device_and_dtype(options: _Placed) -> tuple[str, str]:
     """Where the model goes and in what type, ``auto`` resolved.
 
     Raises:
@@ -131,14 +168,14 @@ def device_and_dtype(options: ModelConfig) -> tuple[str, str]:
     return device, "float32" if dtype == "auto" and device == "cpu" else dtype
 
 
-def check_folder(name: str) -> None:
+def check_folder(name: str, key: str = "model") -> None:
     """Refuse a path that does not exist at once: transformers would look for it on the network.
 
     Raises:
         ConfigError: ``name`` can only be a path, and nothing is there.
     """
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise ConfigError(f"model={name}: there is no such folder.")
+        raise ConfigError(f"{key}={name}: there is no such folder.")
 
 
 @functools.lru_cache(maxsize=1)

@@ -85,7 +85,7 @@ def optimise(
     Weights stay float32; on a GPU the forward pass runs under bf16 autocast.
     """
     report, best = StageReport(parameters=sum(p.numel() for p in model.parameters()), steps=cfg.steps), {}
-    optimizer = _optimizer(model, cfg, device)
+    optimizer = make_optimizer(model, cfg, device)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, cfg))
     progress, start = Progress(label, cfg.steps), time.monotonic()
     running, seen = torch.zeros((), device=device), 0
@@ -144,9 +144,9 @@ def _update(
     return mean.detach()
 
 
-def _optimizer(model: torch.nn.Module, cfg: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, norms do not."""
-    parameters = list(model.parameters())
+def make_optimizer(model: torch.nn.Module, cfg: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW for what has a gradient; matrices decay, norms do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -1,0 +1,119 @@
+"""A new head for a target, and how it is saved."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from specgraph.drafters.eagle3 import DraftHead, Eagle3, Eagle3Config
+from specgraph.errors import ConfigError
+
+from ..data import Encoded
+from .config import HeadConfig, HeadTrainConfig
+from .teacher import Lesson, feature_layers
+
+
+def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, documents: Sequence[Encoded]) -> DraftHead:
+    """A head in float32 on the target's device, whose embedding is the target's own frozen tensor.
+
+    So is its vocabulary projection, unless it drafts only a part of the vocabulary: then it is a frozen copy of rows.
+
+    Raises:
+        ConfigError: a size does not fit the target.
+    """
+    text: Any = model.config.get_text_config()
+    layers = feature_layers(cfg.head.feature_layers, text.num_hidden_layers)
+    embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[union-attr, assignment]
+    projection: Tensor = model.get_output_embeddings().weight  # type: ignore[union-attr, assignment]
+    vocabulary = _vocabulary(cfg.head.draft_vocab_size, len(projection), documents)
+    config = Eagle3Config(
+        layers=_layers(cfg.head, text, len(embedding)),
+        target_hidden_size=text.hidden_size,
+        num_features=len(layers),
+        draft_vocab_size=len(projection) if vocabulary is None else len(vocabulary),
+        norm_before_residual=cfg.head.norm_before_residual,
+    )
+    module = Eagle3(config, parallel=cfg.parallel).to(embedding.device)
+    if vocabulary is not None:
+        module.register_buffer("draft_to_target", vocabulary.to(embedding.device))
+        projection = projection[module.draft_to_target]
+    module.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
+    module.lm_head.weight = nn.Parameter(projection.detach(), requires_grad=False)
+    mask = _mask_token(cfg.head.mask_token_id, pad_id, len(embedding)) if cfg.parallel else None
+    if module.mask_hidden is not None:
+        nn.init.normal_(module.mask_hidden)  # at zero, the norm behind it would blow its gradient up
+    return DraftHead(module, layers, mask, cfg.parallel)
+
+
+@torch.no_grad()
+def match_scale(head: Eagle3, lesson: Lesson) -> None:
+    """Start the last norm at the scale of what the target's vocabulary projection reads, channel by channel.
+
+    From ones, a learning rate of 1e-3 would take thousands of steps to get there.
+    """
+    scale = lesson.hidden.float().flatten(0, 1).square().mean(0).sqrt()
+    head.norm.weight.copy_(scale)
+
+
+def bf16_copy(head: DraftHead) -> DraftHead:
+    """A copy to save: trained parameters in bf16, frozen ones the very same tensors."""
+    frozen = {id(parameter): parameter for parameter in head.module.parameters() if not parameter.requires_grad}
+    module = copy.deepcopy(head.module, memo=dict(frozen))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return DraftHead(module, head.features, head.mask_token_id, head.parallel)
+
+
+def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig:
+    """The configuration of the head's decoder layers, by default of the target's shape."""
+    heads = cfg.num_attention_heads or text.num_attention_heads
+    kv_heads = cfg.num_key_value_heads or getattr(text, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        raise ConfigError(
+            f"head: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}; change one of "
+            "them."
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    config: PretrainedConfig = AutoConfig.for_model(
+        cfg.model_type,
+        vocab_size=num_embeddings,
+        hidden_size=text.hidden_size,
+        intermediate_size=cfg.intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_hidden_layers=cfg.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=cfg.head_dim or getattr(text, "head_dim", None) or text.hidden_size // heads,
+        max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _vocabulary(size: int | None, full: int, documents: Sequence[Encoded]) -> Tensor | None:
+    """The most frequent tokens of the answers, ascending int64 ``[size]``; None for all."""
+    if size is None or size == full:
+        return None
+    if size > full:
+        raise ConfigError(f"head.draft_vocab_size={size} is more than the target's {full} tokens; lower it.")
+    counts = Counter(token for document in documents for token in document.ids[document.prompt_length :])
+    ranked = sorted(range(full), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+def _mask_token(given: int | None, pad_id: int, num_embeddings: int) -> int:
+    token = pad_id if given is None else given
+    if not 0 <= token < num_embeddings:
+        raise ConfigError(
+            f"head.mask_token_id={token} is outside of the target's embedding: use 0 to {num_embeddings - 1}, an id "
+            "that text does not use."
+        )
+    return token

@@ -1,0 +1,210 @@
+"""The optimisation loop of a head, on ``accelerate``; killed at any time, it goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from specgraph.errors import ConfigError
+
+from ..data import Batch, Encoded, shuffled
+from ..loop import lr_factor, make_optimizer
+from ..progress import Progress
+from .chain import ChainLoss, counted_rows, step_weights
+from .config import HeadTrainConfig
+from .measure import Measured, measure
+from .teacher import Teacher
+
+STATE = "run.json"
+_FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}
+"""Keys that may change between a run and its resumption."""
+
+
+@dataclass
+class HeadProgress:
+    """How far a run is. ``losses`` holds (step, mean loss since the entry before), ``measured`` (step, held-out loss,
+    acceptance length). Losses are in nats per token."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    measured: list[tuple[int, float, float]] = field(default_factory=list)
+    pending: list[float] = field(default_factory=list)
+    """Losses since the last entry."""
+
+
+class HeadLoop:
+    """Trains one head in place."""
+
+    def __init__(self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, save: Callable[[], None]) -> None:
+        """``save`` is called with every checkpoint: a killed run leaves a head that works, too."""
+        self.cfg, self.teacher, self.save = cfg, teacher, save
+        self.progress = HeadProgress()
+        self.accelerator = _accelerator(teacher.device)
+        self.plain = trained
+        optimizer = make_optimizer(trained, cfg.optim, teacher.device)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
+        self.trained, self.optimizer, self.schedule = self.accelerator.prepare(trained, optimizer, schedule)
+        self.folder = Path(cfg.output) / "checkpoint"
+        self._began = time.monotonic()
+
+    def run(
+        self, documents: Sequence[Encoded], heldout: Sequence[Encoded], pad_id: int
+    ) -> tuple[HeadProgress, Measured]:
+        """Train on ``documents``, from the last checkpoint if there is one, and measure on ``heldout``."""
+        with _same_random_state():
+            self._resume()
+            done, optim = self.progress, self.cfg.optim
+            self._began = time.monotonic() - done.seconds
+            bar = Progress(self.cfg.algorithm, optim.steps)
+            batches = shuffled(documents, optim.batch_size, pad_id, self.cfg.seed, question_weight=0.0)
+            for batch in itertools.islice(batches, done.step, None):
+                if self._finished():
+                    break
+                done.pending.append(self._update(batch))
+                done.step += 1
+                self._report(bar, heldout)
+            done.seconds = round(time.monotonic() - self._began, 1)
+        final = self._measure(heldout)
+        self._note(final)
+        return done, final
+
+    def clear(self) -> None:
+        """Remove the checkpoint of a run that has ended well."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _finished(self) -> bool:
+        limit = self.cfg.optim.max_seconds
+        late = limit is not None and time.monotonic() - self._began >= limit
+        return self.progress.step >= self.cfg.optim.steps or late
+
+    def _lr_factor(self, step: int) -> float:
+        """With a time limit, time drives the cosine as soon as it is ahead of the steps."""
+        optim = self.cfg.optim
+        if optim.max_seconds is not None and step >= optim.warmup_steps:
+            share = (time.monotonic() - self._began) / optim.max_seconds
+            step = min(optim.steps, max(step, int(share * optim.steps)))
+        return lr_factor(step, optim)
+
+    def _update(self, batch: Batch) -> Any:
+        """One step of the optimizer; returns the loss, still on the device."""
+        # Drawn on the CPU from the step's own seed: a resumed run draws the same rows.
+        generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
+        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.cfg.parallel else None)
+        device = self.teacher.device
+        tokens = batch.tokens.to(device, non_blocking=True)
+        losses: Tensor = self.trained(tokens, self.teacher(tokens), [r.to(device, non_blocking=True) for r in rows])
+        loss = (losses * step_weights(self.cfg.chain, device)).sum()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.trained.parameters(), self.cfg.optim.grad_clip)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+    def _report(self, bar: Progress, heldout: Sequence[Encoded]) -> None:
+        """Measure, show and save when it is time to."""
+        optim, step = self.cfg.optim, self.progress.step
+        last = step == optim.steps
+        if step % optim.eval_every == 0 and not last:
+            self._note(self._measure(heldout))
+            (_, held, length), (_, loss) = self.progress.measured[-1], self.progress.losses[-1]
+            bar.show(step, f"loss {loss:.4f} held-out {held:.4f} acceptance length {length:.3f}")
+        elif bar.due() or last:
+            bar.show(step, f"loss {_mean(self.progress.pending):.4f}" if self.progress.pending else "")
+        if step % optim.checkpoint_every == 0 and not last:
+            self._checkpoint()
+
+    def _measure(self, heldout: Sequence[Encoded]) -> Measured:
+        cfg = self.cfg
+        return measure(self.plain, self.teacher, heldout, cfg.chain, cfg.eval_drafts, cfg.optim.batch_size,
+                       self.accelerator.autocast)  # fmt: skip
+
+    def _note(self, measured: Measured) -> None:
+        done = self.progress
+        if done.pending:
+            done.losses.append((done.step, round(_mean(done.pending), 4)))
+            done.pending = []
+        done.measured.append((done.step, round(measured.loss, 4), round(measured.acceptance_length, 4)))
+
+    def _checkpoint(self) -> None:
+        """Write everything beside the old checkpoint, then take its place."""
+        self.progress.seconds = time.monotonic() - self._began
+        self.progress.pending = [float(loss) for loss in self.progress.pending]
+        new = self.folder.with_name("checkpoint.tmp")
+        shutil.rmtree(new, ignore_errors=True)
+        self.accelerator.save_state(str(new), safe_serialization=False)
+        (new / STATE).write_text(json.dumps({"config": _fixed(self.cfg), "progress": vars(self.progress)}))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.replace(new, self.folder)
+        self.save()
+
+    def _resume(self) -> None:
+        if not (self.folder / STATE).is_file():
+            return
+        saved = json.loads((self.folder / STATE).read_text())
+        other = sorted(key for key, value in _fixed(self.cfg).items() if saved["config"].get(key, value) != value)
+        if other:
+            before = f"{other[0]}={saved['config'][other[0]]}"
+            raise ConfigError(
+                f"output={self.cfg.output} holds an unfinished run with {before}: give the same settings to go on with "
+                "it, another output, or delete its folder checkpoint."
+            )
+        self.accelerator.load_state(str(self.folder))
+        done = saved["progress"]
+        curves = {name: list(map(tuple, done[name])) for name in ("losses", "measured")}  # JSON has no tuples
+        self.progress = HeadProgress(**done | curves)
+
+
+def _accelerator(device: torch.device) -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise ConfigError("Training a head needs the package accelerate: pip install 'specgraph[train]'.") from None
+    on_gpu = device.type == "cuda"
+    return Accelerator(cpu=not on_gpu, mixed_precision="bf16" if on_gpu else "no")
+
+
+def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
+    """Every dotted key that a resumed run must have in common with the run before."""
+
+    def flat(node: object, prefix: str) -> Iterator[tuple[str, Any]]:
+        for item in dataclasses.fields(node):  # type: ignore[arg-type]
+            value = getattr(node, item.name)
+            if dataclasses.is_dataclass(value):
+                yield from flat(value, f"{prefix}{item.name}.")
+            elif item.name not in _FREE:
+                yield f"{prefix}{item.name}", list(value) if isinstance(value, list | tuple) else value
+
+    return dict(flat(cfg, ""))
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Leave Python's and numpy's generators as they were: loading a checkpoint sets them."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def _mean(losses: Sequence[Any]) -> float:
+    if isinstance(losses[-1], Tensor):
+        return float(sum(losses) / len(losses))
+    return sum(losses) / len(losses)

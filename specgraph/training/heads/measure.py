@@ -1,0 +1,116 @@
+"""How well a head drafts, on greedy answers, without a decoder.
+
+As long as all drafts before it were accepted, a draft was made from the answer's own tokens. So the drafts accepted in
+a decode step are the first right ones of the chain behind that token, and one pass over the answer tells them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..acceptance import Step
+from ..data import Batch, Encoded, in_order
+from .chain import ChainLoss, counted_rows, mean_loss
+from .config import ChainConfig
+from .teacher import Teacher
+
+
+class Measured(NamedTuple):
+    """``loss`` in nats per token, weighted over the steps; ``agreement[i]``: share of tokens that step i predicts;
+    ``acceptance_length``: tokens per decode step; ``per_position[i]``: share of decode steps that accept more than i
+    drafts."""
+
+    loss: float
+    agreement: list[float]
+    acceptance_length: float
+    per_position: list[float]
+
+
+@torch.no_grad()
+def measure(
+    trained: ChainLoss,
+    teacher: Teacher,
+    documents: Sequence[Encoded],
+    cfg: ChainConfig,
+    drafts: int,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Measured:
+    """Draft at every token of greedy answers.
+
+    Args:
+        trained: the head.
+        teacher: its target.
+        documents: greedy answers of the target.
+        cfg: how many steps, and their weights.
+        drafts: K of the decode steps that are imitated.
+        batch_size: answers at a time.
+        autocast: what the head runs under.
+    """
+    losses, hits, rows = torch.zeros(cfg.steps), torch.zeros(cfg.steps), torch.zeros(cfg.steps)
+    steps: list[Step] = []
+    groups = _groups(documents, batch_size)
+    for group, batch in zip(groups, in_order(documents, batch_size, 0, 0.0), strict=True):
+        found, each = _hits(trained, teacher, batch, cfg, autocast)
+        count = torch.tensor([float((batch.weights[:, 1 + step :] > 0).sum()) for step in range(cfg.steps)])
+        losses, hits, rows = losses + each * count, hits + found.sum((1, 2)), rows + count
+        for index, document in enumerate(group):
+            steps += walk(found[:drafts, index].bool(), document.prompt_length, len(document.ids))
+    weights = cfg.decay ** torch.arange(cfg.steps)
+    loss = (weights * losses / rows.clamp_min(1)).sum() / weights.sum()
+    total = max(1, len(steps))
+    return Measured(
+        loss=float(loss),
+        agreement=(hits / rows.clamp_min(1)).tolist(),
+        acceptance_length=sum(step.emitted for step in steps) / total,
+        per_position=[sum(step.accepted > index for step in steps) / total for index in range(drafts)],
+    )
+
+
+def walk(hits: Tensor, prompt_length: int, length: int) -> list[Step]:
+    """The decode steps of one answer; ``hits`` bool ``[K, S]``: row t of step i predicts token ``t + 2 + i``.
+
+    The first token of the answer comes with the prefill and is not counted. ``length`` counts the prompt.
+    """
+    steps, row = [], prompt_length - 1
+    table = hits.tolist()
+    while row + 2 < length:
+        accepted = 0
+        while accepted < len(table) and row + 2 + accepted < length and table[accepted][row]:
+            accepted += 1
+        steps.append(Step(accepted, min(accepted + 1, length - row - 2)))
+        row += steps[-1].emitted
+    return steps
+
+
+def _groups(documents: Sequence[Encoded], batch_size: int) -> list[list[Encoded]]:
+    """The documents of every batch of ``in_order``."""
+    ordered = sorted(documents, key=lambda document: len(document.ids))
+    return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]
+
+
+def _hits(
+    trained: ChainLoss,
+    teacher: Teacher,
+    batch: Batch,
+    cfg: ChainConfig,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> tuple[Tensor, Tensor]:
+    """Whether each row of each step predicts the text's own token, float32 ``[steps, B, S]``, and the mean losses."""
+    tokens = batch.tokens.to(teacher.device)
+    rows = [chosen.to(teacher.device) for chosen in counted_rows(batch.weights, cfg)]
+    lesson = teacher(tokens)
+    hits, losses = torch.zeros(cfg.steps, tokens.numel(), device=tokens.device), []
+    vocabulary = trained.head.draft_to_target
+    with autocast():
+        for step, out in enumerate(trained.outputs(tokens, lesson, rows)):
+            drafted = out.logits.argmax(-1)
+            drafted = vocabulary[drafted] if isinstance(vocabulary, Tensor) else drafted
+            hits[step, rows[step]] = (drafted == tokens.flatten()[rows[step] + 2 + step]).float()
+            losses.append(mean_loss(out).float())
+    return hits.view(cfg.steps, *tokens.shape).cpu(), torch.stack(losses).cpu()

@@ -1,0 +1,27 @@
+"""The loss curve of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .loop import HeadProgress
+
+
+def plot_losses(progress: HeadProgress, title: str, path: Path) -> bool:
+    """Draw losses and acceptance length over the steps to a PNG; False if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
+    left = figure.subplots()
+    right = left.twinx()
+    left.plot(*zip(*progress.losses, strict=True), label="training loss", color="tab:blue")
+    steps, losses, lengths = zip(*progress.measured, strict=True)
+    left.plot(steps, losses, label="held-out loss", color="tab:orange")
+    right.plot(steps, lengths, label="acceptance length (right)", color="tab:green", linestyle="--")
+    left.set(title=title, xlabel="step", ylabel="nats per token")
+    right.set(ylabel="tokens per decode step")
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.savefig(path)
+    return True

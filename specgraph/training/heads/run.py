@@ -1,0 +1,151 @@
+"""A whole run: answers, head, loop, report."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from specgraph.checkpoints import save_head
+from specgraph.drafters.eagle3 import DraftHead
+
+from ..data import Encoded, collate, read_documents, split_documents
+from .chain import ChainLoss
+from .config import HeadTrainConfig, check_head_config
+from .head import bf16_copy, build_head, match_scale
+from .loop import HeadLoop, HeadProgress
+from .measure import Measured
+from .plot import plot_losses
+from .rollouts import split_rollouts
+from .teacher import Teacher
+
+
+@dataclass
+class HeadTrainReport:
+    """What came out of :func:`train_head`; also written to ``<output>/training_report.json``.
+
+    ``measured``: on greedy answers to held-out questions, as far as one pass tells; ``progress``: the loss curve.
+    """
+
+    algorithm: str
+    parameters: int
+    steps: int
+    seconds: float
+    documents: int
+    heldout: int
+    eval_drafts: int
+    measured: Measured
+    progress: HeadProgress
+    device: str
+    config: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        measured = self.measured
+        return "\n".join([
+            f"{self.algorithm}: {self.parameters / 1e6:.2f}M trained parameters, {self.steps} steps in "
+            f"{self.seconds:.0f} s on {self.device}, {self.documents} answers",
+            f"greedy, {self.heldout} held-out questions, K={self.eval_drafts}: loss {measured.loss:.4f} nats/token, "
+            f"acceptance length {measured.acceptance_length:.3f}",
+            "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
+            *self.notes,
+        ])  # fmt: skip
+
+
+def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
+    """Train an EAGLE-3 or P-EAGLE head for a frozen target on the target's own answers.
+
+    Writes ``config.json`` and ``model.safetensors`` (the speculators layout, bf16) to ``cfg.output``, with
+    ``training_report.json`` and ``loss.png``. A checkpoint lies in ``<output>/checkpoint`` while it runs: the same call
+    goes on from there after a kill, and without a time limit ends with the same weights on the same machine. Shows
+    progress on stderr. All randomness follows ``cfg.seed``; the caller's generators are left as they were.
+
+    Args:
+        model: the target in evaluation mode, on the device to train on; it is not changed.
+        tokenizer: its tokenizer.
+        cfg: the run.
+
+    Raises:
+        ConfigError: a setting is out of range, or does not fit the target.
+        InputError: a data file is missing, empty or malformed.
+        UnsupportedModelError: the target cannot be traced.
+    """
+    check_head_config(cfg)
+    train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
+    device = model.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(cfg.seed)
+        model.requires_grad_(False)
+        learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
+        torch.manual_seed(cfg.seed)  # whether the answers were written now or before
+        return _train(model, tokenizer, learned, measured, cfg)
+
+
+def _train(
+    model: PreTrainedModel, tokenizer: Any, learned: Sequence[Encoded], heldout: Sequence[Encoded], cfg: HeadTrainConfig
+) -> HeadTrainReport:
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    head = build_head(model, cfg, pad_id, learned)
+    teacher = Teacher(model, head.features)
+    match_scale(head.module, teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)))
+
+    def save() -> None:
+        _save(head, model, cfg)
+
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, save)
+    progress, measured = loop.run(learned, heldout, pad_id)
+    save()
+    report = HeadTrainReport(
+        algorithm=cfg.algorithm,
+        parameters=sum(p.numel() for p in head.module.parameters() if p.requires_grad),
+        steps=progress.step,
+        seconds=progress.seconds,
+        documents=len(learned),
+        heldout=len(heldout),
+        eval_drafts=cfg.eval_drafts,
+        measured=measured,
+        progress=progress,
+        device=_device_name(teacher.device),
+        config=asdict(cfg),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+    _write_report(report, Path(cfg.output))
+    loop.clear()
+    return report
+
+
+def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None:
+    """The head without the tensors that are the target's own."""
+    saved = bf16_copy(head)
+    frozen = [saved.module.embed_tokens.weight, saved.module.lm_head.weight]
+    save_head(
+        saved,
+        cfg.output,
+        target_name=cfg.model,
+        algorithm="peagle" if cfg.parallel else "eagle3",
+        num_speculative_tokens=cfg.chain.steps,
+        shared=frozen if head.module.draft_to_target is None else frozen[:1],
+        target_architectures=list(model.config.architectures or []),
+    )
+
+
+def _write_report(report: HeadTrainReport, folder: Path) -> None:
+    curve = folder / "loss.png"
+    title = f"{report.algorithm} for {report.config['model']}"
+    if not plot_losses(report.progress, title, curve):
+        report.notes.append("no loss curve was drawn: matplotlib is missing; pip install 'specgraph[train]'")
+    saved = asdict(report) | {"measured": report.measured._asdict()}
+    del saved["notes"]
+    (folder / "training_report.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
