@@ -99,6 +99,8 @@ def read_options(checkpoint: Checkpoint, overrides: Overrides, target_layers: in
     reader = _Reader(checkpoint, [])
     reader.refuse_variants()
     indices = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
+    for name in ("embed_tokens", "lm_head"):
+        reader.note(name, "its own" if f"{name}.weight" in names else "the target's", "tensors")
     fc = reader.flag("use_aux_hidden_state", True)
     return HeadOptions(
         layer_type=reader.note(
