@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _fail(f"There is no command {name!r}{did_you_mean(name, COMMANDS)}; commands are {', '.join(COMMANDS)}.")
     overrides = _named(name, overrides)
-    overrides = _named(name, overrides)
     try:
         name, overrides = choose(name, overrides)
         return _Run(name, register(name)).start(overrides)
@@ -145,14 +144,6 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Flags with their values, and overrides: argparse does not take the two in mixed order."""
     given = [argument for argument in arguments if not argument.startswith("-") and _OVERRIDE.match(argument)]
     return [argument for argument in arguments if argument not in given], [_open(override) for override in given]
-
-
-def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Give a first argument without a key the one that the command has for it."""
-    key, given = COMMANDS[name].positional, list(arguments)
-    if key is not None and given and not given[0].startswith("-") and "=" not in given[0]:
-        given[0] = f"{key}={given[0]}"
-    return given
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:

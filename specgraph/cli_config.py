@@ -84,18 +84,6 @@ class InspectConfig:
     """Options that overrule the checkpoint's, as for `generate`."""
 
 
-@dataclass
-class InspectConfig:
-    """Keys of ``inspect``."""
-
-    path: str = MISSING
-    """The checkpoint: its folder, or one weights file in it."""
-    target: str | None = None
-    """Say whether it fits this model: a folder or a name; its weights are not loaded."""
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    """Options that overrule the checkpoint's, as for `generate`."""
-
-
 def _train_config() -> type:
     from specgraph.training.config import TrainConfig
 
@@ -131,12 +119,6 @@ COMMANDS = {
         "compile a model and write the graphs of every pass to a folder",
         lambda: DumpConfig,
         "model=PATH out=graphs [KEY=VALUE ...]",
-    ),
-    "inspect": Command(
-        "say what a draft checkpoint is, how it would be used, and whether it fits a target",
-        lambda: InspectConfig,
-        "PATH [target=MODEL] [KEY=VALUE ...]",
-        "path",
     ),
     "inspect": Command(
         "say what a draft checkpoint is, how it would be used, and whether it fits a target",

@@ -103,20 +103,6 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
     return {key: value for key, value in found.facts.items() if key != "checkpoint"}
 
 
-def inspect(cfg: DictConfig) -> dict[str, str]:
-    """Print what a checkpoint is."""
-    from specgraph.checkpoints.inspect import inspect_checkpoint
-
-    if OmegaConf.is_missing(cfg, "path"):
-        raise ConfigError("path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft.")
-    options = cast(InspectConfig, OmegaConf.to_object(cfg))
-    if options.target is not None:
-        check_folder(options.target, "target")
-    found = inspect_checkpoint(options.path, options.draft, options.target)
-    print(found)
-    return {key: value for key, value in found.facts.items() if key != "checkpoint"}
-
-
 def train(cfg: DictConfig) -> dict[str, str]:
     """Train a target and a draft; progress is on standard error."""
     from specgraph.training import run_training

@@ -86,7 +86,8 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([]) == 2
     assert main(["genrate"]) == 2
     assert capsys.readouterr().err == (
-        "error: There is no command 'genrate' (did you mean 'generate'?); commands are generate, dump, inspect, train.\n"
+        "error: There is no command 'genrate' (did you mean 'generate'?); "
+        "commands are generate, dump, inspect, train.\n"
     )
 
 
