@@ -133,7 +133,9 @@ class _Loader:
         expected = {name: tuple(p.shape) for name, p in module.named_parameters() if name != "mask_hidden"}
         missing = [name for name in expected if name not in stored and name not in BORROWED]
         if missing:
-            raise ConfigError(f"{self.checkpoint.path} lacks {self._listed(missing)}; its configuration needs them.")
+            raise ConfigError(
+                f"{self.checkpoint.path} lacks {self._listed(missing)}; download it again or correct its config.json."
+            )
         for name, shape in expected.items():
             if name in stored:
                 self._check_tensor(name, stored[name], shape)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable
+import re
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,7 +139,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
         opened = cast(Any, safe_open)(file, "pt")
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise _damaged(file, error) from None
+        raise _damaged(file, _reason(error)) from None
     found = {}
     for name, view in slices.items():
         dtype = _DTYPES.get(view.get_dtype())
@@ -165,37 +167,30 @@ def _open_pickle(file: Path) -> dict[str, StoredTensor]:
 
 def _load_pickle(file: Path) -> Any:
     """Read a pickle without running code of its own, mapped into memory if its format allows that."""
-    zipped = torch.serialization._is_zipfile(file.open("rb"))  # type: ignore[no-untyped-call]
+    zipped = zipfile.is_zipfile(file)  # older files are one pickle, which cannot be mapped
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
-        if "Unsupported" not in str(error):
-            raise _damaged(file, error) from None
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if named is None:
+            raise _damaged(file, "its pickle cannot be read") from None
         raise ConfigError(
-            f"{file} needs more than weights_only=True to be read ({_refused(error)}), which could run "
-            "code of its own; save the tensors as safetensors instead."
+            f"{file} needs more than weights_only=True to be read (it names {named[1]}), which could run code of its "
+            "own; save the tensors as safetensors instead."
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise _damaged(file, error) from None
-
-
-def _refused(error: Exception) -> str:
-    """The line of torch's message that names what it does not load."""
-    return _clean(next(line for line in str(error).splitlines() if "Unsupported" in line))
+        raise _damaged(file, _reason(error)) from None
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _damaged(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{file} is truncated or damaged ({_reason(error)}); download or copy it again.")
+def _damaged(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{file} is truncated or damaged ({reason}); download or copy it again.")
 
 
 def _reason(error: Exception) -> str:
-    lines: Iterable[str] = str(error).strip().splitlines()
-    return _clean(next(iter(lines), type(error).__name__))
-
-
-def _clean(text: str) -> str:
-    return " ".join(text.split()).rstrip(".:")
+    """The first line of an error, as part of a sentence."""
+    lines = str(error).strip().splitlines()
+    return " ".join((lines or [type(error).__name__])[0].split()).rstrip(".:")

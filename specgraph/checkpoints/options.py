@@ -178,9 +178,10 @@ class _Reader:
                     "what that means; set draft.feature_layers to the indices k of hs[k] in the order of fc's columns."
                 )
             return self._checked(ids, layers, source)
-        return self._checked(
-            None if layers is None else (2, layers // 2, layers - 3), layers, "default: 2, L // 2, L - 3"
-        )
+        default, source = None if layers is None else (2, layers // 2, layers - 3), "default: 2, L // 2, L - 3"
+        if default is not None and list(default) != sorted(default):
+            raise self._unreadable(default, layers, source)
+        return self._checked(default, layers, source)
 
     def _declared(self) -> tuple[tuple[int, ...], str] | None:
         """The ids of the configuration as indices of hs, and their key."""
@@ -200,13 +201,16 @@ class _Reader:
     def _checked(self, ids: tuple[int, ...] | None, layers: int | None, source: str) -> tuple[int, ...] | None:
         known = ids is None or layers is None or all(0 <= k <= layers for k in ids)
         if ids is not None and (not known or not ids or len(set(ids)) != len(ids) or min(ids) < 0):
-            raise ConfigError(
-                f"{self.checkpoint.path} would read the hidden states {list(ids)} ({source}) of a target "
-                f"with {layers or 'some'} layers; set draft.feature_layers to distinct indices from 0 to that number."
-            )
+            raise self._unreadable(ids, layers, source)
         shown = "unknown without a target" if ids is None else ", ".join(f"hs[{k}]" for k in ids)
         self.note("feature_layers", shown, source)
         return ids
+
+    def _unreadable(self, ids: Sequence[int], layers: int | None, source: str) -> ConfigError:
+        return ConfigError(
+            f"{self.checkpoint.path} would read the hidden states {list(ids)} ({source}) of a target with "
+            f"{layers or 'some'} layers; set draft.feature_layers to distinct indices from 0 to that number."
+        )
 
     def rope(self, given: float | None) -> dict[str, Any]:
         """transformers' rope parameters, with the base from the first place that names one."""
@@ -233,7 +237,9 @@ class _Reader:
         ]
         theta, source = next((value, source) for value, source in candidates if value is not None)
         if not isinstance(theta, int | float) or theta <= 0:
-            raise ConfigError(f"{source} of {self.checkpoint.path} is {theta!r}; the base of a rotary is above 0.")
+            raise ConfigError(
+                f"{source} of {self.checkpoint.path} is {theta!r}; set draft.rope_theta to a base above 0."
+            )
         self.note("rope_theta", float(theta), source)
         return {**scaling, "rope_type": kind, "rope_theta": float(theta)}
 
