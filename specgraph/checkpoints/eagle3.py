@@ -89,7 +89,7 @@ class _Loader:
             module.rotary = type(module.rotary)(config.layers).to(self.target.info.device)  # type: ignore[operator]
         for name, expected in list(module.named_parameters()):
             _assign(module, name, self._parameter(name, expected, stored))
-        module.draft_to_target = self._vocabulary(stored, config.draft_vocab_size)
+        module.register_buffer("draft_to_target", self._vocabulary(stored, config.draft_vocab_size))
         module.eval()
         return DraftHead(module, features, self.options.mask_token_id, self.checkpoint.parallel)
 
@@ -185,7 +185,7 @@ class _Loader:
         if name not in stored:
             return self.target.own(name)
         read = stored[name].read()
-        if name in BORROWED and _equals_remote(read, self.target.own(name)):
+        if name in BORROWED and _remote(self.target.own(name)) and _equal(read, self.target.own(name)):
             return self.target.own(name)
         info = self.target.info
         moved = read.reshape(expected.shape).to(device=info.device, dtype=info.dtype).contiguous()
@@ -241,9 +241,14 @@ def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def _equals_remote(read: Tensor, own: Tensor) -> bool:
-    """Whether a tensor on the CPU equals one on another device, which is brought over in bounded parts."""
-    if own.device.type in ("cpu", "meta") or read.dtype != own.dtype or read.shape != own.shape:
+def _remote(own: Tensor) -> bool:
+    """On the CPU a second copy is found, reported and dropped by ``share_weights``; elsewhere it is never made."""
+    return own.device.type not in ("cpu", "meta")
+
+
+def _equal(read: Tensor, own: Tensor) -> bool:
+    """Whether a tensor on the CPU equals the target's, which is brought over in bounded parts."""
+    if read.dtype != own.dtype or read.shape != own.shape:
         return False
     rows = max(1, CHUNK_BYTES // max(1, own[0].nbytes))
     own = own.detach()

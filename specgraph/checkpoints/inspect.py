@@ -40,9 +40,11 @@ class Inspection:
     reason: str | None
 
     def __str__(self) -> str:
-        parts = [list(self.facts.items()), [("option", "value", "from"), *self.options] if self.options else []]
+        parts: list[list[tuple[str, ...]]] = [list(self.facts.items())]
+        if self.options:
+            parts.append([("option", "value", "from"), *self.options])
         parts.append([("tensor", "shape", "dtype", "count", "size"), *self.tensors])
-        text = "\n\n".join(_columns(part) for part in parts if part)
+        text = "\n\n".join(map(_columns, parts))
         return text if self.reason is None else f"{text}\n\n{self.reason}"
 
 

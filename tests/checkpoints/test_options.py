@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.checkpoints import open_checkpoint, read_options, save_head
+from specgraph.checkpoints import eagle3, open_checkpoint, read_options, save_head
 from specgraph.config import DraftConfig
 from specgraph.drafters import DraftHead
 from specgraph.errors import ConfigError
@@ -88,6 +88,25 @@ def test_missing_tensors_are_the_targets_own(tmp_path: Path) -> None:
     assert head.module.embed_tokens.weight is model.model.embed_tokens.weight
     assert head.module.lm_head.weight is model.lm_head.weight
     assert head.module.draft_to_target is None
+
+
+@pytest.mark.parametrize(("change", "shared"), [(None, True), (0, False), (-1, False)])
+def test_a_copy_of_the_targets_tensor_is_not_brought_to_another_device(
+    change: int | None, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared in parts of three rows, the last one shorter; one element more or less is another tensor."""
+    monkeypatch.setattr(eagle3, "_remote", lambda own: True)
+    monkeypatch.setattr(eagle3, "CHUNK_BYTES", 3 * layouts.HIDDEN * 8)
+    model: Any = target()
+    written = layouts.nvidia()
+    copied = model.model.embed_tokens.weight.detach().clone()
+    if change is not None:
+        copied[change, change] += 1e-9
+    written.tensors["embed_tokens.weight"] = copied
+    head = load(written.save(tmp_path))
+    assert (head.module.embed_tokens.weight is model.model.embed_tokens.weight) is shared
+    assert torch.equal(head.module.embed_tokens.weight, copied)
+    assert head.module.lm_head.weight is not model.lm_head.weight
 
 
 def test_an_identity_map_is_no_map(tmp_path: Path) -> None:
