@@ -22,7 +22,7 @@ from specgraph.training.data import Encoded, collate
 from specgraph.training.heads import HeadTrainConfig, HeadTrainReport, train_head
 from specgraph.training.heads.chain import ChainLoss, chain_mask, counted_rows
 from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadOptimConfig, HeadRolloutConfig
-from specgraph.training.heads.head import build_head
+from specgraph.training.heads.head import build_head, start_from
 from specgraph.training.heads.loop import HeadLoop
 from specgraph.training.heads.measure import measure, walk
 from specgraph.training.heads.teacher import Teacher, feature_layers
@@ -131,10 +131,13 @@ def trained(module: Eagle3) -> list[Tensor]:
 
 
 def test_a_row_sees_the_text_before_it_and_its_own_chain() -> None:
-    assert chain_mask(3, 3, torch.device("cpu")).int()[0, 0].tolist() == [
-        [1, 0, 0, 1, 0, 0, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0, 1, 0],
-        [1, 1, 1, 0, 0, 1, 0, 0, 1],
+    assert chain_mask(2, 3, torch.device("cpu")).int()[0, 0].tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 0, 1, 0, 1, 0],
+        [1, 1, 0, 1, 0, 1],
     ]
 
 
@@ -309,6 +312,7 @@ def test_feature_layers() -> None:
             "head.mask_token_id=64 is outside of the target's embedding: use 0 to 63",
         ),
         ({"head": HeadConfig(draft_vocab_size=65)}, "head.draft_vocab_size=65 is more than the target's 64 tokens"),
+        ({"head": HeadConfig(init="nowhere")}, "head.init=nowhere: there is no model.safetensors; give the folder of"),
         ({"head": HeadConfig(num_key_value_heads=3)}, "head: num_attention_heads=4 must be a multiple of"),
         ({"chain": ChainConfig(steps=7, decay=1.5)}, "chain.decay=1.5 is out of range: it must be 1 or less."),
     ],
@@ -377,3 +381,18 @@ def test_help_and_configuration_of_a_head(capsys: pytest.CaptureFixture[str]) ->
     assert "algorithm: peagle" in capsys.readouterr().out
     assert main(["train", "--help"]) == 0
     assert "distil" not in capsys.readouterr().out
+
+
+def test_a_head_starts_from_a_trained_one(run: HeadTrainReport, target: PreTrainedModel, data: Path) -> None:
+    folder = data.with_name("run")
+    head = make_head(target, "peagle", layers=2).module
+    before = head.layers[1].mlp.up_proj.weight.clone()
+    start_from(head, str(folder))
+    saved = load_file(folder / "model.safetensors")
+    assert torch.equal(head.fc.weight, saved["fc.weight"].float())
+    assert torch.equal(head.mask_hidden, saved["mask_hidden"].float().flatten())
+    assert torch.equal(head.layers[1].mlp.up_proj.weight, before)
+    other = make_head(target, "eagle3", intermediate_size=40).module
+    with pytest.raises(ConfigError) as caught:
+        start_from(other, str(folder))
+    assert_sentence(caught.value, "layers.0.mlp.gate_proj.weight is [48, 32] there and [40, 32] here; train a head of")

@@ -4,7 +4,7 @@ Step ``i`` has one row per position ``t`` of the text, all run at once. It takes
 ``t + i`` and predicts ``x[t+2+i]``. At step 0 the hidden state is what the head makes of the target's features at
 ``t``, later it is the head's own output of the step before, with its gradient. Row ``t`` sees the step-0 keys up to
 ``t`` and the keys of its own chain: exactly what it sees when the target has verified everything up to ``x[t+1]``.
-A parallel head takes the mask token and ``mask_hidden`` in the steps after 0; all else is the same.
+A parallel head takes the mask token and ``mask_hidden`` in the steps after 0, so that all steps fit into one call.
 
 Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); Hui et al. 2026, P-EAGLE.
 """
@@ -71,26 +71,39 @@ class ChainLoss(nn.Module):
 
         Rows near the end lack their token and take one from the front; nothing that counts sees them.
         """
-        head, length = self.head, tokens.shape[1]
-        cache, mask = DynamicCache(), chain_mask(length, self.steps, tokens.device)
-        positions = torch.arange(length, device=tokens.device).unsqueeze(0)
-        dtype = head.norm.weight.dtype
-        hidden = head.combine(*(feature.to(dtype) for feature in features))
-        for step in range(self.steps):
-            taken = tokens.roll(-1 - step, dims=1)
-            if step and self.mask_token_id is not None:
-                taken, hidden = torch.full_like(tokens, self.mask_token_id), self._mask_hidden(hidden)
-            hidden = head(taken, positions + step, hidden, past_key_values=cache,
-                          attention_mask=mask[..., : (step + 1) * length])  # fmt: skip
-            yield hidden
-            if head.config.norm_output:
-                hidden = head.norm(hidden)
+        dtype = self.head.norm.weight.dtype
+        hidden = self.head.combine(*(feature.to(dtype) for feature in features))
+        if self.mask_token_id is None:
+            yield from self._chained(tokens, hidden)
+        else:
+            yield from self._at_once(tokens, hidden, self.mask_token_id)
 
-    def _mask_hidden(self, like: Tensor) -> Tensor:
-        parameter, config = self.head.mask_hidden, self.head.config
-        assert parameter is not None  # a parallel head has one
-        parts = parameter.view(1, 1, -1).split(config.target_hidden_size, dim=-1)
-        return self.head.combine(*parts).expand(*like.shape[:2], -1)
+    def _chained(self, tokens: Tensor, hidden: Tensor) -> Iterator[Tensor]:
+        """One call per step; the cache holds the keys of the steps before."""
+        length, cache, positions = tokens.shape[1], DynamicCache(), self._positions(tokens)
+        mask = chain_mask(length, self.steps, tokens.device)
+        for step in range(self.steps):
+            hidden = self.head(tokens.roll(-1 - step, dims=1), positions + step, hidden, past_key_values=cache,
+                               attention_mask=mask[..., -length:, : (step + 1) * length])  # fmt: skip
+            yield hidden
+            if self.head.config.norm_output:
+                hidden = self.head.norm(hidden)
+
+    def _at_once(self, tokens: Tensor, hidden: Tensor, mask_token_id: int) -> Sequence[Tensor]:
+        """All steps in one call, as in decoding: no step waits for the one before."""
+        steps, length, config = self.steps, tokens.shape[1], self.head.config
+        assert self.head.mask_hidden is not None  # a parallel head has one
+        masked = self.head.combine(*self.head.mask_hidden.view(1, 1, -1).split(config.target_hidden_size, dim=-1))
+        masked = masked.expand(len(tokens), (steps - 1) * length, -1)
+        unknown = tokens.new_full((len(tokens), (steps - 1) * length), mask_token_id)
+        positions = torch.cat([self._positions(tokens) + step for step in range(steps)], dim=1)
+        rows: Tensor = self.head(torch.cat([tokens.roll(-1, dims=1), unknown], dim=1), positions,
+                                 torch.cat([hidden, masked.to(hidden.dtype)], dim=1),
+                                 attention_mask=chain_mask(length, steps, tokens.device))  # fmt: skip
+        return rows.chunk(steps, dim=1)
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
 
 
 def mean_loss(out: StepOutput) -> Tensor:
@@ -101,11 +114,15 @@ def mean_loss(out: StepOutput) -> Tensor:
 
 
 def chain_mask(length: int, steps: int, device: torch.device) -> Tensor:
-    """Which keys a row sees, bool ``[1, 1, length, steps * length]``: those of step 0 up to its own, and of every later
-    step its own."""
-    rows = torch.ones(length, length, dtype=torch.bool, device=device)
-    own = torch.eye(length, dtype=torch.bool, device=device)
-    return torch.cat([rows.tril(), *[own] * (steps - 1)], dim=1)[None, None]
+    """Which keys the rows of all steps see, bool ``[1, 1, steps * length, steps * length]``.
+
+    Of step 0 those up to their own position, of the later steps up to theirs the one at their own position.
+    """
+    step, row = torch.arange(steps, device=device), torch.arange(length, device=device)
+    step, row = step.repeat_interleave(length), row.repeat(steps)
+    text = (step == 0) & (row <= row[:, None])
+    own = (step > 0) & (step <= step[:, None]) & (row == row[:, None])
+    return (text | own)[None, None]
 
 
 def counted_rows(weights: Tensor, cfg: ChainConfig, generator: torch.Generator | None = None) -> list[Tensor]:

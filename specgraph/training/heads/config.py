@@ -36,6 +36,8 @@ class HeadConfig:
     """The first layer's residual is the normed hidden state."""
     draft_vocab_size: int | None = None
     """Draft only the tokens that are most frequent in the target's answers; null is the whole vocabulary."""
+    init: str | None = None
+    """Start from a trained head, eagle3 or peagle, in this folder; what it lacks starts at random."""
     mask_token_id: int | None = None
     """peagle: what stands for a token that is not drafted yet, an id that text does not use; null is the PAD token."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -61,6 +63,29 @@ def match_scale(head: Eagle3, lesson: Lesson) -> None:
     head.norm.weight.copy_(scale)
 
 
+@torch.no_grad()
+def start_from(head: Eagle3, folder: str) -> None:
+    """Take over the tensors of a saved head. Layers and a ``mask_hidden`` that it lacks stay as they are.
+
+    Raises:
+        ConfigError: there is no head, or one of another shape.
+    """
+    path = Path(folder) / "model.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"head.init={folder}: there is no model.safetensors; give the folder of a trained head.")
+    saved = load_file(path)
+    for name, parameter in head.named_parameters():
+        if name not in saved or not parameter.requires_grad:
+            continue
+        if saved[name].numel() != parameter.numel():
+            there, here = list(saved[name].shape), list(parameter.shape)
+            raise ConfigError(
+                f"head.init={folder}: {name} is {there} there and {here} here; train a head of the same sizes, or "
+                "leave head.init out."
+            )
+        parameter.copy_(saved[name].view_as(parameter))
+
+
 def bf16_copy(head: DraftHead) -> DraftHead:
     """A copy to save: trained parameters in bf16, frozen ones the very same tensors."""
     frozen = {id(parameter): parameter for parameter in head.module.parameters() if not parameter.requires_grad}
@@ -84,6 +109,8 @@ def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig
     config: PretrainedConfig = AutoConfig.for_model(
         cfg.model_type,
         vocab_size=num_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
         hidden_size=text.hidden_size,
         intermediate_size=cfg.intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_hidden_layers=cfg.layers,

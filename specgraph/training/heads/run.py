@@ -19,7 +19,7 @@ from specgraph.drafters.eagle3 import DraftHead
 from ..data import Encoded, collate, read_documents, split_documents
 from .chain import ChainLoss
 from .config import HeadTrainConfig, check_head_config
-from .head import bf16_copy, build_head, match_scale
+from .head import bf16_copy, build_head, match_scale, start_from
 from .loop import HeadLoop, HeadProgress
 from .measure import Measured
 from .plot import plot_losses
@@ -95,7 +95,10 @@ def _train(
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     head = build_head(model, cfg, pad_id, learned)
     teacher = Teacher(model, head.features)
-    match_scale(head.module, teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)))
+    if cfg.head.init is None:
+        match_scale(head.module, teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)))
+    else:
+        start_from(head.module, cfg.head.init)
 
     def save() -> None:
         _save(head, model, cfg)
