@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from specgraph.drafters.eagle3 import DraftHead, Eagle3
 from specgraph.errors import ConfigError, InputError, SpecgraphError
 from specgraph.training.data import Encoded, collate
 from specgraph.training.heads import HeadTrainConfig, HeadTrainReport, train_head
+from specgraph.training.heads import run as training_run
 from specgraph.training.heads.chain import ChainLoss, chain_mask, counted_rows
 from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadOptimConfig, HeadRolloutConfig
 from specgraph.training.heads.head import build_head, start_from
@@ -29,12 +32,33 @@ from specgraph.training.heads.teacher import Teacher, feature_layers
 from tests.models import make_model
 
 STEPS = 3
+
+
+@functools.cache
+def teacher(model: PreTrainedModel, layers: tuple[int, ...]) -> Teacher:
+    """Tracing is most of a short run."""
+    return Teacher(model, layers)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "Teacher", teacher)
+        yield
+
+
 TEXTS = [Encoded([5, 9, 14, 7, 3, 8, 21, 6, 0], 4), Encoded([11, 2, 30, 4, 17, 9, 12], 2)]
 
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return make_model("llama", vocab_size=64, num_hidden_layers=3, eos_token_id=0, pad_token_id=1, bos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def exact() -> PreTrainedModel:
+    model: PreTrainedModel = make_model("llama", vocab_size=64, num_hidden_layers=3).double()
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +131,7 @@ def following(
         ("peagle", {"layers": 2, "feature_layers": [0, 3]}),
     ],
 )
-def test_loss_equals_a_naive_one(target: PreTrainedModel, algorithm: str, changes: dict[str, Any]) -> None:
-    exact = make_model("llama", vocab_size=64, num_hidden_layers=3).double()
+def test_loss_equals_a_naive_one(exact: PreTrainedModel, algorithm: str, changes: dict[str, Any]) -> None:
     head = make_head(exact, algorithm, **changes)
     head.module.double()
     expected: list[list[Tensor]] = [[] for _ in range(STEPS)]
@@ -120,7 +143,7 @@ def test_loss_equals_a_naive_one(target: PreTrainedModel, algorithm: str, change
 
     batch = collate(TEXTS, pad_id=1, question_weight=0.0)
     rows = counted_rows(batch.weights, ChainConfig(steps=STEPS))
-    actual = ChainLoss(head, STEPS)(batch.tokens, Teacher(exact, head.features)(batch.tokens), rows)
+    actual = ChainLoss(head, STEPS)(batch.tokens, teacher(exact, head.features)(batch.tokens), rows)
     torch.testing.assert_close(actual, means, rtol=1e-6, atol=0)
     for ours, theirs in zip(torch.autograd.grad(actual.sum(), trained(head.module)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
@@ -169,7 +192,7 @@ def test_measured_acceptance_equals_drafting_token_by_token(target: PreTrainedMo
     while len(ids) < 20:
         ids = [*ids, int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
     cfg = ChainConfig(steps=STEPS)
-    measured = measure(ChainLoss(head, STEPS), Teacher(target, head.features), [Encoded(ids, 4)], cfg, 2, 4)
+    measured = measure(ChainLoss(head, STEPS), teacher(target, head.features), [Encoded(ids, 4)], cfg, 2, 4)
     emitted = drafted_steps(head, target, ids, 4, 2)
     assert measured.acceptance_length == pytest.approx(sum(emitted) / len(emitted))
 

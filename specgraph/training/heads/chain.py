@@ -71,7 +71,7 @@ class ChainLoss(nn.Module):
 
         Rows near the end lack their token and take one from the front; nothing that counts sees them.
         """
-        dtype = self.head.norm.weight.dtype
+        dtype = self.head.norm.get_parameter("weight").dtype
         hidden = self.head.combine(*(feature.to(dtype) for feature in features))
         if self.mask_token_id is None:
             yield from self._chained(tokens, hidden)
@@ -93,7 +93,7 @@ class ChainLoss(nn.Module):
         """All steps in one call, as in decoding: no step waits for the one before."""
         steps, length, config = self.steps, tokens.shape[1], self.head.config
         assert self.head.mask_hidden is not None  # a parallel head has one
-        masked = self.head.combine(*self.head.mask_hidden.view(1, 1, -1).split(config.target_hidden_size, dim=-1))
+        masked = self.head.combine(*self.head.mask_hidden.view(1, 1, config.num_features, -1).unbind(2))
         masked = masked.expand(len(tokens), (steps - 1) * length, -1)
         unknown = tokens.new_full((len(tokens), (steps - 1) * length), mask_token_id)
         positions = torch.cat([self._positions(tokens) + step for step in range(steps)], dim=1)

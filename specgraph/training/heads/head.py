@@ -31,8 +31,8 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
     """
     text: Any = model.config.get_text_config()
     layers = feature_layers(cfg.head.feature_layers, text.num_hidden_layers)
-    embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[union-attr, assignment]
-    projection: Tensor = model.get_output_embeddings().weight  # type: ignore[union-attr, assignment]
+    embedding: Tensor = model.get_input_embeddings().weight
+    projection: Tensor = model.get_output_embeddings().weight
     vocabulary = _vocabulary(cfg.head.draft_vocab_size, len(projection), documents)
     config = Eagle3Config(
         layers=_layers(cfg.head, text, len(embedding)),
@@ -43,8 +43,9 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
     )
     module = Eagle3(config, parallel=cfg.parallel).to(embedding.device)
     if vocabulary is not None:
-        module.register_buffer("draft_to_target", vocabulary.to(embedding.device))
-        projection = projection[module.draft_to_target]
+        vocabulary = vocabulary.to(embedding.device)
+        module.register_buffer("draft_to_target", vocabulary)
+        projection = projection[vocabulary]
     module.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
     module.lm_head.weight = nn.Parameter(projection.detach(), requires_grad=False)
     mask = _mask_token(cfg.head.mask_token_id, pad_id, len(embedding)) if cfg.parallel else None
@@ -60,7 +61,7 @@ def match_scale(head: Eagle3, lesson: Lesson) -> None:
     From ones, a learning rate of 1e-3 would take thousands of steps to get there.
     """
     scale = lesson.hidden.float().flatten(0, 1).square().mean(0).sqrt()
-    head.norm.weight.copy_(scale)
+    head.norm.get_parameter("weight").copy_(scale)
 
 
 @torch.no_grad()

@@ -205,6 +205,4 @@ def _same_random_state() -> Iterator[None]:
 
 
 def _mean(losses: Sequence[Any]) -> float:
-    if isinstance(losses[-1], Tensor):
-        return float(sum(losses) / len(losses))
-    return sum(losses) / len(losses)
+    return float(sum(losses) / len(losses))

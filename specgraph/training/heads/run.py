@@ -146,7 +146,7 @@ def _write_report(report: HeadTrainReport, folder: Path) -> None:
     if not plot_losses(report.progress, title, curve):
         report.notes.append("no loss curve was drawn: matplotlib is missing; pip install 'specgraph[train]'")
     saved = asdict(report) | {"measured": report.measured._asdict()}
-    del saved["notes"]
+    del saved["notes"], saved["progress"]["pending"]
     (folder / "training_report.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 
 
