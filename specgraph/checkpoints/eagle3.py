@@ -86,7 +86,7 @@ class _Loader:
         self._add_biases(module, stored)
         self._check(module, stored)
         with torch.device("cpu"):
-            module.rotary = type(module.rotary)(config.layers).to(self.target.info.device)  # type: ignore[operator]
+            module.rotary = type(module.rotary)(config.layers).to(self.target.info.device)
         for name, expected in list(module.named_parameters()):
             _assign(module, name, self._parameter(name, expected, stored))
         module.register_buffer("draft_to_target", self._vocabulary(stored, config.draft_vocab_size))

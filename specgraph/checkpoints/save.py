@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import save_file
@@ -112,13 +112,13 @@ def _layers(config: Eagle3Config) -> dict[str, Any]:
 
 def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU by their names in the file."""
-    found = dict(head.module.named_parameters(remove_duplicate=False))
+    found: dict[str, Tensor] = dict(head.module.named_parameters(remove_duplicate=False))
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if any(_same_memory(found[name], tensor) for tensor in shared):
             del found[name]
     if head.module.mask_hidden is not None:
         found["mask_hidden"] = head.module.mask_hidden.view(1, 1, -1)
-    vocabulary = head.module.draft_to_target
+    vocabulary = cast("Tensor | None", head.module.draft_to_target)
     if vocabulary is not None:
         found["d2t"] = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
         found["t2d"] = torch.zeros(head.module.config.layers.vocab_size, dtype=torch.bool).index_fill(
