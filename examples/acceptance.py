@@ -1,6 +1,6 @@
-"""Measure the acceptance tables of the tiny-math model card: 200 GSM8K test questions, K = 4.
+"""Measure the acceptance tables of the tiny-math model card: 200 GSM8K test questions, K = 5, every drafter.
 
-Usage: python examples/acceptance.py [number of questions]. Prints Markdown.
+Usage: python examples/acceptance.py [number of questions [greedy|sampled]]. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from specgraph import SpeculativeDecoder
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models" / "tiny-math"
-K = 4
+DRAFTS: dict[str, Path | None] = {
+    "ngram": None, "draft_model": MODELS / "draft", "eagle3": MODELS / "eagle3", "peagle": MODELS / "peagle"
+}  # fmt: skip
+K = 5
 NEW_TOKENS = 160
 CUTS = (10, 40, 70)
 
@@ -35,9 +38,9 @@ def load_prompts(count: int) -> list[Tensor]:
 def make_decoder(name: str, rule: str = "strict") -> SpeculativeDecoder:
     """A decoder of the target drafted by ``name``."""
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
-    draft = MODELS / "draft" if name == "draft_model" else None
-    cfg = {"draft": {"kind": name, "num_speculative_tokens": K}, "verify": {"rule": rule}, "max_batch_size": 1000}
-    return specgraph.compile_speculative(target, cfg, draft=draft)
+    kind = {"peagle": "eagle3"}.get(name, name)
+    cfg = {"draft": {"kind": kind, "num_speculative_tokens": K}, "verify": {"rule": rule}, "max_batch_size": 1000}
+    return specgraph.compile_speculative(target, cfg, draft=DRAFTS.get(name))
 
 
 def row(label: str, counts: list[int]) -> str:
@@ -57,11 +60,11 @@ def greedy_table(prompts: list[Tensor]) -> None:
     """Whole answers at temperature 0; the tokens must be those of plain decoding."""
     plain = make_decoder("none").generate(prompts, max_new_tokens=NEW_TOKENS)
     head(f"Temperature 0, {len(prompts)} questions, up to {NEW_TOKENS} tokens each, rule `strict`, K = {K}:")
-    for name in ("draft_model", "ngram"):
+    for name in DRAFTS:
         out = make_decoder(name).generate(prompts, max_new_tokens=NEW_TOKENS)
         differing = sum(not torch.equal(a, b) for a, b in zip(out.new_tokens, plain.new_tokens, strict=True))
         counts = [n for sequence in out.stats.emitted_per_step for n in sequence]
-        print(row(f"{name}, {differing} sequences differ from plain decoding", counts))
+        print(row(f"{name}, {differing} sequences differ from plain decoding", counts), flush=True)
 
 
 def sampled_table(prompts: list[Tensor]) -> None:
@@ -71,19 +74,23 @@ def sampled_table(prompts: list[Tensor]) -> None:
     prefixes = [
         torch.cat([p, t[:cut]]) for p, t in zip(prompts, texts, strict=True) for cut in CUTS if len(t) > cut - 1
     ]
-    head(f"Temperature 1, drawn drafts, first decode step after {len(prefixes)} prefixes x 2 seeds, K = {K}:")
-    for rule in ("strict", "probabilistic", "block"):
-        decoder, counts = make_decoder("draft_model", rule), []
-        for seed in (1, 2):
-            out = decoder.generate(prefixes, max_new_tokens=K + 2, temperature=1.0, seed=seed)
-            counts += [steps[0] for steps in out.stats.emitted_per_step if steps]
-        print(row(rule, counts))
+    head(f"Temperature 1, first decode step after {len(prefixes)} prefixes x 2 seeds, K = {K}:")
+    for name in DRAFTS:
+        for rule in ("strict", "probabilistic", "block"):
+            decoder, counts = make_decoder(name, rule), []
+            for seed in (1, 2):
+                out = decoder.generate(prefixes, max_new_tokens=K + 2, temperature=1.0, seed=seed)
+                counts += [steps[0] for steps in out.stats.emitted_per_step if steps]
+            print(row(f"{name}, {rule}", counts), flush=True)
 
 
 def main() -> None:
     prompts = load_prompts(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
-    greedy_table(prompts)
-    sampled_table(prompts)
+    parts = sys.argv[2:] or ["greedy", "sampled"]
+    if "greedy" in parts:
+        greedy_table(prompts)
+    if "sampled" in parts:
+        sampled_table(prompts)
 
 
 if __name__ == "__main__":

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import specgraph.compile
-from specgraph.tracing import TracedModel, trace
+import specgraph.drafts
 
 torch.set_num_threads(1)
+# By its path: the package's attribute of that name is the function.
+eagle3 = importlib.import_module("specgraph.drafters.eagle3")
+
+
+def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    cache: dict[int, tuple[object, Any]] = {}
+
+    @functools.wraps(function)
+    def cached(argument: object) -> Any:
+        if id(argument) not in cache:
+            cache[id(argument)] = (argument, function(argument))
+        return cache[id(argument)][1]
+
+    return cached
 
 
 @pytest.fixture(scope="session")
 def cached_traces() -> Iterator[None]:
-    """Trace every model object once per session: tracing is most of a compilation, and has tests of its own."""
-    original = specgraph.compile.trace
-    cache: dict[int, tuple[object, TracedModel]] = {}
-
-    @functools.wraps(trace)
-    def cached(model: object) -> TracedModel:
-        if id(model) not in cache:
-            cache[id(model)] = (model, original(model))  # type: ignore[arg-type]
-        return cache[id(model)][1]
-
-    specgraph.compile.trace = cached
-    yield
-    specgraph.compile.trace = original
+    """Trace every model and head once per session: it is most of a compilation, and has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        cached = _once_per_object(specgraph.compile.trace)
+        patch.setattr(specgraph.compile, "trace", cached)
+        patch.setattr(specgraph.drafts, "trace", cached)
+        patch.setattr(eagle3, "_export", _once_per_object(eagle3._export))
+        yield

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from specgraph import SpeculativeDecoder
+from specgraph.graphs import calls
 from specgraph.kernels import attention, step
 from specgraph.passes.base import Pass, PassResult
 from specgraph.program import Program
@@ -90,6 +91,15 @@ class Run:
     def k(self) -> int:
         """Drafts per step."""
         return self.program.drafter.num_speculative_tokens
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all drafts come from one call."""
+        return any(self.program.graph.find_nodes(op="call_function", target=step.expand_draft_inputs))
+
+    def real_rows(self, accepted: int) -> int:
+        """Rows of its cache that a draft holds for so many accepted tokens; a shifted one runs none for the first."""
+        return accepted - self.program.drafter.shifted
 
     def usable(self, row: int, accepted: int) -> int:
         """How many drafts a sequence with so many accepted tokens can use: one more token must fit behind them."""
@@ -239,7 +249,8 @@ def _record(
 
 
 def _poison(run: Run, accepted: Sequence[Sequence[int]]) -> None:
-    owned = [slot for row, tokens in enumerate(accepted) for slot in slots_of(run, row, range(len(tokens)))]
+    counts = [run.real_rows(len(tokens)) for tokens in accepted]
+    owned = [slot for row, count in enumerate(counts) for slot in slots_of(run, row, range(count))]
     for cache in run.state["draft_caches"]:
         rows = cache.flatten(0, 1)
         keep = rows[owned].clone()
@@ -265,7 +276,7 @@ def fresh_start(run: Run, row: int, tokens: Sequence[int]) -> tuple[list[Tensor]
     other = Run(run.program, limits, state["block_table"], run.options)
     move = Move([*tokens[:-1], 0], len(tokens) - 1, list(tokens[1:]))
     outputs, _, _ = _call(run.module, state, [move], [tokens[:1]])
-    rows = slots_of(other, 0, range(len(tokens)))
+    rows = slots_of(other, 0, range(other.real_rows(len(tokens))))
     caches = [cache.flatten(0, 1)[rows] for cache in state.get("draft_caches", ())]
     logits = state["draft_logits"][0] if "draft_logits" in state else None
     return caches, torch.cat(outputs[1:], dim=1)[0], logits
@@ -307,7 +318,8 @@ def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequen
 
 def drafting_stage(decoder: SpeculativeDecoder) -> Program:
     """The stage before ``insert_verify``, with a planted bug if there is one."""
-    return decoder.stages.get("plant_bug", decoder.stages["insert_draft"])
+    stages = decoder.stages
+    return stages.get("plant_bug") or stages.get("parallel_draft") or stages["insert_draft"]
 
 
 # Planted bugs
@@ -373,6 +385,68 @@ def _chain_not_written(program: Program) -> int:
     return len(chained)
 
 
+def _other_inputs(
+    count: int | None = None, **changed: Callable[[Program, fx.Node], fx.Node]
+) -> Callable[[Program], int]:
+    """Other inputs of the first ``count`` draft calls, or of the chained ones if ``count`` is None."""
+
+    def plant(program: Program) -> int:
+        found = program.with_role("draft")
+        chosen = found[1:] if count is None else found[:count]
+        for node in chosen:
+            with program.graph.inserting_before(node):
+                node.kwargs = {**node.kwargs, **{name: make(program, node) for name, make in changed.items()}}
+        return len(chosen)
+
+    return plant
+
+
+def _function(function: Callable[..., Any], *names: str) -> Callable[[Program, fx.Node], fx.Node]:
+    """A node that calls ``function`` on inputs of the draft call, or of the step."""
+
+    def make(program: Program, node: fx.Node) -> fx.Node:
+        inputs = [node.kwargs[name] if name in node.kwargs else program.input(name) for name in names]
+        return program.graph.call_function(function, tuple(inputs))
+
+    return make
+
+
+def _target_hidden(program: Program, node: fx.Node) -> fx.Node:
+    """The target's features of the last accepted row."""
+    (features,) = calls(program.graph, "draft_features")
+    return program.graph.call_function(step.take_rows, (features, node.kwargs["row"], 1))
+
+
+def _features_swapped(program: Program) -> int:
+    (features,) = calls(program.graph, "draft_features")
+    features.args = tuple(reversed(features.args))
+    return 1
+
+
+def _window_shifted(program: Program) -> int:
+    """The window's tokens instead of the emitted ones."""
+    (node,) = calls(program.graph, step.next_tokens)
+    node.args = (program.input("window"),)
+    return 1
+
+
+def _changed_masks(**changed: Callable[[Any], Any]) -> Callable[[Program], int]:
+    """Other arguments of ``expand_draft_inputs``."""
+
+    def plant(program: Program) -> int:
+        (node,) = calls(program.graph, step.expand_draft_inputs)
+        arguments = dict(zip(("tokens", "num_rows", "hidden", "mask_hidden"), node.args, strict=True)) | node.kwargs
+        with program.graph.inserting_before(node):
+            node.args, node.kwargs = (), arguments | {name: make(arguments[name]) for name, make in changed.items()}
+        return 1
+
+    return plant
+
+
+def _without_one(rows: Tensor) -> Tensor:
+    return torch.where(rows > 1, rows - 1, rows)
+
+
 BUGS: dict[str, Callable[[Program], int]] = {
     "noise off by one position": lambda p: _replace(p, step.propose_, _late_noise),
     "chained position off by one": lambda p: _replace(p, step.chain_positions, _late_position),
@@ -383,6 +457,17 @@ BUGS: dict[str, Callable[[Program], int]] = {
     "window instead of emitted": lambda p: _replace(p, step.draft_inputs, _window_instead),
     "proposals from the row before": lambda p: _replace(p, step.take_rows, _row_before),
     "raw logits kept": lambda p: _replace(p, step.propose_, _raw_logits_kept),
+    # Shifted drafters, chained
+    "features in another order": _features_swapped,
+    "window instead of emitted, shifted": _window_shifted,
+    "target hidden in the chain": _other_inputs(hidden=_target_hidden),
+    "catch-up skips the last row, shifted": _other_inputs(1, num_rows=_function(_without_one, "num_rows")),
+    "rejected rows written, shifted": _other_inputs(1, num_rows=_function(_rejected_rows_too, "num_emitted")),
+    # In parallel
+    "rows one position late": _other_inputs(1, positions=_function(lambda p: p + 1, "positions")),
+    "another mask token": _changed_masks(mask_token_id=lambda token: token + 1),
+    "no mask hidden": _changed_masks(mask_hidden=lambda node: node.graph.call_function(torch.zeros_like, (node,))),
+    "mask rows not written": _other_inputs(1, num_rows=_function(torch.clone, "num_emitted")),
 }
 
 

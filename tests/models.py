@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
+
 VOCAB = 101
 WINDOW = 6
 
@@ -87,6 +89,45 @@ def make_model(
 def shared_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """One instance per process for tests that do not change the model."""
     return make_model(architecture, seed=seed, dtype=dtype)
+
+
+def make_head(
+    target: PreTrainedModel, kind: str = "llama", *, seed: int = 3, features: tuple[int, ...] = (0, 1, 2),
+    layers: int = 1, vocab: int = VOCAB, mask_token_id: int | None = 5, **options: Any,
+) -> DraftHead:  # fmt: skip
+    """A random EAGLE-3 head for ``target``, in its dtype; ``options`` go to :class:`Eagle3Config`.
+
+    With fewer than ``VOCAB`` tokens its vocabulary is a random part of the target's.
+    """
+    width = target.config.hidden_size
+    inner = AutoConfig.for_model(kind, **{**_BASE, "num_hidden_layers": layers, "head_dim": 8, "hidden_size": width})
+    config = Eagle3Config(inner, width, len(features), vocab, **options)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3(config, parallel=mask_token_id is not None)
+        for name, parameter in head.named_parameters():
+            norm = "norm" in name
+            torch.nn.init.normal_(parameter, mean=float(norm), std=0.3 if norm else 0.4)
+        if vocab < VOCAB:
+            head.draft_to_target = torch.randperm(VOCAB)[:vocab].sort().values
+    head = head.to(target.dtype).eval()
+    return DraftHead(head, features, mask_token_id)
+
+
+def exact_norms(module: torch.nn.Module) -> None:
+    """Replace transformers' RMS norms, which round to float32 inside, where 1e-16 can become 6e-8."""
+    for name, norm in list(module.named_modules()):
+        if "RMSNorm" in type(norm).__name__:
+            exact = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
+            exact.weight = norm.weight
+            module.set_submodule(name, exact)
+
+
+def double_model(architecture: str, seed: int, **overrides: Any) -> PreTrainedModel:
+    """A model that computes in float64 throughout."""
+    model = make_model(architecture, seed=seed, dtype=torch.float64, **overrides)
+    exact_norms(model)
+    return model.eval()
 
 
 def ragged_prompts(lengths: tuple[int, ...] = (3, 9, 5), seed: int = 0, vocab: int = VOCAB) -> list[torch.Tensor]:

@@ -39,32 +39,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import SpeculativeDecoder
-from specgraph.kernels.sample import STREAM_DRAFT, STREAM_TARGET, gumbel
 from specgraph.outputs import GenerateOutput
 from tests import harness
 from tests.decoding import compiled
-from tests.harness import Run, drafting_stage, forced_run, fresh_start, real_run, slots_of
-from tests.models import VOCAB, make_model, ragged_prompts
+from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
+from tests.harness import Run, drafting_stage, forced_run, real_run, slots_of
+from tests.models import VOCAB, double_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
-TOLERANCE = {"rtol": 0.0, "atol": 1e-11}
-"""Absolute, for values up to 10: the same sums in another order differ by 2e-14, wrong cache rows by more than 1."""
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)
 """Lengths at which the sequences end; the last one gets there within a history."""
 NEW_TOKENS = 24
-
-
-def double_model(architecture: str, seed: int, **overrides: Any) -> PreTrainedModel:
-    """A float64 model. transformers' RMS norms would round to float32 inside, where 1e-16 can become 6e-8."""
-    model = make_model(architecture, seed=seed, dtype=torch.float64, **overrides)
-    for name, module in list(model.named_modules()):
-        if "RMSNorm" in type(module).__name__:
-            norm = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon, dtype=torch.float64)
-            norm.weight = module.weight
-            model.set_submodule(name, norm)
-    return model.eval()
 
 
 @functools.cache
@@ -121,142 +108,23 @@ def forced(name: str, k: int, rule: str = "strict", seed: int = 0, bug: str | No
 # The oracle
 
 
-def oracle(
-    model: PreTrainedModel, sequences: Sequence[list[int]], k: int, rule: str, options: harness.Options,
-    rows: Sequence[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Drafts ``[N, K]`` and the log-weights they are drawn from, by the plain model without a cache.
-
-    ``rows`` ``[N]`` names the sampling options of each sequence of accepted tokens.
-    """
-    temperature = torch.tensor(options.temperature)[list(rows)].double().unsqueeze(1)
-    top_k, seeds = (torch.tensor(values)[list(rows)] for values in (options.top_k, options.seeds))
-    tokens, drafts, weights = [list(s) for s in sequences], [], []
-    for row in range(k):
-        logits = _last_logits(model, tokens)
-        weights.append(_process(logits, temperature, top_k))
-        key = torch.tensor([len(s) for s in sequences]).unsqueeze(1)
-        if rule == "strict":
-            noise = gumbel(seeds, STREAM_TARGET, key + row, None, logits.shape[1])
-        else:
-            noise = gumbel(seeds, STREAM_DRAFT, key, torch.full_like(key, row), logits.shape[1])
-        drafts.append((weights[-1] + noise[:, 0]).argmax(-1))
-        tokens = [[*s, int(d)] for s, d in zip(tokens, drafts[-1], strict=True)]
-    return torch.stack(drafts, dim=1), torch.stack(weights, dim=1)
-
-
-@torch.no_grad()
-def _last_logits(model: PreTrainedModel, sequences: Sequence[list[int]]) -> Tensor:
-    """Logits ``[N, V]`` after each sequence, -inf for ids the target does not have.
+def oracle(model: PreTrainedModel) -> NextLogits:
+    """Logits by the plain model without a cache, -inf for ids the target does not have.
 
     Padding on the right is not seen by a causal model. Tokens that the draft does not have become its last one.
     """
-    vocab, width = model.config.vocab_size, max(map(len, sequences))
-    ids = torch.tensor([[min(t, vocab - 1) for t in s] + [3] * (width - len(s)) for s in sequences])
-    last = torch.tensor([len(s) - 1 for s in sequences])
-    logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(sequences)), last]
-    return logits.masked_fill(torch.arange(vocab) >= VOCAB, -torch.inf)
+    vocab = model.config.vocab_size
 
+    @torch.no_grad()
+    def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
+        sequences = [[*a, *d] for a, d in zip(accepted, drafted, strict=True)]
+        width = max(map(len, sequences))
+        ids = torch.tensor([[min(t, vocab - 1) for t in s] + [3] * (width - len(s)) for s in sequences])
+        last = torch.tensor([len(s) - 1 for s in sequences])
+        logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(sequences)), last]
+        return logits.masked_fill(torch.arange(vocab) >= VOCAB, -torch.inf)
 
-def _process(logits: Tensor, temperature: Tensor, top_k: Tensor) -> Tensor:
-    """Temperature and top-k; temperature 0 is 0 at the argmax and -inf elsewhere."""
-    weights = logits / torch.where(temperature == 0, 1.0, temperature)
-    for row in range(len(weights)):
-        if temperature[row] == 0:
-            weights[row] = torch.full_like(weights[row], -torch.inf).index_fill(0, logits[row].argmax(), 0.0)
-        elif top_k[row] > 0:
-            weights[row][weights[row] < weights[row].topk(int(top_k[row])).values[-1]] = -torch.inf
-    return weights
-
-
-# The detectors
-
-
-def check_fresh_start(run: Run, times: int = 4) -> None:
-    """Caches, proposals and draft logits equal those of each sequence alone in a new state, at a few of the steps."""
-    last = len(run.steps) - 1
-    for at in sorted({last * part // times for part in range(1, times + 1)}):
-        for row, tokens in enumerate(run.steps[at].accepted):
-            if len(tokens) > 1:
-                _check_fresh_start(run, at, row, tokens)
-
-
-def _check_fresh_start(run: Run, at: int, row: int, tokens: list[int]) -> None:
-    step = run.steps[at]
-    caches, drafts, logits = fresh_start(run, row, tokens)
-    rows = slots_of(run, row, range(len(tokens)))
-    for index, (cache, fresh) in enumerate(zip(step.caches, caches, strict=True)):
-        _close(cache.flatten(0, 1)[rows], fresh, f"step {at}, sequence {row}, cache {index}")
-    usable = run.usable(row, len(tokens))
-    assert step.drafts[row, :usable].tolist() == drafts[:usable].tolist(), f"step {at}, sequence {row}"
-    if logits is not None and step.draft_logits is not None:
-        _close(step.draft_logits[row, :usable], logits[:usable], f"step {at}, sequence {row}, draft logits")
-
-
-def _close(actual: Tensor, expected: Tensor, where: str) -> None:
-    torch.testing.assert_close(actual, expected, **TOLERANCE, msg=lambda text: f"{where}: {text}")
-
-
-def check_oracle(run: Run, model: PreTrainedModel, rule: str) -> None:
-    """Proposals of every step equal the oracle's, and so do the logits they were drawn from, where they are kept."""
-    proposed = [(step, row) for step in run.steps for row, count in enumerate(step.num_emitted) if count > 0]
-    sequences, rows = [step.accepted[row] for step, row in proposed], [row for _, row in proposed]
-    drafts, weights = oracle(model, sequences, run.k, rule, run.options, rows)
-    compared = 0
-    for index, (step, row) in enumerate(proposed):
-        usable = run.usable(row, len(sequences[index]))
-        assert step.drafts[row, :usable].tolist() == drafts[index, :usable].tolist(), f"sequence {sequences[index]}"
-        if step.draft_logits is not None:
-            _close(step.draft_logits[row, :usable], weights[index, :usable], f"sequence {sequences[index]}")
-        compared += usable
-    assert compared > len(run.steps)
-
-
-def check_slots(run: Run) -> None:
-    """The target writes exactly its real rows, the draft exactly accepted rows and the chain behind them."""
-    for at, step in enumerate(run.steps):
-        per_call = 2 * run.program.target.num_layers
-        block = [range(s, s + n) for s, n in zip(step.start, step.num_rows, strict=True)]
-        assert step.slots["other"] == []
-        assert [s.tolist() for s in step.slots["target"]] == [_slots(run, block, step.width)] * per_call, f"step {at}"
-        assert [s.tolist() for s in step.slots["draft"]] == _draft_slots(run, step), f"step {at}"
-
-
-def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
-    """Slots of every cache write of the draft: the catch-up call, then K - 1 chained calls."""
-    if run.program.drafter.model is None:
-        return []
-    places = list(zip(step.start, step.num_emitted, strict=True))
-    caught_up = [range(s, s + n + 1 if n else s) for s, n in places]
-    calls = [_slots(run, caught_up, step.width + 1)]
-    for offset in range(1, run.k):
-        calls.append(_slots(run, [range(s + n + offset, s + n + offset + bool(n)) for s, n in places], 1))
-    return [call for call in calls for _ in range(2 * run.program.drafter.model.num_layers)]
-
-
-def _slots(run: Run, positions: Sequence[range], width: int) -> list[list[int]]:
-    """Slots ``[B, width]`` of rows at ``positions``, -1 for what lies past them or past the sequence's end."""
-    rows = []
-    for row, wanted in enumerate(positions):
-        slots = slots_of(run, row, [p for p in wanted if p < run.limits[row]])
-        rows.append(slots + [-1] * (width - len(slots)))
-    return rows
-
-
-def caught_by(run: Run, model: PreTrainedModel, rule: str) -> set[str]:
-    """The detectors that fail on a run."""
-    detectors: dict[str, Callable[[], None]] = {
-        "fresh start": lambda: check_fresh_start(run),
-        "oracle": lambda: check_oracle(run, model, rule),
-        "slots": lambda: check_slots(run),
-    }
-    caught = set()
-    for name, detector in detectors.items():
-        try:
-            detector()
-        except AssertionError:
-            caught.add(name)
-    return caught
+    return next_logits
 
 
 # History independence, the oracle and the slots, over forced histories
@@ -276,7 +144,7 @@ def test_draft_does_not_depend_on_history(name: str, k: int, rule: str) -> None:
 
 @drafts_and_rules
 def test_drafts_are_those_of_the_plain_model_without_a_cache(name: str, k: int, rule: str) -> None:
-    check_oracle(forced(name, k, rule), draft(name), rule)
+    check_oracle(forced(name, k, rule), oracle(draft(name)), rule)
 
 
 @drafts_and_rules
@@ -301,7 +169,7 @@ def test_histories_reach_the_end_of_a_sequence() -> None:
 def test_rejected_rows_are_never_read(name: str) -> None:
     run = forced_run(drafting_stage(decoder(name, 4)), PROMPTS, LIMITS, seed=0, poison=True)
     assert all(cache.isnan().any() for cache in run.steps[-1].caches)
-    check_oracle(run, draft(name), "strict")
+    check_oracle(run, oracle(draft(name)), "strict")
 
 
 @pytest.mark.parametrize("k", [1, 7])
@@ -337,7 +205,7 @@ def _flat(value: Tensor | tuple[Tensor, ...]) -> Tensor:
 def test_real_decoding_passes_every_detector(name: str, rule: str) -> None:
     run = real_run(decoder(name, 4, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
     assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
-    assert caught_by(run, draft(name), rule) == set()
+    assert caught_by(run, oracle(draft(name)), rule) == set()
     assert name != "near" or len(set(run.accept_counts)) > 3
 
 
@@ -357,13 +225,13 @@ PLANTED: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_caught(bug: str) -> None:
-    assert caught_by(forced("qwen3", 4, bug=bug), draft("qwen3"), "strict") == PLANTED[bug]
+    assert caught_by(forced("qwen3", 4, bug=bug), oracle(draft("qwen3")), "strict") == PLANTED[bug]
 
 
 @pytest.mark.parametrize("bug", ["noise off by one position", "raw logits kept"])
 def test_planted_bugs_of_drawn_rules_are_caught(bug: str) -> None:
     run = forced("qwen3", 4, "probabilistic", bug=bug)
-    assert caught_by(run, draft("qwen3"), "probabilistic") == {"oracle"}
+    assert caught_by(run, oracle(draft("qwen3")), "probabilistic") == {"oracle"}
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -524,7 +392,7 @@ def test_pages_are_crossed_and_ends_are_kept(block_size: int) -> None:
     prompts, limits = ragged_prompts((4, 13, 8)), (5, 31, 12)
     run = real_run(decoder("near", 7, block_size=block_size), prompts, limits)
     assert [len(tokens) for tokens in run.steps[-1].accepted] == list(limits)
-    assert caught_by(run, draft("near"), "strict") == set()
+    assert caught_by(run, oracle(draft("near")), "strict") == set()
     options = {"temperature": run.options.temperature, "top_k": run.options.top_k, "seed": run.options.seeds}
     expected = decoder("none", 1).generate(prompts, max_new_tokens=27, eos_token_id=[], **options)
     for tokens, limit, prompt, new in zip(run.steps[-1].accepted, limits, prompts, _lists(expected), strict=True):

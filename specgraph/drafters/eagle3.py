@@ -10,7 +10,8 @@ Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: Hui et al. 2026, "
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,7 +104,11 @@ class Eagle3(nn.Module):
 
     def __init__(self, config: Eagle3Config, *, parallel: bool = False) -> None:
         super().__init__()
-        layers, width = config.layers, config.feature_size
+        # An unset implementation would run eager attention, which without a mask is not causal.
+        layers = copy.deepcopy(config.layers)
+        layers._attn_implementation = "sdpa"
+        config = replace(config, layers=layers)
+        width = config.feature_size
         plain, rotary, norm = LAYERS[layers.model_type]
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.config = config
@@ -210,7 +215,8 @@ def _export(head: Eagle3) -> dict[str, fx.GraphModule]:
     tokens = torch.zeros(3, 5, dtype=torch.int64, device=weight.device)
     positions = torch.arange(5, device=weight.device).expand(3, 5).contiguous()
     hidden = weight.new_zeros(3, 5, config.layers.hidden_size)
-    features = (weight.new_zeros(3, 5, config.target_hidden_size),) * config.num_features
+    # One tensor each: export takes the same tensor, given twice, for the same input.
+    features = tuple(weight.new_zeros(3, 5, config.target_hidden_size) for _ in range(config.num_features))
     parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
         "draft_features": (_Features(head), features, {"features": (rows,) * config.num_features}),
         "draft_body": (

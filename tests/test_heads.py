@@ -1,0 +1,348 @@
+"""Heads and parallel drafting under the detectors of ``tests.detectors``, and equal tokens over architectures.
+
+Each planted bug, and what caught it here (``test_planted_bugs_are_caught`` asserts hits and misses; tokens stay equal):
+
+=========================================  ===========  ======  ======
+bug                                        fresh start  oracle  slots
+=========================================  ===========  ======  ======
+noise off by one position                  missed       caught  missed
+features in another order                  missed       caught  missed
+window instead of emitted                  missed       caught  missed
+target hidden in the chain                 missed       caught  missed
+chained position off by one                caught       caught  caught
+chained rows not written                   missed       caught  caught
+catch-up skips the last row                caught       caught  caught
+rejected rows written                      missed       missed  caught
+proposals from the row before              caught       caught  missed
+noise off by one position, parallel        missed       caught  missed
+rows one position late, parallel           missed       caught  caught
+another mask token, parallel               missed       caught  missed
+no mask hidden, parallel                   missed       caught  missed
+mask rows not written, parallel            missed       caught  caught
+proposals from the row before, parallel    caught       caught  missed
+=========================================  ===========  ======  ======
+
+A bug that does the same in every step, such as a late position of all rows, is no matter of history.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.drafters import DraftHead
+from specgraph.errors import ConfigError, PassError
+from tests.decoding import CONFIG, assert_same_tokens, compiled
+from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
+from tests.harness import Run, drafting_stage, forced_run, real_run
+from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+PROMPTS = ragged_prompts((3, 9, 5))
+LIMITS = (48, 41, 23)
+MASK = 5
+
+
+@functools.cache
+def target() -> PreTrainedModel:
+    return double_model("llama", 0, num_hidden_layers=3)
+
+
+@functools.cache
+def head(name: str) -> DraftHead:
+    """A random head that computes in float64 throughout."""
+    made = {
+        "plain": lambda: make_head(target()),
+        "two qwen3 layers": lambda: make_head(target(), "qwen3", layers=2, vocab=60, norm_before_residual=True),
+        "every norm": lambda: make_head(
+            target(), features=(2, 3), vocab=90, norm_before_fc=True, fc_norm=True, norm_output=True
+        ),
+        "few norms": lambda: make_head(target(), features=(3,), fc=False, input_norm=False, last_norm=False),
+    }[name]()
+    exact_norms(made.module)
+    return made
+
+
+@functools.cache
+def pard() -> PreTrainedModel:
+    return double_model("qwen3", 3, num_hidden_layers=1)
+
+
+DRAFTS = ("plain", "two qwen3 layers", "every norm", "few norms", "pard")
+
+
+@functools.cache
+def decoder(name: str, parallel: bool, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
+    """A decoder by the name of its draft: one of ``DRAFTS``."""
+    order = ["expose_features", "insert_kv_cache", "insert_draft", "parallel_draft", *["plant_bug"] * (bug is not None),
+             "insert_verify", "fuse_verify"]  # fmt: skip
+    options: dict[str, Any] = {"kind": "draft_model", "mask_token_id": MASK} if name == "pard" else {"kind": "eagle3"}
+    config = {
+        **CONFIG,
+        "draft": {**options, "num_speculative_tokens": k, "parallel": parallel},
+        "verify": {"rule": rule},
+        "pipeline": {"order": order, "verify": False},
+        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
+    }
+    return specgraph.compile_speculative(target(), config, draft=pard() if name == "pard" else head(name))
+
+
+@functools.cache
+def forced(name: str, parallel: bool, k: int, rule: str = "strict", bug: str | None = None) -> Run:
+    return forced_run(drafting_stage(decoder(name, parallel, k, rule, bug)), PROMPTS, LIMITS, seed=0)
+
+
+# The oracle: everything again from the first token, no cache, no graph of ours
+
+
+def oracle(name: str, parallel: bool) -> NextLogits:
+    """Next logits of a draft, by transformers' layers without a cache."""
+    of_one = _model_logits if name == "pard" else functools.partial(_head_logits, head(name))
+
+    @torch.no_grad()
+    def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
+        return torch.stack([of_one(a, d, parallel) for a, d in zip(accepted, drafted, strict=True)])
+
+    return next_logits
+
+
+def _model_logits(accepted: list[int], drafted: list[int], parallel: bool) -> Tensor:
+    ids = torch.tensor([[*accepted, *([MASK] * len(drafted) if parallel else drafted)]])
+    return pard()(input_ids=ids, use_cache=False).logits[0, -1]
+
+
+def _head_logits(given: DraftHead, accepted: list[int], drafted: list[int], parallel: bool) -> Tensor:
+    module = given.module
+    known = target()(input_ids=torch.tensor([accepted[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    hidden = module.combine(*(known[k] for k in given.features))
+    tokens = accepted[1:]
+    for token in drafted:
+        if parallel:
+            parts = module.mask_hidden.view(1, 1, -1).split(module.config.target_hidden_size, -1)
+            following, token = module.combine(*parts), MASK
+        else:
+            following = module.predict(_rows(module, tokens, hidden)[:, -1:])[1]
+        tokens, hidden = [*tokens, token], torch.cat([hidden, following], dim=1)
+    return module.predict(_rows(module, tokens, hidden)[:, -1:])[0][0, 0]
+
+
+def _rows(module: torch.nn.Module, tokens: list[int], hidden: Tensor) -> Tensor:
+    rows: Tensor = module(torch.tensor([tokens]), torch.arange(len(tokens)).unsqueeze(0), hidden)
+    return rows
+
+
+# The detectors
+
+cases = pytest.mark.parametrize(
+    ("name", "parallel", "k", "rule"),
+    [(name, parallel, k, "strict") for name in ("plain", "pard") for parallel in (False, True) for k in (1, 2, 4, 7)]
+    + [(name, parallel, 4, "probabilistic") for name in DRAFTS for parallel in (False, True)]
+    + [("two qwen3 layers", parallel, 16, "strict") for parallel in (False, True)],
+)
+
+
+@cases
+def test_drafts_do_not_depend_on_history(name: str, parallel: bool, k: int, rule: str) -> None:
+    run = forced(name, parallel, k, rule)
+    assert run.parallel is parallel and run.program.drafter.shifted is (name != "pard")
+    check_fresh_start(run)
+
+
+@cases
+def test_drafts_are_those_of_an_oracle_without_a_cache(name: str, parallel: bool, k: int, rule: str) -> None:
+    check_oracle(forced(name, parallel, k, rule), oracle(name, parallel), rule)
+
+
+@cases
+def test_only_own_and_real_slots_are_written(name: str, parallel: bool, k: int, rule: str) -> None:
+    check_slots(forced(name, parallel, k, rule))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("k", [4, 7])
+def test_histories_accept_none_and_all_and_reach_the_end(parallel: bool, k: int) -> None:
+    run = forced("plain", parallel, k)
+    assert {0, k} <= set(run.accept_counts)
+    assert len(run.steps[-1].accepted[2]) == LIMITS[2]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_rejected_rows_are_never_read(name: str, parallel: bool) -> None:
+    run = forced_run(drafting_stage(decoder(name, parallel, 4)), PROMPTS, LIMITS, seed=0, poison=True)
+    check_oracle(run, oracle(name, parallel), "strict")
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", ["two qwen3 layers", "pard"])
+def test_real_decoding_passes_every_detector(name: str, parallel: bool, rule: str) -> None:
+    run = real_run(decoder(name, parallel, 4, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
+    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
+    assert caught_by(run, oracle(name, parallel), rule) == set()
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_full_batch_of_the_most_drafts_near_the_end(parallel: bool) -> None:
+    """2K + 1 draft rows per sequence at the largest batch, K = 16, with hardly any room left."""
+    prompts = ragged_prompts(tuple(range(1, 9)))
+    tested = decoder("plain", parallel, 16)
+    run = real_run(tested, prompts, [len(p) + 1 + i for i, p in enumerate(prompts)], options=_options(8))
+    check_slots(run)
+    check_oracle(run, oracle("plain", parallel), "strict")
+
+
+def _options(rows: int) -> Any:
+    from tests.harness import Options
+
+    return Options(tuple(0.4 * (row % 3) for row in range(rows)), (0,) * rows, tuple(range(rows)))
+
+
+# Planted bugs
+
+CHAINED: dict[str, set[str]] = {
+    "noise off by one position": {"oracle"},
+    "features in another order": {"oracle"},
+    "window instead of emitted, shifted": {"oracle"},
+    "target hidden in the chain": {"oracle"},
+    "chained position off by one": {"fresh start", "oracle", "slots"},
+    "chained rows not written": {"oracle", "slots"},
+    "catch-up skips the last row, shifted": {"fresh start", "oracle", "slots"},
+    "rejected rows written, shifted": {"slots"},
+    "proposals from the row before": {"fresh start", "oracle"},
+}
+PARALLEL: dict[str, set[str]] = {
+    "noise off by one position": {"oracle"},
+    "rows one position late": {"oracle", "slots"},
+    "another mask token": {"oracle"},
+    "no mask hidden": {"oracle"},
+    "mask rows not written": {"oracle", "slots"},
+    "proposals from the row before": {"fresh start", "oracle"},
+}
+
+
+@pytest.mark.parametrize(("bug", "parallel"), [*((bug, False) for bug in CHAINED), *((bug, True) for bug in PARALLEL)])
+def test_planted_bugs_are_caught_but_not_by_tokens(bug: str, parallel: bool) -> None:
+    found = caught_by(forced("plain", parallel, 4, bug=bug), oracle("plain", parallel), "strict")
+    assert found == (PARALLEL if parallel else CHAINED)[bug]
+    assert _tokens(decoder("plain", parallel, 4, bug=bug)) == _plain_tokens()
+
+
+def _tokens(tested: SpeculativeDecoder) -> list[list[int]]:
+    options: dict[str, Any] = {"temperature": [0.0, 0.8, 1.3], "seed": [11, -5, 7]}
+    out = tested.generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **options)
+    return [tokens.tolist() for tokens in out.new_tokens]
+
+
+@functools.cache
+def _plain_tokens() -> list[list[int]]:
+    return _tokens(compiled(target(), "none", 1))
+
+
+# Equal tokens over architectures
+
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3")
+
+
+@functools.cache
+def _expected(architecture: str, dtype: torch.dtype, temperature: float) -> list[Tensor]:
+    return _decode(compiled(_model(architecture, dtype), "none", 1), temperature)
+
+
+@functools.cache
+def _model(architecture: str, dtype: torch.dtype) -> PreTrainedModel:
+    return make_model(architecture, dtype=dtype)
+
+
+@functools.cache
+def _draft(architecture: str, kind: str) -> Any:
+    """A random head for the target, or a random draft model."""
+    if kind == "eagle3":
+        return make_head(_model(architecture, torch.float64), vocab=70)
+    return make_model("llama", seed=1, dtype=torch.float64)
+
+
+def _decode(tested: SpeculativeDecoder, temperature: float) -> list[Tensor]:
+    prompts = ragged_prompts((3, 9, 5, 12))
+    return tested.generate(prompts, max_new_tokens=14, temperature=temperature, seed=[3, 1, 4, 1]).new_tokens
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_those_of_plain_decoding(architecture: str, kind: str, parallel: bool, k: int) -> None:
+    model = _model(architecture, torch.float64)
+    options = {"kind": kind, "num_speculative_tokens": k, "parallel": parallel, "mask_token_id": MASK}
+    config = {**CONFIG, "draft": options, "pipeline": {"verify": k == 3}}
+    tested = specgraph.compile_speculative(model, config, draft=_draft(architecture, kind))
+    for temperature in (0.0, 1.0):
+        expected = _expected(architecture, torch.float64, temperature)
+        assert_same_tokens(model, ragged_prompts((3, 9, 5, 12)), _decode(tested, temperature), expected)
+
+
+# The pass and what it refuses
+
+
+@pytest.mark.parametrize("name", ["plain", "pard"])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_draft_calls_per_step_are_k_chained_and_one_in_parallel(name: str, k: int) -> None:
+    for parallel, count in ((False, k), (True, 1)):
+        program = list(decoder(name, parallel, k).stages.values())[-1]
+        assert sum(n.op == "call_module" and n.target == "draft" for n in program.graph.nodes) == count
+        assert len(program.with_role("drafts")) == count
+
+
+def test_mask_hidden_is_projected_once_and_not_in_the_step() -> None:
+    program = list(decoder("plain", True, 4).stages.values())[-1]
+    module = head("plain").module
+    parts = module.mask_hidden.view(1, 1, -1).split(module.config.target_hidden_size, -1)
+    assert torch.equal(program.modules["mask_hidden"](), module.combine(*parts).flatten())
+    assert sum(n.target == "draft_features" for n in program.graph.nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "message"),
+    [
+        (lambda: make_head(target(), mask_token_id=None), {"kind": "eagle3"},
+         "parallel_draft: this eagle3 has no mask_hidden and a mask token"),
+        (lambda: pard(), {"kind": "draft_model"}, r"has no mask token \(draft.mask_token_id\)"),
+        (lambda: None, {"kind": "ngram"}, "ngram makes no chain of draft calls; set draft.parallel=false"),
+    ],
+)  # fmt: skip
+def test_parallel_drafting_needs_a_mask(draft: Callable[[], Any], options: dict[str, Any], message: str) -> None:
+    config = {**CONFIG, "draft": {**options, "parallel": True}}
+    with pytest.raises(PassError, match=message) as error:
+        specgraph.compile_speculative(target(), config, draft=draft())
+    assert "\n" not in str(error.value)
+
+
+def test_a_mask_token_outside_of_the_vocabulary_is_refused() -> None:
+    config = {**CONFIG, "draft": {"kind": "draft_model", "parallel": True, "mask_token_id": 101}}
+    with pytest.raises(ConfigError, match=r"draft\.mask_token_id is 101; the draft takes ids 0 to 100"):
+        specgraph.compile_speculative(target(), config, draft=pard())
+
+
+def test_parallel_drafting_comes_before_verification() -> None:
+    order = ["expose_features", "insert_kv_cache", "insert_draft", "insert_verify", "parallel_draft"]
+    config = {**CONFIG, "draft": {"kind": "eagle3", "parallel": True}, "pipeline": {"order": order}}
+    with pytest.raises(PassError, match="put it before insert_verify"):
+        specgraph.compile_speculative(target(), config, draft=head("plain"))
+
+
+def test_a_head_needs_its_features() -> None:
+    order = ["insert_kv_cache", "insert_draft", "insert_verify"]
+    config = {**CONFIG, "draft": {"kind": "eagle3"}, "pipeline": {"order": order}}
+    with pytest.raises(
+        PassError, match=r"eagle3 reads hs\[0, 1, 2\] of the target, and 0 are there; put expose_features"
+    ):
+        specgraph.compile_speculative(target(), config, draft=head("plain"))
