@@ -26,8 +26,8 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 demo: install ## decode real questions with the shipped small models, with and without speculation
 	$(BIN)/python examples/demo.py
 
-test: install ## run every test this machine can run
-	$(BIN)/python -m pytest
+test: install ## run every test this machine can run, a process per core
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 examples: install ## run the examples
 	for file in quickstart batch_with_draft_model own_pass read_a_dump; do $(BIN)/python examples/$$file.py || exit 1; done
@@ -46,7 +46,7 @@ types: install ## check types on an installed copy
 	rm -rf build
 	cd $(TYPED) && MYPYPATH=. ../bin/mypy --config-file ../../setup.cfg --python-executable ../bin/python -p specgraph
 
-tables: install ## measure the acceptance tables of the model card again (about 15 minutes)
+tables: install ## measure the acceptance tables of the model card again (about an hour on two cores)
 	$(BIN)/python examples/acceptance.py
 
 clean: ## remove what `make` made

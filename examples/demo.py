@@ -43,7 +43,8 @@ def main() -> None:
         print(f"Q: {question}\nA: {tokenizer.decode(tokens, skip_special_tokens=True).strip()}\n")
     print(f"without speculation {base:6.0f} tokens/s, 1.00 tokens per step")
     decoder = None
-    for name, draft in (("ngram", None), ("draft_model", MODELS / "draft")):
+    for name in ("ngram", "draft", "eagle3", "peagle"):
+        draft = None if name == "ngram" else MODELS / name
         decoder = specgraph.compile_speculative(target, draft=draft)
         out, speed = timed(decoder, prompts)
         same = all(map(torch.equal, out.new_tokens, plain.new_tokens))

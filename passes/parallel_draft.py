@@ -90,8 +90,8 @@ class ParallelDraft(Pass):
         rows.args = (*rows.args[:2], count)
         output = draft.graph.output_node()
         if program.drafter.shifted:
-            logits, _ = output.args[0]  # type: ignore[misc]
-            output.args = (logits,)
+            both: Any = output.args[0]
+            output.args = (both[0],)
         draft.graph.eliminate_dead_code()
         draft.recompile()
 

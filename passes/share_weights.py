@@ -39,6 +39,9 @@ PROBE = 256
 BYTES_PER_ELEMENT = 64
 """Temporary memory of one compared element, at most: a few values in double precision and their masks."""
 
+ROTATED = 0.01
+"""Rows whose lengths agree to this are those of a rotated matrix; half precision moves a length by less."""
+
 _FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
 _DTYPES = _FLOAT8 | {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -74,7 +77,8 @@ class ShareWeights(Pass):
         ``bytes_shared`` counts storages that no module of the program uses any more, each once.
         """
         candidates: dict[torch.Size, list[_Weight]] = defaultdict(list)
-        for weight in _weights(program, of_target=True):
+        targets = _weights(program, of_target=True)
+        for weight in targets:
             candidates[weight.tensor.shape].append(weight)
         before = _storages(program)
         shared: list[tuple[str, Tensor, Tensor]] = []
@@ -86,7 +90,8 @@ class ShareWeights(Pass):
             if found is not None:
                 shared += _share(program, draft, found)
             else:
-                misses += self._near_miss(draft, alike)
+                kin = self._kin(draft, targets, program.drafter.draft_to_target)
+                misses += kin or self._near_miss(draft, alike)
         misses.sort(key=lambda miss: miss[0])
         more = len(misses) - self.max_near_misses
         notes = [note for note, _, _ in shared]
@@ -115,6 +120,28 @@ class ShareWeights(Pass):
                 return target
         return None
 
+    def _kin(self, draft: _Weight, targets: list[_Weight], rows: Tensor | None) -> list[tuple[float, NearMiss]]:
+        """A vocabulary matrix that is made of a target's: some of its rows, or a rotation of them.
+
+        ``rows`` are the target ids of a reduced draft vocabulary. Neither is a tensor of the target's, so neither can
+        be shared; but it says what a checkpoint holds.
+        """
+        for target in targets:
+            chosen = _rows_of(draft, target, rows)
+            if chosen is None:
+                continue
+            share, lengths = _compare_rows(draft.tensor.detach(), target.tensor.detach(), chosen, self._chunk)
+            sliced = len(chosen) < len(target.tensor)
+            what = f"{len(chosen)} rows of {target.where}, those of the draft's vocabulary"
+            if sliced and share == 0:
+                return [(share, NearMiss(draft.where, f"it holds {what}: a slice, which is no tensor of the target's"))]
+            if sliced and share < self.near_miss_fraction:
+                return [(share, NearMiss(draft.where, f"it holds {what}, but for {share:.2%} of the elements"))]
+            if share >= self.near_miss_fraction and lengths < ROTATED:
+                base = what if sliced else target.where
+                return [(share, NearMiss(draft.where, f"its rows are as long as {base}, but differ: a rotation of it"))]
+        return []
+
     def _near_miss(self, draft: _Weight, alike: list[_Weight]) -> list[tuple[float, NearMiss]]:
         """The closest tensor and its share of differing elements, or nothing if none is close."""
         if not alike:
@@ -129,6 +156,30 @@ class ShareWeights(Pass):
             return []
         share, reason = _difference(draft, target, self._chunk)
         return [(share, NearMiss(draft.where, reason))] if named or share < self.near_miss_fraction else []
+
+
+def _rows_of(draft: _Weight, target: _Weight, rows: Tensor | None) -> Tensor | None:
+    """The rows of a target matrix that a draft matrix could hold, or None if the two have nothing to do with it."""
+    a, b = draft.tensor, target.tensor
+    matrices = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
+    if not matrices or not draft.comparable(target) or not a.is_floating_point():
+        return None
+    if rows is not None and len(rows) == len(a) and bool(rows.max() < len(b)):
+        return rows
+    return torch.arange(len(b), device=b.device) if len(a) == len(b) and target.names & draft.names else None
+
+
+def _compare_rows(a: Tensor, b: Tensor, rows: Tensor, limit: int) -> tuple[float, float]:
+    """The share of elements of ``a`` that differ from ``b[rows]``, and the largest relative difference of two rows'
+    lengths."""
+    count, longest = 0, 0.0
+    for chosen, own in zip(*(x.split(max(1, limit // a.shape[1])) for x in (rows, a)), strict=True):  # type: ignore[no-untyped-call]
+        theirs = _widen(b[chosen].to(a.dtype))
+        mine = _widen(own)
+        count += int((mine != theirs).sum())
+        lengths = theirs.norm(dim=1)
+        longest = max(longest, float(((mine.norm(dim=1) - lengths).abs() / lengths.clamp_min(1e-30)).max()))
+    return count / a.numel(), longest
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specgraph import drafters
+from specgraph.checkpoints import Checkpoint, load_head, open_checkpoint
 from specgraph.config import Config
 from specgraph.drafters import Drafter, DraftHead
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.tokenizers import check_same_tokenizer
 from specgraph.tracing import TracedModel, check_is_causal_lm, trace
 
-DraftLike = PreTrainedModel | DraftHead | str | Path
+DraftLike: TypeAlias = "PreTrainedModel | DraftHead | str | Path"
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,16 @@ def with_draft(config: Config, draft: DraftLike | None) -> Config:
     Raises:
         ConfigError: a draft was given and the drafter takes none.
     """
-    given = draft if draft is not None else config.draft.model
-    if given is None:
-        if config.draft.kind in ("draft_model", "eagle3"):
-            raise ConfigError(
-                f"The {config.draft.kind} drafter needs a draft: pass draft=... or set draft.model to its folder."
-            )
+    given, kind = draft if draft is not None else config.draft.model, config.draft.kind
+    if kind == "none":
+        if draft is not None:
+            raise ConfigError("draft= was given, but draft.kind is 'none'; leave one of them out.")
         return config
-    if config.draft.kind == "none":
-        raise ConfigError("draft= was given, but draft.kind is 'none'; leave one of them out.")
+    if given is None:
+        if kind in ("draft_model", "eagle3"):
+            what = {"draft_model": "model", "eagle3": "head"}[kind]
+            raise ConfigError(f"The {kind} drafter needs a {what}: pass draft=... or set draft.model to its folder.")
+        return config
     return replace(config, draft=replace(config.draft, kind=_kind(given)))
 
 
@@ -76,8 +78,6 @@ def _head(config: Config, model: PreTrainedModel, target: TracedModel, given: An
     """An EAGLE-3 head, loaded or as a checkpoint."""
     notes: tuple[str, ...] = ()
     if not isinstance(given, DraftHead):
-        from specgraph.checkpoints import load_head, open_checkpoint
-
         checkpoint = open_checkpoint(given)
         given, notes = load_head(checkpoint, config.draft, model, target.info), (checkpoint.about,)
     found, info = given.module.lm_head.weight, target.info
@@ -112,7 +112,7 @@ def _draft_model(config: Config, model: PreTrainedModel, target: TracedModel, gi
     return Draft(drafter, given, traced)
 
 
-def _mask(given: int | None, checkpoint: Any | None) -> tuple[int | None, bool]:
+def _mask(given: int | None, checkpoint: Checkpoint | None) -> tuple[int | None, bool]:
     """The mask token id and whether the draft was trained to draft in parallel."""
     if checkpoint is None:
         return given, False

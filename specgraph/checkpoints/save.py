@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -118,7 +118,7 @@ def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
             del found[name]
     if head.module.mask_hidden is not None:
         found["mask_hidden"] = head.module.mask_hidden.view(1, 1, -1)
-    vocabulary = cast("Tensor | None", head.module.draft_to_target)
+    vocabulary = head.module.draft_to_target
     if vocabulary is not None:
         found["d2t"] = vocabulary - torch.arange(len(vocabulary), device=vocabulary.device)
         found["t2d"] = torch.zeros(head.module.config.layers.vocab_size, dtype=torch.bool).index_fill(

@@ -78,7 +78,7 @@ class FirstLayer(nn.Module):
         size, eps = config.layers.hidden_size, config.layers.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = layer.input_layernorm if config.input_norm else nn.Identity()
-        self.hidden_norm = norm(size, eps=eps)  # type: ignore[call-arg]
+        self.hidden_norm = norm(size, eps=eps)
         self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow: nn.Linear = getattr(self.self_attn, name)
@@ -113,16 +113,17 @@ class Eagle3(nn.Module):
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.config = config
         self.embed_tokens = nn.Embedding(layers.vocab_size, size)
-        self.input_norm = norm(width, eps=eps) if config.norm_before_fc else nn.Identity()  # type: ignore[call-arg]
+        self.input_norm = norm(width, eps=eps) if config.norm_before_fc else nn.Identity()
         each = config.num_features if config.fc_norm else 0
-        self.fc_norm = nn.ModuleList(norm(config.target_hidden_size, eps=eps) for _ in range(each))  # type: ignore[call-arg]
+        self.fc_norm = nn.ModuleList(norm(config.target_hidden_size, eps=eps) for _ in range(each))
         self.fc: nn.Module = nn.Linear(width, size, bias=False) if config.fc else nn.Identity()
         self.layers = nn.ModuleList(
             [FirstLayer(config), *(plain(layers, index) for index in range(1, layers.num_hidden_layers))]
         )
-        self.norm = norm(size, eps=eps) if config.last_norm else nn.Identity()  # type: ignore[call-arg]
+        self.norm = norm(size, eps=eps) if config.last_norm else nn.Identity()
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary = rotary(layers)
+        self.draft_to_target: Tensor | None
         self.mask_hidden = nn.Parameter(torch.zeros(width)) if parallel else None
         self.register_buffer("draft_to_target", None)
 
@@ -201,7 +202,7 @@ def eagle3(head: DraftHead, num_speculative_tokens: int) -> Drafter:
     mask = None
     if head.mask_token_id is not None and module.mask_hidden is not None:
         # Projected here, once, and not in every step.
-        parts = module.mask_hidden.view(1, 1, -1).split(config.target_hidden_size, dim=-1)
+        parts = torch.split(module.mask_hidden.view(1, 1, -1), config.target_hidden_size, dim=-1)
         mask = Mask(head.mask_token_id, module.combine(*parts).flatten())
     return Drafter("peagle" if head.parallel else "eagle3", "autoregressive", num_speculative_tokens, _export(module),
                    info, head.features, module.draft_to_target, mask, head.parallel)  # fmt: skip

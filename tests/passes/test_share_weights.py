@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from specgraph.passes.base import PassResult
 from specgraph.passes.share_weights import ShareWeights
 from specgraph.program import Program
 from tests.decoding import compiled
-from tests.models import make_model
+from tests.models import make_head, make_model
 
 Weights = dict[str, Tensor]
 aten = torch.ops.aten
@@ -308,3 +309,60 @@ def test_earlier_stages_do_not_keep_the_replaced_memory_of_a_draft():
     for stage in decoder.stages.values():
         for graph in stage.modules.values():
             assert not kept & {id(parameter) for parameter in graph.parameters()}
+
+
+# A reduced draft vocabulary
+
+
+def reduced(head: Tensor, rows: Tensor | None) -> PassResult:
+    """The result for a draft whose ``lm_head`` is ``head``, beside a target's of ten rows."""
+    given = program({}, {"lm_head.weight": head}, {"lm_head.weight": values(10, 4)})
+    given.drafter = replace(given.drafter, draft_to_target=rows)
+    return ShareWeights(chunk_bytes=64 * 8).apply(given)
+
+
+ROWS = torch.tensor([1, 4, 9])
+
+
+def test_a_sliced_head_is_a_near_miss_that_says_what_it_is():
+    result = reduced(values(10, 4)[ROWS], ROWS)
+    where = "it holds 3 rows of lm_head.lm_head.weight, those of the draft's vocabulary"
+    assert not result.changed
+    assert reasons(result) == [("draft.lm_head.weight", f"{where}: a slice, which is no tensor of the target's")]
+    moved = values(10, 4)[ROWS]
+    moved[2, 3] += 1e-3
+    assert reasons(reduced(moved, ROWS)) == [("draft.lm_head.weight", f"{where}, but for 8.33% of the elements")]
+
+
+def test_a_rotated_head_is_a_near_miss_that_says_what_it_is():
+    rotation, _ = torch.linalg.qr(values(4, 4, seed=2))
+    same = "lm_head.lm_head.weight, but differ: a rotation of it"
+    assert reasons(reduced(values(10, 4) @ rotation, None)) == [
+        ("draft.lm_head.weight", f"its rows are as long as {same}")
+    ]
+    (miss,) = reasons(reduced(values(10, 4)[ROWS] @ rotation, ROWS))
+    assert miss[1].startswith("its rows are as long as 3 rows of lm_head.lm_head.weight, those of the draft's")
+    assert miss[1].endswith("a rotation of it")
+
+
+def test_an_unrelated_head_of_a_reduced_vocabulary_is_no_near_miss():
+    assert reasons(reduced(values(3, 4, seed=5), ROWS)) == []
+
+
+def test_copies_in_a_head_become_the_targets_own_tensors_and_a_moved_one_stays():
+    model = make_model("llama")
+    head = make_head(model)
+    embedding = model.get_input_embeddings().weight
+    head.module.embed_tokens.weight = nn.Parameter(embedding.detach().clone())
+    head.module.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    decoder = compiled(model, "eagle3", draft=head)
+    draft = decoder.stages["share_weights"].modules["draft"]
+    assert get_attribute(draft, "embed_tokens.weight") is embedding
+    assert get_attribute(draft, "lm_head.weight") is model.lm_head.weight
+    assert "draft.lm_head.weight -> lm_head.lm_head.weight [101, 32], 12,928 bytes" in decoder.report()
+    assert "| 25,872 |" in decoder.report()  # the two and the rotary frequencies
+    with torch.no_grad():
+        head.module.embed_tokens.weight[7, 3] += 1e-3
+    moved = compiled(model, "eagle3", draft=head)
+    assert get_attribute(moved.stages["share_weights"].modules["draft"], "embed_tokens.weight") is not embedding
+    assert "1 of 3232 elements differ from target" in moved.report()
