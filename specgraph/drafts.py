@@ -54,8 +54,6 @@ def _kind(given: DraftLike) -> str:
     if isinstance(given, DraftHead):
         return "eagle3"
     if isinstance(given, str | Path) and Path(given).exists():
-        from specgraph.checkpoints import open_checkpoint
-
         return open_checkpoint(given).kind
     return "draft_model"
 
@@ -91,11 +89,11 @@ def _head(config: Config, model: PreTrainedModel, target: TracedModel, given: An
 def _draft_model(config: Config, model: PreTrainedModel, target: TracedModel, given: Any) -> Draft:
     """A causal LM with the target's tokenizer, on its device. A path is loaded in the target's dtype."""
     mask, parallel = config.draft.mask_token_id, False
+    notes: tuple[str, ...] = ()
     if isinstance(given, str | Path):
-        from specgraph.checkpoints import open_checkpoint
-
         checkpoint = open_checkpoint(given) if Path(given).exists() else None
         mask, parallel = _mask(mask, checkpoint)
+        notes = (checkpoint.about,) if checkpoint is not None else ()
         given = _read_causal_lm(given, target)
     try:
         check_is_causal_lm(given)
@@ -109,7 +107,7 @@ def _draft_model(config: Config, model: PreTrainedModel, target: TracedModel, gi
     if mask is not None and not 0 <= mask < traced.info.input_ids:
         raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
     drafter = drafters.draft_model(traced, config.draft.num_speculative_tokens, mask, parallel)
-    return Draft(drafter, given, traced)
+    return Draft(drafter, given, traced, notes)
 
 
 def _mask(given: int | None, checkpoint: Checkpoint | None) -> tuple[int | None, bool]:

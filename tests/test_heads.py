@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
+from specgraph.checkpoints import save_head
 from specgraph.drafters import DraftHead
 from specgraph.errors import ConfigError, PassError
 from tests.decoding import CONFIG, assert_same_tokens, compiled
@@ -346,3 +348,32 @@ def test_a_head_needs_its_features() -> None:
         PassError, match=r"eagle3 reads hs\[0, 1, 2\] of the target, and 0 are there; put expose_features"
     ):
         specgraph.compile_speculative(target(), config, draft=head("plain"))
+
+
+# From a checkpoint
+
+
+def test_a_pard_checkpoint_drafts_in_parallel_unless_told_otherwise(tmp_path: Path) -> None:
+    draft = make_model("llama", seed=2, dtype=torch.float64)
+    draft.config.pard_token = MASK
+    draft.save_pretrained(tmp_path)
+    for parallel, count in ((None, 1), (False, 4)):
+        tested = specgraph.compile_speculative(target(), {**CONFIG, "draft": {"parallel": parallel}}, draft=tmp_path)
+        program = list(tested.stages.values())[-1]
+        assert program.drafter.name == "draft_model" and len(program.with_role("draft")) == count
+        assert _tokens(tested) == _plain_tokens()
+    assert "draft: pard in the pard layout" in tested.report()
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle"])
+def test_a_saved_head_drafts_as_the_one_in_memory(algorithm: Any, tmp_path: Path) -> None:
+    made = make_head(target(), vocab=80, mask_token_id=MASK if algorithm == "peagle" else None)
+    save_head(made, tmp_path, target_name="target", algorithm=algorithm, num_speculative_tokens=4)
+    options = {"num_speculative_tokens": 4, "parallel": algorithm == "peagle"}
+    expected = specgraph.compile_speculative(target(), {**CONFIG, "draft": {**options, "kind": "eagle3"}}, draft=made)
+    loaded = specgraph.compile_speculative(target(), {**CONFIG, "draft": {"model": str(tmp_path)}})
+    assert loaded.stages["trace"].drafter.name == algorithm
+    prompts, settings = ragged_prompts((3, 9)), {"max_new_tokens": 12, "eos_token_id": []}
+    outs = [d.generate(prompts, **settings) for d in (loaded, expected)]
+    assert outs[0].stats.emitted_per_step == outs[1].stats.emitted_per_step
+    assert [t.tolist() for t in outs[0].new_tokens] == [t.tolist() for t in outs[1].new_tokens]

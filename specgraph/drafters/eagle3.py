@@ -5,7 +5,7 @@ predicts token ``t + 2``; further drafts take the head's own last hidden state i
 ``mask_hidden`` it drafts in parallel (P-EAGLE): a row for a token that is not drafted yet takes a mask token and that
 hidden state.
 
-Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: Hui et al. 2026, "P-EAGLE".
+Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
 """
 
 from __future__ import annotations

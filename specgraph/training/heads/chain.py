@@ -6,7 +6,7 @@ Step ``i`` has one row per position ``t`` of the text, all run at once. It takes
 ``t`` and the keys of its own chain: exactly what it sees when the target has verified everything up to ``x[t+1]``.
 A parallel head takes the mask token and ``mask_hidden`` in the steps after 0, so that all steps fit into one call.
 
-Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); Hui et al. 2026, P-EAGLE.
+Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
 """
 
 from __future__ import annotations
