@@ -1,6 +1,8 @@
 """What a training run is made of: plain dataclasses, so ``OmegaConf.structured(TrainConfig)`` works as it stands."""
 
+import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from ..errors import ConfigError
@@ -140,7 +142,7 @@ def check_config(cfg: TrainConfig) -> None:
             f"tokenizer.vocab_size={cfg.tokenizer.vocab_size} is too small: 256 bytes and 2 special tokens need at "
             "least 258; try tokenizer.vocab_size=3072."
         )
-    _check_numbers(cfg, "")
+    check_numbers(cfg, _MAY_BE_ZERO)
     for name, model in (("target", cfg.target.model), ("draft", cfg.draft.model)):
         _check_model(name, model, cfg.max_length)
 
@@ -153,19 +155,29 @@ def check_paths(cfg: TrainConfig) -> None:
             f"target.checkpoint={checkpoint}: there is no config.json; give the folder of a trained target, or leave "
             "it empty to train one."
         )
-    if os.path.exists(cfg.output) and not os.path.isdir(cfg.output):
-        raise ConfigError(f"output={cfg.output} is a file: give output=path/of/a/folder.")
+    check_output(cfg.output)
 
 
-def _check_numbers(node: object, path: str) -> None:
-    """Every number of the tree is positive, or zero where zero means something."""
+def check_output(path: str) -> None:
+    """Raise ``ConfigError`` for an output that cannot become a folder."""
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ConfigError(f"output={path} is a file: give output=path/of/a/folder.")
+
+
+def check_numbers(node: object, may_be_zero: Collection[str], path: str = "") -> None:
+    """Raise ``ConfigError`` unless every number of a tree of dataclasses is positive and finite.
+
+    Fields named in ``may_be_zero`` may be zero.
+    """
     for item in fields(node):  # type: ignore[arg-type]
         value, where = getattr(node, item.name), f"{path}{item.name}"
         if is_dataclass(value):
-            _check_numbers(value, f"{where}.")
-        elif isinstance(value, int | float) and not (value > 0 or (value == 0 and item.name in _MAY_BE_ZERO)):
-            least = "0 or more" if item.name in _MAY_BE_ZERO else "more than 0"
-            raise ConfigError(f"{where}={value} is out of range: it must be {least}.")
+            check_numbers(value, may_be_zero, f"{where}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            zero = item.name in may_be_zero
+            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+                least = "0 or more" if zero else "more than 0"
+                raise ConfigError(f"{where}={value} is out of range: it must be {least}.")
 
 
 def _check_model(name: str, model: ModelConfig, max_length: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError
-from ..config import OptimConfig, RolloutConfig
+from ..config import OptimConfig, RolloutConfig, check_numbers, check_output
 
 ALGORITHMS = ("eagle3", "peagle")
 MODEL_TYPES = ("llama", "qwen3")
@@ -155,7 +153,7 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
         raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(ALGORITHMS)}.")
     if cfg.head.model_type not in MODEL_TYPES:
         raise ConfigError(f"head.model_type={cfg.head.model_type!r} is not known: use {' or '.join(MODEL_TYPES)}.")
-    _check_numbers(cfg, "")
+    check_numbers(cfg, _MAY_BE_ZERO)
     for key in ("decay", "keep", "keep_least"):
         if getattr(cfg.chain, key) > 1:
             raise ConfigError(f"chain.{key}={getattr(cfg.chain, key)} is out of range: it must be 1 or less.")
@@ -164,18 +162,4 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
             f"eval_drafts={cfg.eval_drafts} is more than chain.steps={cfg.chain.steps}: the head is not trained for "
             "that many drafts; lower the one or raise the other."
         )
-    if os.path.exists(cfg.output) and not os.path.isdir(cfg.output):
-        raise ConfigError(f"output={cfg.output} is a file: give output=path/of/a/folder.")
-
-
-def _check_numbers(node: object, path: str) -> None:
-    """Every number of the tree is positive and finite, or zero where zero means something."""
-    for item in dataclasses.fields(node):  # type: ignore[arg-type]
-        value, where = getattr(node, item.name), f"{path}{item.name}"
-        if dataclasses.is_dataclass(value):
-            _check_numbers(value, f"{where}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            zero = item.name in _MAY_BE_ZERO
-            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-                least = "0 or more" if zero else "more than 0"
-                raise ConfigError(f"{where}={value} is out of range: it must be {least}.")
+    check_output(cfg.output)

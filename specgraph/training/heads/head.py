@@ -122,7 +122,6 @@ def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
     )
-    config._attn_implementation = "sdpa"
     return config
 
 
