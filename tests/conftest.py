@@ -1,14 +1,21 @@
-"""One thread per test process: small models run slower on two threads than on one, and results repeat."""
+"""One thread per test process: small models run slower on two threads than on one, and results repeat.
+
+Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before triton is imported.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import specgraph.compile
 import specgraph.drafts
