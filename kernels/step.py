@@ -2,7 +2,8 @@
 
 Shapes use ``B`` sequences, ``T`` rows per sequence in this call and ``K`` drafts. All ids, positions and counts are
 int64. A function whose name ends in an underscore writes arguments in place; :data:`FINAL_WRITES` names those that
-nothing may read later in the same step.
+nothing may read later in the same step. None of them waits for the device or gives a shape that depends on values, so
+that a whole step can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -91,13 +92,18 @@ def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tenso
     return (logits.isnan().any(-1) & real).any(-1)
 
 
+def _among(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``. ``torch.isin`` sorts from ten ids on, and waits for it."""
+    return (tokens.unsqueeze(-1) == ids).any(-1)
+
+
 def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
 
     ``eos_ids`` ``[E]`` is padded with -1. Forced tokens are the prompt's: an EOS among them ends nothing.
     """
     row = torch.arange(emitted.shape[1], device=emitted.device)
-    ends = torch.isin(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
+    ends = _among(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
     after = ends.long().cumsum(1) - ends.long()
     return emitted.masked_fill(after > 0, -1)
 
@@ -171,11 +177,17 @@ def history_length(start: Tensor, num_emitted: Tensor) -> Tensor:
 
 @writes()
 def record_tokens_(history: Tensor, tokens: Tensor, positions: Tensor, num_rows: Tensor) -> None:
-    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history`` ``[B, S]``."""
+    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history`` ``[B, S]``.
+
+    ``positions`` ``[B, T]`` ascend; what they put at or past ``S`` is left out.
+    """
     row = torch.arange(tokens.shape[1], device=tokens.device)
     real = (row < num_rows.unsqueeze(1)) & (positions < history.shape[1])
-    batch = torch.arange(history.shape[0], device=tokens.device).unsqueeze(1).expand_as(tokens)
-    history[batch[real], positions[real]] = tokens[real]
+    # A mask as an index would need its number of rows on the host. So every row writes: those that are not real repeat
+    # the first one, or where that is not real either, what is there already. Equal values may land in any order.
+    first = positions[:, :1].clamp(0, history.shape[1] - 1)
+    repeated = torch.where(real[:, :1], tokens[:, :1], history.gather(1, first))
+    history.scatter_(1, torch.where(real, positions, first), torch.where(real, tokens, repeated))
 
 
 @writes("draft_logits")
@@ -234,7 +246,7 @@ def advance_(
     active = num_emitted > 0
     last = emitted.gather(1, (num_emitted - 1).clamp_min(0).unsqueeze(1))
     end = start + num_emitted
-    ended = (num_emitted > num_forced) & torch.isin(last[:, 0], eos_ids)
+    ended = (num_emitted > num_forced) & _among(last[:, 0], eos_ids)
     window = torch.cat([last, *drafts], dim=1)
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
     rows = torch.minimum(proposed + 1, max_length - 1 - end).clamp_min(0)

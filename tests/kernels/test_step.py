@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.kernels import step
 from specgraph.kernels.sample import process_logits
+from tests.kernels.step_cases import moved, run_case, step_cases, tensors
 
 NONE = -1
 EOS = 7
@@ -140,6 +142,18 @@ def test_history_records_real_rows_up_to_its_border_and_nothing_else():
     assert history.tolist() == [[1, 2, 50, 50, 50], [50, 50, 50, 4, 5], [50] * 5]
 
 
+def test_history_records_at_most_what_is_real_however_the_rows_lie():
+    tokens = torch.arange(1, 5).expand(4, 4)
+    for start in range(8):
+        positions = step.row_positions(ids(start, start, start, start), tokens)
+        history = torch.full((4, 6), 50)
+        step.record_tokens_(history, tokens, positions, ids(0, 1, 3, 4))
+        expected = torch.full((4, 10 + start), 50)
+        for row, count in enumerate((0, 1, 3, 4)):
+            expected[row, start : start + count] = tokens[row, :count]
+        assert torch.equal(history, expected[:, :6])
+
+
 def propose(kept: Tensor | None, logits: Tensor, *, row: int, num_emitted: Tensor, rule: str = "block") -> Tensor:
     """Two sequences: greedy, and drawn at temperature 1."""
     temperature, seeds, start = torch.tensor([0.0, 1.0]), ids(1, 2), ids(4, 9)
@@ -234,3 +248,39 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
         "propose_": ("draft_logits",),
         "advance_": ("next_window", "start", "num_rows", "num_forced"),
     }
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses what would make the host wait for a device, which tensors without data stand for.
+
+    They refuse to be read themselves, and so do shapes that would depend on values.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert func is not torch.ops.aten.isin.Tensor_Tensor, "isin sorts if there are many"
+        assert all(t.is_meta for t in tensors((args, kwargs, result))), f"{func} takes or makes a tensor of the host"
+        return result
+
+
+@pytest.mark.parametrize("name", step_cases())
+def test_nothing_is_read_by_the_host_or_made_there(name: str):
+    case = moved(step_cases()[name], "meta")
+    with OnDevice():
+        run_case(case)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[x > 0],
+        lambda x: int(x.max()),
+        lambda x: x + torch.tensor(1),
+        lambda x: x[torch.tensor([0])],
+        lambda x: torch.isin(x, x),
+        lambda x: x.tolist(),
+    ],
+)
+def test_reading_on_the_host_would_be_noticed(function):
+    with OnDevice(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        function(torch.ones(3, device="meta"))
