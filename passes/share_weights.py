@@ -1,6 +1,7 @@
 """Draft weights that equal a weight of the target, element by element, become the target's own tensor.
 
-Typical: a draft head that was trained with the target's frozen embedding or vocabulary head, and carries a copy of it.
+Typical: a draft head that was trained with the target's frozen embedding or vocabulary head, and carries a copy of it;
+one that is loaded from a checkpoint gets the target's tensor there and then (:mod:`specgraph.checkpoints.eagle3`).
 Never ``allclose``: an embedding that moved a little in training is another embedding.
 
 Equal means what ``torch.equal`` means between tensors of one shape, dtype and device:
@@ -32,6 +33,7 @@ from specgraph.errors import ConfigError
 from specgraph.graphs import get_attribute
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.program import Program
+from specgraph.tensors import FLOAT8, equal_tensors, pieces, widen
 
 TARGET = ("target", "lm_head")
 PROBE = 256
@@ -42,8 +44,7 @@ BYTES_PER_ELEMENT = 64
 ROTATED = 0.01
 """Rows whose lengths agree to this are those of a rotated matrix; half precision moves a length by less."""
 
-_FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
-_DTYPES = _FLOAT8 | {
+_DTYPES = FLOAT8 | {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 }  # fmt: skip
@@ -116,7 +117,7 @@ class ShareWeights(Pass):
                 return target
         for target, share in zip(alike, _probe(draft, alike), strict=True):
             same = share == 0 and target.tensor.dtype == draft.tensor.dtype
-            if same and _equal(draft.tensor, target.tensor, self._chunk):
+            if same and equal_tensors(draft.tensor, target.tensor, self._chunk):
                 return target
         return None
 
@@ -174,8 +175,8 @@ def _compare_rows(a: Tensor, b: Tensor, rows: Tensor, limit: int) -> tuple[float
     lengths."""
     count, longest = 0, 0.0
     for chosen, own in zip(*(x.split(max(1, limit // a.shape[1])) for x in (rows, a)), strict=True):  # type: ignore[no-untyped-call]
-        theirs = _widen(b[chosen].to(a.dtype))
-        mine = _widen(own)
+        theirs = widen(b[chosen].to(a.dtype))
+        mine = widen(own)
         count += int((mine != theirs).sum())
         lengths = theirs.norm(dim=1)
         longest = max(longest, float(((mine.norm(dim=1) - lengths).abs() / lengths.clamp_min(1e-30)).max()))
@@ -288,36 +289,18 @@ def _probe(draft: _Weight, alike: list[_Weight]) -> list[float]:
     """For each tensor the share of sampled elements in which the draft's differs; 0 is no proof of equality."""
     if not alike:
         return []
-    mine = _widen(draft.sample)
-    theirs = torch.stack([_widen(target.sample.to(draft.tensor.dtype)) for target in alike])
+    mine = widen(draft.sample)
+    theirs = torch.stack([widen(target.sample.to(draft.tensor.dtype)) for target in alike])
     shares: list[float] = ((theirs != mine).sum(1).double() / max(mine.numel(), 1)).tolist()
     return shares
-
-
-def _pieces(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Corresponding views of at most ``limit`` elements; nothing is copied, whatever the strides."""
-    if 0 < a.numel() <= limit:
-        yield a, b
-    elif a.numel() > 0:
-        dim = next(dim for dim, size in enumerate(a.shape) if size > 1)
-        for halves in zip(a.tensor_split(2, dim), b.tensor_split(2, dim), strict=True):
-            yield from _pieces(*halves, limit)
-
-
-def _equal(a: Tensor, b: Tensor, limit: int) -> bool:
-    """``torch.equal`` of two tensors of one shape and dtype, up to the first piece that differs."""
-    pieces = _pieces(a.detach(), b.detach(), limit)
-    if a.dtype in _FLOAT8:  # not every device compares them
-        return all(torch.equal(_widen(x), _widen(y)) for x, y in pieces)
-    return all(torch.equal(x, y) for x, y in pieces)
 
 
 def _difference(draft: _Weight, target: _Weight, limit: int) -> tuple[float, str]:
     """The share of elements that differ, and a sentence with their number and the largest absolute difference."""
     a, b = draft.tensor.detach(), target.tensor.detach()
     count, nans, largest = 0, 0, 0.0
-    for x, y in _pieces(a, b, limit):
-        x, y = _widen(x), _widen(y.to(a.dtype))
+    for x, y in pieces(a, b, limit):
+        x, y = widen(x), widen(y.to(a.dtype))
         nan = x.isnan() | y.isnan()
         unequal = x != y
         count += int(unequal.sum())
@@ -330,10 +313,3 @@ def _difference(draft: _Weight, target: _Weight, limit: int) -> tuple[float, str
         ours, other = (str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))
         reason = f"it is {ours} and {target.where} is {other}; after conversion to {ours}, {reason}"
     return count / max(a.numel(), 1), reason
-
-
-def _widen(values: Tensor) -> Tensor:
-    """The same values in the widest type of their kind, in which differences are exact or nearly so."""
-    if values.is_complex():
-        return values.to(torch.complex128)
-    return values.to(torch.float64 if values.is_floating_point() else torch.int64)

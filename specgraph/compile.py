@@ -46,7 +46,7 @@ def compile_speculative(
         NumericsError: with ``check_numerics``, two stages differ.
     """
     check_is_causal_lm(model)
-    config = with_draft(load_config(cfg), draft)
+    config, draft = with_draft(load_config(cfg), draft)
     defaults = read_generation_config(model)
     passes = build_passes(config)
     with Progress("compile", len(passes) + 3, config.debug.progress) as progress:

@@ -11,14 +11,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specgraph import drafters
-from specgraph.checkpoints import Checkpoint, load_head, open_checkpoint
+from specgraph.checkpoints import Checkpoint, load_head, open_checkpoint, shared_notes
 from specgraph.config import Config
 from specgraph.drafters import Drafter, DraftHead
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.tokenizers import check_same_tokenizer
 from specgraph.tracing import TracedModel, check_is_causal_lm, trace
 
-DraftLike: TypeAlias = "PreTrainedModel | DraftHead | str | Path"
+DraftLike: TypeAlias = "PreTrainedModel | DraftHead | Checkpoint | str | Path"
 
 
 @dataclass(frozen=True)
@@ -31,43 +31,45 @@ class Draft:
     notes: tuple[str, ...] = ()
 
 
-def with_draft(config: Config, draft: DraftLike | None) -> Config:
+def with_draft(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLike | None]:
     """The configuration with the kind of drafter that a draft, given as an argument or by ``draft.model``, is.
 
+    Beside it the draft itself, for :func:`make_draft`: opened, if it is the path of a checkpoint.
+
     Raises:
-        ConfigError: a draft was given and the drafter takes none.
+        ConfigError: a draft was given and the drafter takes none, or the checkpoint cannot be opened.
     """
     given, kind = draft if draft is not None else config.draft.model, config.draft.kind
     if kind == "none":
         if draft is not None:
             raise ConfigError("draft= was given, but draft.kind is 'none'; leave one of them out.")
-        return config
+        return config, None
     if given is None:
         if kind in ("draft_model", "eagle3"):
             what = {"draft_model": "model", "eagle3": "head"}[kind]
             raise ConfigError(f"The {kind} drafter needs a {what}: pass draft=... or set draft.model to its folder.")
-        return config
-    return replace(config, draft=replace(config.draft, kind=_kind(given)))
+        return config, None
+    if isinstance(given, str | Path) and Path(given).exists():
+        given = open_checkpoint(given)
+    return replace(config, draft=replace(config.draft, kind=_kind(given))), given
 
 
 def _kind(given: DraftLike) -> str:
-    if isinstance(given, DraftHead):
-        return "eagle3"
-    if isinstance(given, str | Path) and Path(given).exists():
-        return open_checkpoint(given).kind
-    return "draft_model"
+    if isinstance(given, Checkpoint):
+        return given.kind
+    return "eagle3" if isinstance(given, DraftHead) else "draft_model"
 
 
 def make_draft(config: Config, model: PreTrainedModel, target: TracedModel, draft: DraftLike | None) -> Draft:
-    """The drafter a configuration names, for a target ``model`` that was traced as ``target``."""
-    options, given = config.draft, draft if draft is not None else config.draft.model
+    """The drafter for a target ``model`` that was traced as ``target``; takes what :func:`with_draft` returned."""
+    options = config.draft
     makers: dict[str, Callable[[], Draft]] = {
         "none": lambda: Draft(drafters.none()),
         "ngram": lambda: Draft(
             drafters.ngram(options.num_speculative_tokens, options.max_ngram, options.min_ngram, target.info.device)
         ),
-        "draft_model": lambda: _draft_model(config, model, target, given),
-        "eagle3": lambda: _head(config, model, target, given),
+        "draft_model": lambda: _draft_model(config, model, target, draft),
+        "eagle3": lambda: _head(config, model, target, draft),
     }
     return makers[options.kind]()
 
@@ -75,9 +77,9 @@ def make_draft(config: Config, model: PreTrainedModel, target: TracedModel, draf
 def _head(config: Config, model: PreTrainedModel, target: TracedModel, given: Any) -> Draft:
     """An EAGLE-3 head, loaded or as a checkpoint."""
     notes: tuple[str, ...] = ()
-    if not isinstance(given, DraftHead):
-        checkpoint = open_checkpoint(given)
-        given, notes = load_head(checkpoint, config.draft, model, target.info), (checkpoint.about,)
+    if isinstance(given, Checkpoint):
+        checkpoint, given = given, load_head(given, config.draft, model, target.info)
+        notes = (checkpoint.about, *shared_notes(checkpoint, given, model))
     found, info = given.module.lm_head.weight, target.info
     if (found.device, found.dtype) != (info.device, info.dtype):
         raise ConfigError(
@@ -87,13 +89,13 @@ def _head(config: Config, model: PreTrainedModel, target: TracedModel, given: An
 
 
 def _draft_model(config: Config, model: PreTrainedModel, target: TracedModel, given: Any) -> Draft:
-    """A causal LM with the target's tokenizer, on its device. A path is loaded in the target's dtype."""
+    """A causal LM with the target's tokenizer, on its device. One by path or name is loaded in the target's dtype."""
     mask, parallel = config.draft.mask_token_id, False
     notes: tuple[str, ...] = ()
+    if isinstance(given, Checkpoint):
+        mask, parallel = given.mask_token_id if mask is None else mask, given.parallel
+        given, notes = given.path, (given.about,)
     if isinstance(given, str | Path):
-        checkpoint = open_checkpoint(given) if Path(given).exists() else None
-        mask, parallel = _mask(mask, checkpoint)
-        notes = (checkpoint.about,) if checkpoint is not None else ()
         given = _read_causal_lm(given, target)
     try:
         check_is_causal_lm(given)
@@ -108,13 +110,6 @@ def _draft_model(config: Config, model: PreTrainedModel, target: TracedModel, gi
         raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
     drafter = drafters.draft_model(traced, config.draft.num_speculative_tokens, mask, parallel)
     return Draft(drafter, given, traced, notes)
-
-
-def _mask(given: int | None, checkpoint: Checkpoint | None) -> tuple[int | None, bool]:
-    """The mask token id and whether the draft was trained to draft in parallel."""
-    if checkpoint is None:
-        return given, False
-    return (checkpoint.mask_token_id if given is None else given), checkpoint.parallel
 
 
 def _read_causal_lm(path: str | Path, target: TracedModel) -> PreTrainedModel:

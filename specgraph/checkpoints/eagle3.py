@@ -18,19 +18,20 @@ from specgraph.checkpoints.options import HeadOptions, Overrides, layer_name, re
 from specgraph.drafters.eagle3 import DraftHead, Eagle3, Eagle3Config
 from specgraph.errors import ConfigError
 from specgraph.model_info import ModelInfo
+from specgraph.tensors import equal_tensors
 
 BORROWED = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that are the target's where the checkpoint has none."""
 HARMLESS = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
 """Tensors that are read apart, that are computed anew, or that only training needs."""
-CHUNK_BYTES = 32 * 2**20
 
 
 def load_head(checkpoint: Checkpoint, overrides: Overrides, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
     """Build the head on the target's device and in its dtype.
 
-    A missing ``embed_tokens`` or ``lm_head`` is the target's own tensor, not a copy; so is, on another device than the
-    CPU, one that equals it. :func:`read_options` says how the options are chosen.
+    A missing ``embed_tokens`` or ``lm_head`` is the target's own tensor, not a copy; so is one that equals it, which is
+    compared in parts and never brought to the target's device. :func:`read_options` says how the options are chosen,
+    :func:`shared_notes` what came to be the target's.
 
     Args:
         checkpoint: of the kind ``eagle3``.
@@ -45,6 +46,19 @@ def load_head(checkpoint: Checkpoint, overrides: Overrides, model: PreTrainedMod
         raise ConfigError(f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not an EAGLE-3 head.")
     options = read_options(checkpoint, overrides, info.num_layers)
     return _Loader(checkpoint, options, _Target.of(model, info)).load()
+
+
+def shared_notes(checkpoint: Checkpoint, head: DraftHead, model: PreTrainedModel) -> tuple[str, ...]:
+    """A line for the report on every tensor of a loaded head that is the target's own."""
+    owned = {id(parameter): name for name, parameter in model.named_parameters()}
+    stored = {layer_name(name) for name in checkpoint.tensors}
+    notes = []
+    for name, parameter in head.module.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned:
+            why = "" if name in stored else " (the checkpoint has none)"
+            size = f"{parameter.nbytes:,} bytes{why}"
+            notes.append(f"shared while loading: draft.{name} is target.{owned[id(parameter)]}, {size}")
+    return tuple(notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,12 +198,11 @@ class _Loader:
     def _parameter(self, name: str, expected: Tensor, stored: Mapping[str, StoredTensor]) -> nn.Parameter:
         if name not in stored:
             return self.target.own(name)
-        read = stored[name].read()
-        if name in BORROWED and _remote(self.target.own(name)) and _equal(read, self.target.own(name)):
-            return self.target.own(name)
         info = self.target.info
-        moved = read.reshape(expected.shape).to(device=info.device, dtype=info.dtype).contiguous()
-        return nn.Parameter(moved, requires_grad=False)
+        read = stored[name].read().reshape(expected.shape).to(info.dtype)
+        if name in BORROWED and equal_tensors(read, self.target.own(name)):
+            return self.target.own(name)
+        return nn.Parameter(read.to(info.device).contiguous(), requires_grad=False)
 
     def _vocabulary(self, stored: Mapping[str, StoredTensor], size: int) -> Tensor | None:
         """int64 ``[Vd]``, the target id of every draft id, or None if they are the same."""
@@ -239,18 +252,3 @@ class _Loader:
 def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
-
-
-def _remote(own: Tensor) -> bool:
-    """On the CPU a second copy is found, reported and dropped by ``share_weights``; elsewhere it is never made."""
-    return own.device.type not in ("cpu", "meta")
-
-
-def _equal(read: Tensor, own: Tensor) -> bool:
-    """Whether a tensor on the CPU equals the target's, which is brought over in bounded parts."""
-    if read.dtype != own.dtype or read.shape != own.shape:
-        return False
-    rows = max(1, CHUNK_BYTES // max(1, own[0].nbytes))
-    own = own.detach()
-    parts = (slice(start, start + rows) for start in range(0, len(own), rows))
-    return all(torch.equal(read[part], own[part].cpu()) for part in parts)

@@ -78,6 +78,11 @@ class HeadOptions:
     sources: tuple[Choice, ...]
 
 
+def default_features(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's: one hidden state near the bottom, the middle one, one near the top; no such for a few layers."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """The part of the configuration that describes the decoder layers."""
     nested = checkpoint.config.get("transformer_layer_config")
@@ -178,7 +183,7 @@ class _Reader:
                     "what that means; set draft.feature_layers to the indices k of hs[k] in the order of fc's columns."
                 )
             return self._checked(ids, layers, source)
-        default, source = None if layers is None else (2, layers // 2, layers - 3), "default: 2, L // 2, L - 3"
+        default, source = None if layers is None else default_features(layers), "default: 2, L // 2, L - 3"
         if default is not None and list(default) != sorted(default):
             raise self._unreadable(default, layers, source)
         return self._checked(default, layers, source)

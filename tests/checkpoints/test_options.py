@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specgraph.checkpoints import eagle3, open_checkpoint, read_options, save_head
+from specgraph.checkpoints import eagle3, load_head, open_checkpoint, read_options, save_head, shared_notes
 from specgraph.config import DraftConfig
 from specgraph.drafters import DraftHead
 from specgraph.errors import ConfigError
+from specgraph.tensors import equal_tensors
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import MASK
-from tests.checkpoints.running import load, target
+from tests.checkpoints.running import info, load, target
 
 
 def _chosen(folder: Path, layers: int | None = 7, **options: Any) -> dict[str, tuple[Any, str]]:
@@ -90,23 +92,27 @@ def test_missing_tensors_are_the_targets_own(tmp_path: Path) -> None:
     assert head.module.draft_to_target is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("change", "shared"), [(None, True), (0, False), (-1, False)])
-def test_a_copy_of_the_targets_tensor_is_not_brought_to_another_device(
-    change: int | None, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_copy_of_the_targets_tensor_is_not_brought_to_its_device(
+    change: int | None, shared: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared in parts of three rows, the last one shorter; one element more or less is another tensor."""
-    monkeypatch.setattr(eagle3, "_remote", lambda own: True)
-    monkeypatch.setattr(eagle3, "CHUNK_BYTES", 3 * layouts.HIDDEN * 8)
-    model: Any = target()
+    """Compared in the target's dtype, a part after the other; one element more or less is another tensor."""
+    monkeypatch.setattr(eagle3, "equal_tensors", lambda a, b: equal_tensors(a, b, 3 * layouts.HIDDEN))
+    model: Any = target() if dtype == torch.float64 else copy.deepcopy(target()).float().double()
     written = layouts.nvidia()
     copied = model.model.embed_tokens.weight.detach().clone()
     if change is not None:
-        copied[change, change] += 1e-9
-    written.tensors["embed_tokens.weight"] = copied
-    head = load(written.save(tmp_path))
+        copied[change, change] += 1e-3
+    written.tensors["embed_tokens.weight"] = copied.to(dtype)
+    checkpoint = open_checkpoint(written.save(tmp_path))
+    head = load_head(checkpoint, DraftConfig(), model, info(model))
     assert (head.module.embed_tokens.weight is model.model.embed_tokens.weight) is shared
-    assert torch.equal(head.module.embed_tokens.weight, copied)
+    assert torch.equal(head.module.embed_tokens.weight, copied.to(dtype).double())
     assert head.module.lm_head.weight is not model.lm_head.weight
+    size = f"{layouts.VOCAB * layouts.HIDDEN * 8:,} bytes"
+    note = f"shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, {size}"
+    assert shared_notes(checkpoint, head, model) == ((note,) if shared else ())
 
 
 def test_an_identity_map_is_no_map(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from specgraph.checkpoints import load_head, open_checkpoint, shared_notes
+from specgraph.config import DraftConfig
 from tests.checkpoints import layouts
-from tests.checkpoints.running import load, target
+from tests.checkpoints.running import info, target
 
 
 @pytest.mark.parametrize("change", [False, True])
@@ -20,9 +22,12 @@ def test_a_head_on_a_gpu(change: bool, tmp_path: Path) -> None:
     copied = model.model.embed_tokens.weight.detach().cpu().clone()
     copied[-1, -1] += change
     written.tensors["embed_tokens.weight"] = copied
-    head = load(written.save(tmp_path), model)
+    checkpoint = open_checkpoint(written.save(tmp_path))
+    head = load_head(checkpoint, DraftConfig(), model, info(model))
     tensors = [*head.module.parameters(), head.module.draft_to_target, head.module.rotary.inv_freq]
     assert all(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
     assert {parameter.dtype for parameter in head.module.parameters()} == {torch.bfloat16}
     assert (head.module.embed_tokens.weight is model.model.embed_tokens.weight) is not change
     assert torch.equal(head.module.embed_tokens.weight.cpu(), copied)
+    shared = "shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, "
+    assert any(note.startswith(shared) for note in shared_notes(checkpoint, head, model)) is not change

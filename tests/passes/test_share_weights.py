@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from specgraph.checkpoints import save_head
 from specgraph.drafters.base import Drafter
 from specgraph.errors import ConfigError
 from specgraph.graphs import get_attribute, new_module, set_attribute
@@ -347,6 +348,18 @@ def test_a_rotated_head_is_a_near_miss_that_says_what_it_is():
 
 def test_an_unrelated_head_of_a_reduced_vocabulary_is_no_near_miss():
     assert reasons(reduced(values(3, 4, seed=5), ROWS)) == []
+
+
+def test_copies_in_a_checkpoint_are_shared_while_it_is_loaded(tmp_path: Path):
+    model = make_model("llama")
+    head = make_head(model)
+    head.module.embed_tokens.weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    folder = save_head(head, tmp_path, target_name="target", algorithm="eagle3", num_speculative_tokens=3)
+    decoder = compiled(model, "eagle3", draft=folder)
+    draft = decoder.stages["insert_draft"].modules["draft"]
+    assert get_attribute(draft, "embed_tokens.weight") is model.get_input_embeddings().weight
+    note = "shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, 12,928 bytes"
+    assert f"- {note}" in decoder.report().splitlines()
 
 
 def test_copies_in_a_head_become_the_targets_own_tensors_and_a_moved_one_stays():

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import drafters
+from specgraph.checkpoints.options import default_features
 from specgraph.errors import ConfigError
 from specgraph.frontend import first_program
 from specgraph.passes.expose_features import ExposeFeatures
@@ -53,13 +54,13 @@ class Teacher:
 
 
 def feature_layers(given: list[int], num_layers: int) -> tuple[int, ...]:
-    """The layers that were asked for, or EAGLE-3's: one near the bottom, the middle, one near the top.
+    """The layers that were asked for, or EAGLE-3's, as far as the target has them.
 
     Raises:
         ConfigError: a layer does not exist, or they do not ascend.
     """
     if not given:
-        return tuple(sorted({min(max(k, 0), num_layers) for k in (2, num_layers // 2, num_layers - 3)}))
+        return tuple(sorted({min(max(k, 0), num_layers) for k in default_features(num_layers)}))
     if list(given) != sorted(set(given)) or given[0] < 0 or given[-1] > num_layers:
         raise ConfigError(
             f"head.feature_layers={list(given)}: give different indices in ascending order; this target has hs[0] to "

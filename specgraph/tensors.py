@@ -1,0 +1,43 @@
+"""Comparing tensors that are large, or on two devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+COMPARED = 2**23
+"""Elements compared at once: some tens of megabytes, of which a transfer between devices takes a few milliseconds."""
+FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
+
+
+def equal_tensors(a: Tensor, b: Tensor, limit: int = COMPARED) -> bool:
+    """``torch.equal``, at most ``limit`` elements at a time, up to the first part that differs.
+
+    Strides do not matter, and neither does where the tensors are: a part of ``b`` is brought to the device of ``a``.
+    NaN equals nothing, -0.0 equals 0.0. Other shapes or dtypes are never equal, nor is a tensor without data.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
+        return False
+    pairs = ((x, y.to(x.device)) for x, y in pieces(a.detach(), b.detach(), limit))
+    if a.dtype in FLOAT8:  # not every device compares them
+        return all(torch.equal(widen(x), widen(y)) for x, y in pairs)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def pieces(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Corresponding views of at most ``limit`` elements; nothing is copied, whatever the strides."""
+    if 0 < a.numel() <= limit:
+        yield a, b
+    elif a.numel() > 0:
+        dim = next(dim for dim, size in enumerate(a.shape) if size > 1)
+        for halves in zip(a.tensor_split(2, dim), b.tensor_split(2, dim), strict=True):
+            yield from pieces(*halves, limit)
+
+
+def widen(values: Tensor) -> Tensor:
+    """The same values in the widest type of their kind, in which differences are exact or nearly so."""
+    if values.is_complex():
+        return values.to(torch.complex128)
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
