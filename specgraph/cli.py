@@ -16,18 +16,18 @@ from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli_config import COMMANDS, choose, overview, register
+from specgraph.cli_config import COMMANDS, choose, draft_paths, overview, quoted, register, unquoted
 from specgraph.cli_errors import CONFIGURATION_ERRORS, every_key, sentence
 from specgraph.config_errors import check_keys, did_you_mean
 from specgraph.errors import ConfigError, SpecgraphError
 
 FREE_TEXT = ("prompt", "template", "path")
 """Keys whose values are taken literally, so that a comma or a bracket in a text needs no second pair of quotes."""
+SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")
 TRACEBACK = "HYDRA_FULL_ERROR"
 """The environment variable that shows the traceback of an error."""
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"There is no command {name!r}{did_you_mean(name, COMMANDS)}; commands are {', '.join(COMMANDS)}.")
     overrides = _named(name, overrides)
     try:
+        overrides = draft_paths(name, overrides, sweep=bool(SWEEP & set(overrides)))
         name, overrides = choose(name, overrides)
         return _Run(name, register(name)).start(overrides)
     except ConfigError as error:
@@ -124,7 +125,7 @@ def _command_line(name: str, overrides: Sequence[str], scratch: str) -> Iterator
     A sweep leaves a record of itself in its folder; that goes to ``scratch``.
     """
     flags, given = _sorted(overrides)
-    if not {"-m", "--multirun"} & set(flags):
+    if not SWEEP & set(flags):
         given = [_literal(override) for override in given]
     elif not any(override.startswith("hydra.sweep.dir=") for override in given):
         given.append(f"hydra.sweep.dir={scratch}")
@@ -162,10 +163,9 @@ def _open(override: str) -> str:
 def _literal(override: str) -> str:
     """Put quotes around a free text, unless the user did; ``null`` stays null."""
     key, equals, value = override.partition("=")
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if key not in FREE_TEXT or not equals or quoted or value == "null":
+    if key not in FREE_TEXT or not equals or unquoted(value) != value or value == "null":
         return override
-    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+    return f"{key}={quoted(value)}"
 
 
 def _comparison(results: Sequence[tuple[list[str], dict[str, str]]]) -> str:

@@ -8,12 +8,14 @@ import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
-from specgraph.config import Config, DraftConfig
+from specgraph.config import Config, DraftConfig, group_choices
 from specgraph.config_errors import did_you_mean
 from specgraph.errors import ConfigError
 
@@ -113,12 +115,12 @@ COMMANDS = {
     "generate": Command(
         "continue prompts with a speculative decoder and count what was accepted",
         lambda: GenerateConfig,
-        'model=PATH prompt="Once upon a time" [compare=true] [KEY=VALUE ...]',
+        'model=PATH prompt="Once upon a time" [draft=NAME|PATH] [compare=true] [KEY=VALUE ...]',
     ),
     "dump": Command(
         "compile a model and write the graphs of every pass to a folder",
         lambda: DumpConfig,
-        "model=PATH out=graphs [KEY=VALUE ...]",
+        "model=PATH out=graphs [draft=NAME|PATH] [KEY=VALUE ...]",
     ),
     "inspect": Command(
         "say what a draft checkpoint is, how it would be used, and whether it fits a target",
@@ -168,6 +170,51 @@ def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
     if len(values) > 1:
         raise ConfigError(f"draft={chosen[-1]}: a draft_model and a head have other keys; train them one by one.")
     return name, others
+
+
+def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
+    """``draft=PATH``, a checkpoint in the place of a drafter's name, as ``draft.model=PATH``: it says what it is.
+
+    A value is a path if it is no name and something is there, or has a separator. In a sweep there can be several.
+
+    Raises:
+        ConfigError: nothing is there, or more than the path was given.
+    """
+    given = [override for override in overrides if override.startswith("draft=")]
+    if not given or name == "train" or not issubclass(COMMANDS[name].schema(), Config):
+        return list(overrides)
+    names, value = group_choices("draft"), unquoted(given[-1].partition("=")[2])
+    values = value.split(",") if sweep and not _exists(value) else [value]
+    paths = [value for value in values if value not in names and (_exists(value) or "/" in value)]
+    if not paths:
+        return list(overrides)
+    for path in paths:
+        if not _exists(path):
+            raise ConfigError(
+                f"draft={path}: there is no such file or folder; draft is one of {', '.join(names)}, or the path of a "
+                "checkpoint (draft.model also takes the name of a model that is downloaded)."
+            )
+    others = [override for override in overrides if override not in given]
+    if len(given) > 1 or any(override.lstrip("+").startswith("draft.model=") for override in others):
+        raise ConfigError(f"{given[-1]} names the draft, and so does another override; leave one of them out.")
+    if len(paths) < len(values):
+        raise ConfigError(f"{given[-1]}: a sweep goes over names or over paths; run it once for each of the two.")
+    model = ",".join(quoted(str(Path(path).expanduser())) for path in paths)
+    return [f"draft.model={model}", *others]
+
+
+def _exists(path: str) -> bool:
+    return bool(path) and Path(path).expanduser().exists()
+
+
+def quoted(value: str) -> str:
+    """A text that Hydra takes literally."""
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def unquoted(value: str) -> str:
+    """A value without the quotes a user put around it."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 def overview() -> str:

@@ -33,7 +33,8 @@ def _unknown_choice(error: MissingConfigException) -> str:
     options = sorted(error.options or [])
     if not group or not options:
         return f"{str(error).splitlines()[0].rstrip('.')}."
-    return f"There is no {group}={name}{did_you_mean(name, options)}; {group} is one of {', '.join(options)}."
+    also = ", or the path of a checkpoint" if group == "draft" else ""
+    return f"There is no {group}={name}{did_you_mean(name, options)}; {group} is one of {', '.join(options)}{also}."
 
 
 def _refused_override(error: Exception, schema: type) -> str:

@@ -203,7 +203,57 @@ def test_draft_model_and_a_prompt_with_every_mark(
     assert list(empty_folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["draft", "a b", "k=[v], {w}", "it's"])
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_draft_by_its_path(
+    name: str, quote: str, model: Path, draft: Path, empty_folder: Path, compiled: list[Config]
+) -> None:
+    (empty_folder / name).symlink_to(draft)
+    for given in (name, f"./{name}", str(empty_folder / name)):
+        assert main(["generate", f"model={model}", "prompt=a", f"draft={quote}{given}{quote}"]) == 2
+        assert compiled.pop().draft.model == str(Path(given))
+
+
+def test_a_draft_by_its_path_runs_as_the_drafter_it_is(
+    model: Path, draft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for given in ([f"draft={draft}"], ["draft=draft_model", f"draft.model={draft}"]):
+        assert main(["dump", f"model={model}", "out=graphs", "debug.self_check=false", *given]) == 0
+        shown.append(capsys.readouterr().out)
+    assert all("drafted by draft_model" in text and f"{draft}" in text for text in shown)
+
+
+def test_a_name_counts_more_than_a_folder_of_that_name(
+    model: Path, draft: Path, empty_folder: Path, compiled: list[Config]
+) -> None:
+    (empty_folder / "ngram").symlink_to(draft)
+    assert main(["generate", f"model={model}", "prompt=a", "draft=ngram"]) == 2
+    assert compiled.pop().draft.model is None
+    assert main(["generate", f"model={model}", "prompt=a", "draft=./ngram"]) == 2
+    assert compiled.pop().draft.model == "ngram"
+
+
+def test_sweep_over_drafts_by_their_paths(
+    model: Path, draft: Path, empty_folder: Path, compiled: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "the other=2"):
+        (empty_folder / name).symlink_to(draft)
+    assert main(["generate", f"model={model}", "prompt=a", "-m", "draft=one,./the other=2"]) == 2
+    assert [config.draft.model for config in compiled] == ["one", "the other=2"]
+    capsys.readouterr()
+    assert main(["generate", f"model={model}", "prompt=a", "-m", "draft=one,ngram"]) == 2
+    assert capsys.readouterr().err == (
+        "error: draft=one,ngram: a sweep goes over names or over paths; run it once for each of the two.\n"
+    )
+
+
 MISTAKES = {
+    "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle3, ngram, "
+                   "none, or the path of a checkpoint.",
+    "draft=./nowhere/eagle3": "draft=./nowhere/eagle3: there is no such file or folder; draft is one of draft_model, "
+                              "eagle3, ngram, none, or the path of a checkpoint (",
+    "draft=.": "There is no config.json; a checkpoint is ",
     "draft.num_speculative_token=3":
         "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",
     "verify=stric": "There is no verify=stric (did you mean 'strict'?); verify is one of block, ",
