@@ -1,0 +1,278 @@
+"""``specgraph::rms_norm``, ``specgraph::layer_norm`` and ``specgraph::row_mean``: what reduces over the last dimension.
+
+Root mean square norm: Zhang and Sennrich 2019 (arXiv 1910.07467); layer norm: Ba et al. 2016 (arXiv 1607.06450). The
+mean alone serves every other formula that reduces over the features of a row.
+
+A program takes one row as a whole, so the order of its sum is given by the row's width and dtype alone. The compiler
+derives the layout of a reduction from what it may assume of the pointers. Hence it may assume the same for all inputs
+of one width: see :class:`Rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sample import require
+
+torch.library.define("specgraph::rms_norm", "(Tensor x, Tensor? weight, *, float eps, float offset=0.0) -> Tensor")
+torch.library.define("specgraph::layer_norm", "(Tensor x, Tensor? weight, Tensor? bias, *, float eps) -> Tensor")
+torch.library.define("specgraph::row_mean", "(Tensor x) -> Tensor")
+
+ALIGNED = 16
+"""Widths that are multiples of this are read in vectors; it covers 16 bytes of every dtype."""
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0) -> Tensor:
+    """``x * rsqrt(mean(x ** 2) + eps) * (weight + offset)`` over the last dimension.
+
+    Computed in float32 (float64 stays) and rounded once, to the dtype of ``x``.
+
+    Args:
+        x: ``[..., H]``.
+        weight: ``[H]`` or None for 1, without the offset.
+        eps: what is added to the mean of squares.
+        offset: 1 where a model stores its weight as the difference from 1, as gemma does.
+
+    Returns:
+        ``[..., H]``, contiguous.
+    """
+    exact = x.to(_exact(x.dtype))
+    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * (weight.to(exact.dtype) + offset)
+    return normed.to(x.dtype).contiguous()
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias`` over the last dimension; the variance is the biased one.
+
+    Computed in float32 (float64 stays) and rounded once, to the dtype of ``x``.
+
+    Args:
+        x: ``[..., H]``.
+        weight, bias: ``[H]`` or None.
+        eps: what is added to the variance.
+
+    Returns:
+        ``[..., H]``, contiguous.
+    """
+    exact = x.to(_exact(x.dtype))
+    centred = exact - exact.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * weight.to(exact.dtype)
+    if bias is not None:
+        normed = normed + bias.to(exact.dtype)
+    return normed.to(x.dtype).contiguous()
+
+
+def row_mean_reference(x: Tensor) -> Tensor:
+    """The mean over the last dimension: ``[..., H]`` to ``[..., 1]`` in the dtype of ``x``, summed in float32 or 64."""
+    return x.to(_exact(x.dtype)).mean(-1, keepdim=True).to(x.dtype).contiguous()
+
+
+@triton.jit
+def _row_start(row, group, outer, inner, UNIT: tl.constexpr):
+    """Offset of a row of :class:`Rows`; the product with a constant tells the compiler what divides it."""
+    row = row.to(tl.int64)
+    return (row // group * outer + row % group * inner) * UNIT
+
+
+@triton.jit(do_not_specialize=["group", "outer", "inner"])
+def _rms_norm_kernel(
+    out, x, weight, group, outer, inner, EPS: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + _row_start(row, group, outer, inner, UNIT) + column, mask=inside, other=0.0).to(EXACT)
+    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + EPS)
+    if weight is not None:
+        normed = normed * (tl.load(weight + column, mask=inside, other=0.0).to(EXACT) + OFFSET)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["group", "outer", "inner"])
+def _layer_norm_kernel(
+    out, x, weight, bias, group, outer, inner, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + _row_start(row, group, outer, inner, UNIT) + column, mask=inside, other=0.0).to(EXACT)
+    centred = tl.where(inside, values - tl.sum(values, axis=0) / WIDTH, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / WIDTH + EPS)
+    if weight is not None:
+        normed = normed * tl.load(weight + column, mask=inside, other=0.0).to(EXACT)
+    if bias is not None:
+        normed = normed + tl.load(bias + column, mask=inside, other=0.0).to(EXACT)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["group", "outer", "inner"])
+def _row_mean_kernel(
+    out, x, group, outer, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    start = _row_start(row, group, outer, inner, UNIT)
+    values = tl.load(x + start + column, mask=column < WIDTH, other=0.0).to(EXACT)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + row, (tl.sum(values, axis=0) / WIDTH).to(out.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of ``x`` ``[..., W]`` where they lie: row ``r`` at ``(r // group * outer + r % group * inner) * unit``.
+
+    Two strides cover the heads of a merged projection, ``[B, T, heads, D]``; any other view is copied. ``unit`` is
+    :data:`ALIGNED` if that divides the width. Rows that do not start at a multiple of it are then copied, too, so that
+    kernels may assume it of every ``x``: what they assume is a function of the width alone.
+    """
+
+    x: Tensor
+    count: int
+    group: int
+    outer: int
+    inner: int
+    unit: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        """The rows of ``x``, or of a contiguous copy."""
+        width = x.shape[-1]
+        unit = ALIGNED if width % ALIGNED == 0 else 1
+        strides = _two_strides(x)
+        aligned = x.data_ptr() % 16 == 0 if unit > 1 else True
+        if strides is None or not aligned or any(stride % unit for stride in strides[1:]):
+            x = x.clone(memory_format=torch.contiguous_format)
+            strides = (1, width, 0)
+        group, outer, inner = strides
+        return cls(x, x.numel() // width, group, outer // unit, inner // unit, unit)
+
+    def arguments(self) -> tuple[int, int, int]:
+        """What kernels take after their tensors: ``group``, ``outer``, ``inner``."""
+        return self.group, self.outer, self.inner
+
+
+def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
+    """``group``, ``outer`` and ``inner`` of :class:`Rows` in elements; None if two strides do not describe ``x``."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    merged: list[tuple[int, int]] = []  # (size, stride), innermost first
+    for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
+        if size == 1:
+            continue
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return None
+    if len(merged) < 2:
+        return 1, merged[0][1] if merged else 0, 0
+    (group, inner), (_, outer) = merged
+    return group, outer, inner
+
+
+def _launch(kernel: Any, rows: Rows, out: Tensor, *vectors: Tensor | None, **options: float) -> Tensor:
+    """One program per row; everything it is compiled for is a function of the width and the dtypes."""
+    width = rows.x.shape[-1]
+    block = triton.next_power_of_2(width)
+    pdl = supports_pdl(out.device)
+    kernel[(rows.count,)](
+        out, rows.x, *vectors, *rows.arguments(), **options, WIDTH=width, BLOCK=block, UNIT=rows.unit,
+        EXACT=tl.float64 if rows.x.dtype == torch.float64 else tl.float32, PDL=pdl,
+        num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0) -> Tensor:
+    """:func:`rms_norm_reference` in one kernel."""
+    out = x.new_empty(x.shape)
+    if out.numel() == 0:
+        return out
+    vector = None if weight is None else weight.contiguous()
+    return _launch(_rms_norm_kernel, Rows.of(x), out, vector, EPS=eps, OFFSET=offset)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    """:func:`layer_norm_reference` in one kernel."""
+    out = x.new_empty(x.shape)
+    if out.numel() == 0:
+        return out
+    vectors = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
+    return _launch(_layer_norm_kernel, Rows.of(x), out, *vectors, EPS=eps)
+
+
+def row_mean(x: Tensor) -> Tensor:
+    """:func:`row_mean_reference` in one kernel."""
+    out = x.new_empty((*x.shape[:-1], 1))
+    return out if out.numel() == 0 else _launch(_row_mean_kernel, Rows.of(x), out)
+
+
+def _check_input(x: Tensor, **vectors: Tensor | None) -> None:
+    require(x.dim() >= 1 and x.dtype.is_floating_point, lambda: f"x must be float [..., H], not {x.dtype} {x.dim()}-d")
+    require(x.shape[-1] > 0, lambda: "x must have at least one feature")
+    for name, vector in vectors.items():
+        if vector is not None:
+            _check_vector(name, vector, x)
+
+
+def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
+    require(
+        vector.dim() == 1 and vector.shape[0] == x.shape[-1],
+        lambda: f"{name} must be [{x.shape[-1]}], one value per feature of x, not {list(vector.shape)}",
+    )
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0) -> Tensor:
+    _check_input(x, weight=weight)
+    return x.new_empty(x.shape)
+
+
+def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+    _check_input(x, weight=weight, bias=bias)
+    return x.new_empty(x.shape)
+
+
+def _row_mean_fake(x: Tensor) -> Tensor:
+    _check_input(x)
+    return x.new_empty((*x.shape[:-1], 1))
+
+
+torch.library.impl("specgraph::rms_norm", "cpu")(rms_norm_reference)
+torch.library.impl("specgraph::rms_norm", "cuda")(rms_norm)
+torch.library.register_fake("specgraph::rms_norm")(_rms_norm_fake)
+torch.library.impl("specgraph::layer_norm", "cpu")(layer_norm_reference)
+torch.library.impl("specgraph::layer_norm", "cuda")(layer_norm)
+torch.library.register_fake("specgraph::layer_norm")(_layer_norm_fake)
+torch.library.impl("specgraph::row_mean", "cpu")(row_mean_reference)
+torch.library.impl("specgraph::row_mean", "cuda")(row_mean)
+torch.library.register_fake("specgraph::row_mean")(_row_mean_fake)
