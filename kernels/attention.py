@@ -2,8 +2,9 @@
 
 ``specgraph::attention`` is what tracing puts in place of a model's attention layers. ``insert_kv_cache`` turns it into
 ``specgraph::paged_attention``, which first writes the new keys and values into their slots and then attends over the
-pages of each sequence. Both share one formula, :func:`attend`, which is the definition that faster kernels are tested
-against.
+pages of each sequence; ``specgraph::rotary_attention`` rotates queries and keys before that. All share one formula,
+:func:`attend`, which is the definition that faster kernels are tested against; those of the paged ops are in
+``paged_attention``.
 
 Paged storage follows vLLM (Kwon et al. 2023, arXiv 2309.06180); attention sinks are gpt-oss's: one learned logit per
 head that takes part in the softmax and has no value; the soft cap is gemma2's.
@@ -11,9 +12,12 @@ head that takes part in the softmax and has no value; the soft cap is gemma2's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from specgraph.kernels.paged_attention import paged_attention_triton, rotary_attention_triton
 from specgraph.kernels.sample import require
 
 PADDING_SLOT = -1
@@ -25,6 +29,11 @@ torch.library.define(
     "specgraph::paged_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor block_table, "
     f"Tensor positions, {_OPTIONS}) -> Tensor",
+)
+torch.library.define(
+    "specgraph::rotary_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
+    f"Tensor block_table, Tensor positions, {_OPTIONS}) -> Tensor",
 )
 
 
@@ -158,6 +167,45 @@ def paged_attention_reference(
     return attend(q, keys, values, visible, sinks, scale, softcap)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding by halves: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``, rounded once.
+
+    Takes ``[B, H, T, D]`` and ``[B or 1, T, D]``. Source: Su et al. 2021, arXiv 2104.09864, as transformers' llama lays
+    it out.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    lower, upper = x.to(exact).chunk(2, -1)
+    turned = torch.cat([-upper, lower], -1)
+    return (x.to(exact) * cos.to(exact).unsqueeze(1) + turned * sin.to(exact).unsqueeze(1)).to(x.dtype)
+
+
+def rotary_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """:func:`paged_attention_reference` of rotated ``q`` and ``k``; ``cos`` and ``sin`` are ``[B or 1, T, D]``.
+
+    ``D`` is even. The cache holds rotated keys.
+    """
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return paged_attention_reference(
+        q, k, v, k_cache, v_cache, slots, block_table, positions, sinks, scale=scale, window=window, softcap=softcap
+    )
+
+
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     require(q.dim() == 4 and k.dim() == 4 and v.dim() == 4, lambda: "q, k and v must be [B, H, T, D]")
     require(k.shape[:3] == v.shape[:3], lambda: f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in B, H, T")
@@ -197,7 +245,37 @@ def _paged_attention_fake(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
+def _rotary_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    block_table: Tensor, positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    require(q.shape[3] % 2 == 0, lambda: f"a head of {q.shape[3]} has no halves to rotate")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        require(angles.dim() == 3, lambda name=name: f"{name} must be [B, T, D]")
+        require(angles.shape[1:] == (q.shape[2], q.shape[3]), lambda name=name: f"{name} must agree with q in T and D")
+        require(angles.shape[0] in (1, q.shape[0]), lambda name=name: f"{name} must be for B sequences or for one")
+    return _paged_attention_fake(
+        q, k, v, k_cache, v_cache, slots, block_table, positions, sinks, scale=scale, window=window, softcap=softcap
+    )
+
+
+def _paged_attention_cuda(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """float64 is for checking: it takes the definition, which synchronises with the host."""
+    implementation = paged_attention_reference if q.dtype == torch.float64 else paged_attention_triton
+    return implementation(q, *arguments, **options)
+
+
+def _rotary_attention_cuda(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    implementation = rotary_attention_reference if q.dtype == torch.float64 else rotary_attention_triton
+    return implementation(q, *arguments, **options)
+
+
 torch.library.impl("specgraph::attention", ("cpu", "cuda"))(attention_reference)
-torch.library.impl("specgraph::paged_attention", ("cpu", "cuda"))(paged_attention_reference)
+torch.library.impl("specgraph::paged_attention", "cpu")(paged_attention_reference)
+torch.library.impl("specgraph::paged_attention", "cuda")(_paged_attention_cuda)
+torch.library.impl("specgraph::rotary_attention", "cpu")(rotary_attention_reference)
+torch.library.impl("specgraph::rotary_attention", "cuda")(_rotary_attention_cuda)
 torch.library.register_fake("specgraph::attention")(_attention_fake)
 torch.library.register_fake("specgraph::paged_attention")(_paged_attention_fake)
+torch.library.register_fake("specgraph::rotary_attention")(_rotary_attention_fake)

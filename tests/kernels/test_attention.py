@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specgraph.kernels.attention import PADDING_SLOT, attention_reference
+from specgraph.kernels.attention import PADDING_SLOT, attention_reference, paged_attention_reference, rotate
 
 attention = torch.ops.specgraph.attention
 paged_attention = torch.ops.specgraph.paged_attention
+rotary_attention = torch.ops.specgraph.rotary_attention
 NAN = float("nan")
 HEADS, GROUPS, DIM, VALUE_DIM, BLOCK = 4, 2, 6, 5, 4
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -217,11 +218,45 @@ def paged_arguments(seed: int = 0) -> tuple[Tensor, ...]:
     return q, k, v, k_cache, v_cache, slots, table, torch.arange(3).expand(2, 3).contiguous()
 
 
+def rotary_arguments(sequences: int = 2) -> tuple[Tensor, ...]:
+    angles = randn(sequences, 3, DIM // 2, seed=4)
+    angles = torch.cat([angles, angles], -1)
+    q, k, v, *rest = paged_arguments()
+    return q, k, v, angles.cos(), angles.sin(), *rest
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_rotation_comes_before_the_cache(sequences: int):
+    q, k, v, cos, sin, *rest = rotary_arguments(sequences)
+    out = rotary_attention(q, k, v, cos, sin, *rest, scale=0.4)
+
+    def turned(x: Tensor) -> Tensor:
+        lower, upper = x.split(DIM // 2, -1)
+        y = torch.complex(lower, upper) * torch.complex(cos, sin)[:, None, :, : DIM // 2]
+        return torch.cat([y.real, y.imag], -1)
+
+    _, _, _, *fresh = paged_arguments()
+    torch.testing.assert_close(out, paged_attention_reference(turned(q), turned(k), v, *fresh, scale=0.4), **EXACT)
+    torch.testing.assert_close(rest[0], fresh[0], **EXACT)
+    assert torch.equal(rest[1], fresh[1])
+
+
+def test_rotation_is_that_of_transformers():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, _, cos, sin, *_ = rotary_arguments()
+    for found, wanted in zip(
+        (rotate(q, cos, sin), rotate(k, cos, sin)), apply_rotary_pos_emb(q, k, cos, sin), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, **EXACT)
+
+
 @variants
 def test_ops_are_registered_as_they_behave(options: dict[str, Any]):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(attention, rows(3, 2), {"scale": 0.4, **options}, test_utils=checks)
     torch.library.opcheck(paged_attention, paged_arguments(), {"scale": 0.4, **options}, test_utils=checks)
+    torch.library.opcheck(rotary_attention, rotary_arguments(), {"scale": 0.4, **options}, test_utils=checks)
 
 
 Change = Callable[[list[Tensor]], None]
@@ -260,3 +295,19 @@ def test_fake_tensors_refuse_wrong_shapes(change: Change, message: str):
 def test_fake_tensors_refuse_sinks_that_are_not_one_per_head():
     with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"sinks must be \[4\], not \(3,\)"):
         attention(*map(mode.from_tensor, rows(3)), mode.from_tensor(torch.zeros(3)), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put(3, 2, DIM), r"cos must be \[B, T, D\]"),
+        (put(4, 2, 3, DIM // 2), "sin must agree with q in T and D"),
+        (put(3, 3, 3, DIM), "cos must be for B sequences or for one"),
+        (put(0, 2, HEADS, 3, 7), "a head of 7 has no halves to rotate"),
+    ],
+)
+def test_fake_tensors_refuse_wrong_angles(change: Change, message: str):
+    arguments = [*rotary_arguments()]
+    change(arguments)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=message):
+        rotary_attention(*map(mode.from_tensor, arguments), scale=1.0)

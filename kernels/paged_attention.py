@@ -1,0 +1,402 @@
+"""Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``, which ``attention`` defines.
+
+The context of a sequence is split into pieces of ``Tiling.piece`` positions at absolute boundaries, and a piece into
+blocks of ``Tiling.block_keys`` keys. Within a piece, blocks are summed in order (online softmax: Milakov and Gimelshein
+2018, arXiv 1805.02867; FlashAttention-2: Dao 2023, arXiv 2307.08691); then pieces are merged in order (Flash-Decoding:
+Dao et al. 2023). A block or piece that a row does not see multiplies what that row has by one and adds zero. So the
+bits of a row depend on its own query, keys and values alone: not on the other rows, the batch, the width of the block
+table, the tile of rows, or on whether one program merged the pieces in registers or several did through memory.
+
+Products are ``K Q^T`` and ``V^T P``, context on the left and rows as columns: the order in which a tensor core sums
+does not depend on the number of columns. All programs have four warps, which fixes the order of the sum over keys, and
+products and sums are not contracted by the compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+
+NUM_WARPS = 4
+"""Fixed: the sum of a block's weights goes across warps, so its order is a function of their number."""
+PROGRAMS = 512
+"""Contexts are spread over several programs up to about this many: four for each multiprocessor of a large GPU."""
+WRITTEN_ROWS = 16
+"""Up to so many rows per sequence are written by the launch that attends; wider calls write in a launch before."""
+
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the tiles. The first two decide the bits of the result; the others, None for a default, do not."""
+
+    piece: int = 256
+    block_keys: int = 64
+    block_rows: int | None = None
+    split: int | None = None
+    write_apart: bool | None = None
+    num_stages: int | None = None
+
+
+@triton.jit
+def _bound(x):
+    """``x`` as the bound of a loop: the interpreter's scalars are arrays of one element, which are no integers."""
+    if INTERPRETED:
+        return (x + tl.zeros([1], tl.int32)).handle.data.item()
+    return x
+
+
+@triton.jit
+def _load_rows(x, offsets, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Elements ``dim`` of the heads at ``offsets``, rotated by halves in float32 and rounded to their dtype."""
+    values = tl.load(x + offsets + dim, mask=mask, other=0.0)
+    if ROTARY:
+        lower = dim < D // 2
+        other = tl.load(x + offsets + tl.where(lower, dim + D // 2, dim - D // 2), mask=mask, other=0.0).to(tl.float32)
+        c = tl.load(cos + angles + dim, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(sin + angles + dim, mask=mask, other=0.0).to(tl.float32)
+        turned = tl.where(lower, -other, other) * s
+        values = tl.fma(values.to(tl.float32), c, turned).to(values.dtype)
+    return values
+
+
+@triton.jit
+def _write_rows(
+    k, v, cos, sin, k_cache, v_cache, slots, batch, head, row, mine,
+    k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Write rows ``row`` of a sequence that are ``mine`` and have a slot, one key-value head of each."""
+    slot = tl.load(slots + batch * T + row, mask=row < T, other=-1)
+    keep = (mine & (slot >= 0))[:, None]
+    row = row.to(tl.int64)
+    dim = tl.arange(0, DP)[None, :]
+    mask = keep & (dim < D)
+    offsets = (batch * k_b + head * k_h + row * k_t)[:, None]
+    angles = (batch * angle_b + row * angle_t)[:, None]
+    keys = _load_rows(k, offsets, dim, cos, sin, angles, mask, D, ROTARY)
+    tl.store(k_cache + slot[:, None] * k_slot + head * k_head + dim, keys, mask=mask)
+    dim = tl.arange(0, DVP)[None, :]
+    mask = keep & (dim < DV)
+    values = tl.load(v + (batch * v_b + head * v_h + row * v_t)[:, None] + dim, mask=mask, other=0.0)
+    tl.store(v_cache + slot[:, None] * v_slot + head * v_head + dim, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _write_cache(
+    k, v, cos, sin, k_cache, v_cache, slots,
+    k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
+    ROTARY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rotate and write ``ROWS`` rows of one head of one sequence; grid (row tiles, B * Hkv)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _write_rows(
+        k, v, cos, sin, k_cache, v_cache, slots, batch, head, row, row < T,
+        k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T, D, DV, DP, DVP, ROTARY,
+    )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _above(top):
+    """``top``, or 0 where nothing has been seen yet, so that differences to it are never NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _attend_piece(
+    query, place, k_cache, v_cache, table, begin, end, k_slot, v_slot, scale, cap,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``place`` over the keys in ``[begin, end)``.
+
+    ``begin`` is a multiple of ``BLOCK_K``. Scores are in units of log 2. Returns the largest score, the sum of weights
+    and the weighted values ``[DVP, BLOCK_R]``.
+    """
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    summed = tl.zeros([DVP, BLOCK_R], tl.float32)
+    dim = tl.arange(0, DP)[None, :]
+    value_dim = tl.arange(0, DVP)[None, :]
+    for start in tl.range(_bound(begin), _bound(end), BLOCK_K, num_stages=STAGES):
+        key_place = start + tl.arange(0, BLOCK_K)
+        live = key_place < end
+        page = tl.load(table + key_place // BLOCK_SIZE, mask=live, other=0)
+        slot = (tl.maximum(page, 0).to(tl.int64) * BLOCK_SIZE + key_place % BLOCK_SIZE)[:, None]
+        keys = tl.load(k_cache + slot * k_slot + dim, mask=live[:, None] & (dim < D), other=0.0)
+        scores = tl.dot(keys, query, input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
+        distance = place[None, :] - key_place[:, None]
+        seen = distance >= 0
+        if WINDOW > 0:
+            seen = seen & (distance < WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        above = _above(new_top)
+        weights = tl.exp2(scores - above[None, :])
+        kept = tl.exp2(top - above)
+        total = tl.fma(total, kept, tl.sum(weights, 0))
+        # Unwritten rows may hold NaN, and zero times NaN is NaN: values are blanked like keys.
+        values = tl.load(v_cache + slot * v_slot + value_dim, mask=live[:, None] & (value_dim < DV), other=0.0)
+        summed = tl.dot(tl.trans(values), weights.to(values.dtype), summed * kept[None, :], input_precision="ieee")
+        top = new_top
+    return top, total, summed
+
+
+@triton.jit
+def _merge(top, total, summed, piece_top, piece_total, piece_summed):
+    """Add a piece to the pieces before it; the first one merges with nothing and keeps its bits."""
+    new_top = tl.maximum(top, piece_top)
+    above = _above(new_top)
+    old, new = tl.exp2(top - above), tl.exp2(piece_top - above)
+    total = tl.fma(piece_total, new, total * old)
+    summed = tl.fma(piece_summed, tl.broadcast_to(new[None, :], summed.shape), summed * old[None, :])
+    return new_top, total, summed
+
+
+@triton.jit
+def _store_piece(partials, index, top, total, summed, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Leave a piece for the program that merges: ``[2 + DVP, BLOCK_R]`` float32."""
+    lane = tl.arange(0, BLOCK_R)
+    partial = partials + index * ((DVP + 2) * BLOCK_R)
+    tl.store(partial + lane, top)
+    tl.store(partial + BLOCK_R + lane, total)
+    tl.store(partial + (tl.arange(0, DVP)[:, None] + 2) * BLOCK_R + lane[None, :], summed)
+
+
+@triton.jit
+def _load_piece(partials, index, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """A piece that another program may have left, past this multiprocessor's own cache."""
+    lane = tl.arange(0, BLOCK_R)
+    partial = partials + index * ((DVP + 2) * BLOCK_R)
+    top = tl.load(partial + lane, cache_modifier=".cg")
+    total = tl.load(partial + BLOCK_R + lane, cache_modifier=".cg")
+    cells = (tl.arange(0, DVP)[:, None] + 2) * BLOCK_R + lane[None, :]
+    return top, total, tl.load(partial + cells, cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=["T", "max_pieces"])
+def _paged_attention(  # noqa: C901  (one launch: its parts share most of what they have)
+    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
+    T, max_pieces, scale, cap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th piece of its context.
+
+    Grid (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own pieces hold,
+    so no program waits for another; several row tiles write the same bits to the same place. If ``SPLIT``, the pieces
+    of a tile go through ``partials`` and the program that finishes last merges them.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # The last rows see the most: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
+    part = tl.program_id(2)
+
+    pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = pair // GROUP
+    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
+    place = tl.load(positions + batch * T + row, mask=real, other=-1).to(tl.int32)
+    end = tl.max(place, 0) + 1
+    low = 0
+    if WINDOW > 0:
+        low = tl.min(tl.where(real, tl.maximum(place - (WINDOW - 1), 0), end), 0)
+    first = low // PIECE
+    last = tl.minimum((end + PIECE - 1) // PIECE, max_pieces)
+    pieces = last - first
+    if part >= tl.maximum(pieces, 1):
+        return
+
+    if WRITE > 0:
+        new_row = tl.arange(0, WRITE)
+        new_piece = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32) // PIECE - first
+        mine = (new_row < T) & (new_piece >= 0) & (new_piece < pieces) & (new_piece % tl.num_programs(2) == part)
+        _write_rows(
+            k, v, cos, sin, k_cache, v_cache, slots, batch, head, new_row, mine,
+            k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T, D, DV, DP, DVP, ROTARY,
+        )  # fmt: skip
+        # What the threads of this program wrote, all of them may read.
+        tl.debug_barrier()
+
+    q_head = head * GROUP + pair % GROUP
+    dim = tl.arange(0, DP)[:, None]
+    offsets = (batch * q_b + q_head * q_h + row.to(tl.int64) * q_t)[None, :]
+    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :]
+    query = _load_rows(q, offsets, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    summed = tl.zeros([DVP, BLOCK_R], tl.float32)
+    group = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
+    for index in range(_bound(part), _bound(pieces), _bound(tl.num_programs(2))):
+        begin = (first + index) * PIECE
+        if WINDOW > 0:
+            begin = tl.maximum(begin, low // BLOCK_K * BLOCK_K)
+        piece_top, piece_total, piece_summed = _attend_piece(
+            query, place, k_cache + head * k_head, v_cache + head * v_head, block_table + batch * table_b,
+            begin, tl.minimum(end, (first + index + 1) * PIECE), k_slot, v_slot, scale, cap,
+            D, DV, DP, DVP, BLOCK_SIZE, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES,
+        )  # fmt: skip
+        if SPLIT:
+            _store_piece(partials, group * max_pieces + index, piece_top, piece_total, piece_summed, DVP, BLOCK_R)
+        top, total, summed = _merge(top, total, summed, piece_top, piece_total, piece_summed)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    finish = True
+    if SPLIT:
+        finish = part == 0
+        if pieces > 1:
+            # Every thread's partial sums, then the count: release. The last to count sees all others': acquire.
+            tl.debug_barrier()
+            count = tl.minimum(pieces, tl.num_programs(2))
+            finish = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == count - 1
+            if finish:
+                tl.store(counters + group, 0)
+                top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_R], tl.float32)
+                summed = tl.zeros([DVP, BLOCK_R], tl.float32)
+                for index in range(0, _bound(pieces)):
+                    piece_top, piece_total, piece_summed = _load_piece(
+                        partials, group * max_pieces + index, DVP, BLOCK_R
+                    )
+                    top, total, summed = _merge(top, total, summed, piece_top, piece_total, piece_summed)
+    if finish:
+        if SINKS:
+            sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
+            above = _above(tl.maximum(top, sink))
+            kept = tl.exp2(top - above)
+            total = tl.fma(total, kept, tl.exp2(sink - above))
+            summed = summed * kept[None, :]
+        # A row that sees nothing has zeros over zero.
+        result = summed / tl.where(total > 0.0, total, 1.0)[None, :]
+        value_dim = tl.arange(0, DVP)[:, None]
+        cells = ((batch * T + row) * (HEADS * GROUP) + q_head)[None, :] * DV + value_dim
+        tl.store(out + cells, result.to(out.dtype.element_ty), mask=(row < T)[None, :] & (value_dim < DV))
+
+
+def paged_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, block_table: Tensor,
+    positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
+    softcap: float | None = None, tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """``paged_attention_reference`` for one of float16, bfloat16 and float32 and head dims up to 256."""
+    places = (slots, block_table, positions)
+    return _launch(q, k, v, None, (k_cache, v_cache), places, sinks, scale, window, softcap, tiling or Tiling())
+
+
+def rotary_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    block_table: Tensor, positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
+    softcap: float | None = None, tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """``rotary_attention_reference`` for one of float16, bfloat16 and float32 and head dims up to 256."""
+    places = (slots, block_table, positions)
+    angles = (cos, sin)
+    return _launch(q, k, v, angles, (k_cache, v_cache), places, sinks, scale, window, softcap, tiling or Tiling())
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, caches: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scale: float, window: int | None,
+    softcap: float | None, tiling: Tiling,
+) -> Tensor:  # fmt: skip
+    batch, heads, rows, dim = q.shape
+    groups, value_dim = k.shape[1], v.shape[3]
+    if max(dim, value_dim) > 256:
+        raise ValueError(f"paged_attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
+    if batch * rows == 0:
+        return q.new_empty(batch, rows, heads, value_dim)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    slots, block_table, positions = (x.contiguous() for x in places)
+    sizes = {"D": dim, "DV": value_dim, "DP": _padded(dim), "DVP": _padded(value_dim), "HEADS": groups}
+    pdl = supports_pdl(q.device)
+    modes = {"ROTARY": angles is not None, "PDL": pdl}
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
+    cos, sin, *angle_strides = _angles(angles)
+    caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
+    strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
+
+    apart = rows > WRITTEN_ROWS if tiling.write_apart is None else tiling.write_apart
+    if apart:
+        grid = (triton.cdiv(rows, WRITTEN_ROWS), batch * groups)
+        _write_cache[grid](
+            k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
+        )
+
+    block_rows = tiling.block_rows or _block_rows(rows * heads // groups, sizes, q.dtype)
+    tiles = triton.cdiv(rows * heads // groups, block_rows)
+    pieces = triton.cdiv(block_table.shape[1] * caches[0].shape[1], tiling.piece)
+    tasks = tiles * batch * groups
+    split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
+    counters = arrival_counters(q.device)  # even if not needed now: a later call may be captured
+    partials = None
+    if split > 1:
+        size = tasks * pieces * (sizes["DVP"] + 2) * block_rows
+        partials = torch.empty(size, dtype=torch.float32, device=q.device)
+    out = q.new_empty(batch, rows, heads, value_dim)
+    _paged_attention[(tiles, batch * groups, split)](
+        q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
+        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, *_score_factors(scale, softcap),
+        GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, BLOCK_K=tiling.block_keys,
+        BLOCK_R=block_rows, WRITE=0 if apart else triton.next_power_of_2(max(rows, WRITTEN_ROWS)), WINDOW=window or 0,
+        SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
+        STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype), **sizes, **modes, **options,
+    )  # fmt: skip
+    return out
+
+
+def _padded(dim: int) -> int:
+    """The tile that holds a head: a power of two, and at least what ``tl.dot`` takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+    """``cos``, ``sin`` ``[B or 1, T, D]`` and their strides for a sequence and for a row."""
+    if angles is None:
+        return None, None, 0, 0
+    cos, sin = angles
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+
+
+def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What products are multiplied by, and what the tangent of that is, to give scores in units of log 2."""
+    log2e = 1.4426950408889634
+    return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
+
+
+def _block_rows(pairs: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
+    """As many (row, head) pairs per program as there are, up to what registers hold."""
+    most = 64 if max(sizes["DP"], sizes["DVP"]) <= 128 and dtype.itemsize == 2 else 32
+    return max(16, min(most, triton.next_power_of_2(pairs)))
+
+
+def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
+    """As many blocks of keys and values in flight as fit into 96 KiB of shared memory, up to three."""
+    size = block_keys * (sizes["DP"] + sizes["DVP"]) * dtype.itemsize
+    return max(1, min(3, 96 * 1024 // size))

@@ -1,0 +1,242 @@
+"""The Triton form of paged attention: against float64, and bit for bit against itself.
+
+Without a GPU the kernels run in Triton's interpreter, with pieces and blocks small enough that few keys make many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph.kernels.attention import PADDING_SLOT
+from specgraph.kernels.paged_attention import Tiling, paged_attention_triton, rotary_attention_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+DTYPES = [dtype for dtype in LIMITS if DEVICE == "cuda" or dtype != torch.bfloat16]
+SMALL = Tiling(piece=32, block_keys=16)
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def products_do_not_depend_on_the_number_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies with a BLAS, whose float32 sums change with the width; float64 hides that."""
+
+    def multiply(a: Any, b: Any, dtype: Any) -> Any:
+        return (a.astype(numpy.float64) @ b.astype(numpy.float64)).astype(dtype)
+
+    monkeypatch.setattr(numpy, "matmul", multiply)
+
+
+@dataclasses.dataclass
+class Case:
+    """Sequences of ``starts[b]`` cached rows and up to ``max(counts)`` new ones, in scattered pages that hold NaN."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    heads: int = 4
+    groups: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    block_size: int = 8
+    spare_pages: int = 3
+    rotary: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = max(s + c for s, c in zip(self.starts, self.counts, strict=True))
+        batch, sizes = len(self.starts), (self.heads * self.dim, self.groups * self.dim, self.groups * self.value_dim)
+        random = torch.Generator().manual_seed(self.seed)
+        merged = torch.randn(batch, self.length, sum(sizes), generator=random).to(self.dtype)
+        self.sizes = sizes
+        self.merged = merged.to(DEVICE)
+        angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
+        angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
+        self.cos, self.sin = angles.cos().to(self.dtype).to(DEVICE), angles.sin().to(self.dtype).to(DEVICE)
+        pages = -(-self.length // self.block_size)
+        order = torch.randperm(batch * pages + 2, generator=random)[: batch * pages].reshape(batch, pages)
+        self.table = torch.cat([order, torch.full((batch, self.spare_pages), -1)], 1).to(DEVICE)
+        cache = (batch * pages + 2, self.block_size, self.groups)
+        self.k_cache = torch.full((*cache, self.dim), NAN, dtype=self.dtype, device=DEVICE)
+        self.v_cache = torch.full((*cache, self.value_dim), NAN, dtype=self.dtype, device=DEVICE)
+        _, k, v = self.heads_of(self.merged)
+        k = self.turned(k).to(self.dtype)
+        for b, start in enumerate(self.starts):
+            slots = self.slots(torch.arange(start, device=DEVICE), b)
+            self.k_cache.flatten(0, 1)[slots] = k[b, :, :start].transpose(0, 1)
+            self.v_cache.flatten(0, 1)[slots] = v[b, :, :start].transpose(0, 1)
+
+    def slots(self, positions: Tensor, b: int) -> Tensor:
+        return self.table[b, positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def heads_of(self, merged: Tensor) -> list[Tensor]:
+        """``q``, ``k`` and ``v`` as views of what one merged linear layer gives."""
+        counts = (self.heads, self.groups, self.groups)
+        parts = merged.split(self.sizes, -1)
+        return [x.unflatten(2, (count, -1)).transpose(1, 2) for x, count in zip(parts, counts, strict=True)]
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Rotated in float64: pairs ``(i, i + D/2)`` as complex numbers."""
+        half = self.dim // 2
+        turn = torch.complex(self.cos[..., :half].double(), self.sin[..., :half].double()).unsqueeze(1)
+        y = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+        return torch.cat([y.real, y.imag], -1)
+
+    def run(
+        self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None, **options: Any
+    ) -> Tensor:
+        """Rows ``first : first + count`` of every sequence (of sequence ``of``), from fresh copies of the caches.
+
+        Rows before ``first`` are written by a call of their own. Rows a sequence does not have are padding and NaN.
+        """
+        chosen = list(range(len(self.starts))) if of is None else [of]
+        width = max(self.counts) - first if count is None else count
+        self.written = [self.k_cache.clone(), self.v_cache.clone()]
+        if first > 0:
+            self.call(chosen, 0, first, tiling, options)
+        return self.call(chosen, first, width, tiling, options)
+
+    def call(self, chosen: list[int], first: int, width: int, tiling: Tiling, options: dict[str, Any]) -> Tensor:
+        merged = torch.full((len(chosen), width, sum(self.sizes)), NAN, dtype=self.dtype, device=DEVICE)
+        cos, sin = (x.new_ones(len(chosen), width, self.dim) for x in (self.cos, self.sin))
+        slots = torch.full((len(chosen), width), PADDING_SLOT, device=DEVICE)
+        starts = torch.tensor([self.starts[b] for b in chosen], device=DEVICE)
+        positions = starts.unsqueeze(1) + first + torch.arange(width, device=DEVICE)
+        for i, b in enumerate(chosen):
+            n = max(0, min(width, self.counts[b] - first))
+            begin = self.starts[b] + first
+            for whole, part in ((self.merged, merged), (self.cos, cos), (self.sin, sin)):
+                part[i, :n] = whole[b, begin : begin + n]
+            slots[i, :n] = self.slots(positions[i, :n], b)
+        q, k, v = self.heads_of(merged)
+        places = (*self.written, slots, self.table[chosen], positions)
+        options = {"scale": 0.3, "tiling": tiling, **options}
+        if self.rotary:
+            return rotary_attention_triton(q, k, v, cos, sin, *places, **options)
+        return paged_attention_triton(q, k, v, *places, **options)
+
+    def expected(
+        self,
+        *,
+        sinks: Tensor | None = None,
+        scale: float = 0.3,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """All new rows in float64, from the whole sequences without a cache; padding gives zeros."""
+        q, k, v = self.heads_of(self.merged)
+        q, k = (self.turned(x).to(self.dtype).double() for x in (q, k))
+        k, v = (x.double().repeat_interleave(self.heads // self.groups, 1) for x in (k, v))
+        scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = torch.ones(self.length, self.length, dtype=torch.bool, device=DEVICE).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        out = torch.einsum("bhts,bhsd->bthd", scores.softmax(-1)[..., : self.length], v)
+        rows = torch.zeros(len(self.starts), max(self.counts), self.heads, self.value_dim, dtype=torch.float64)
+        for b, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+            rows[b, :count] = out[b, start : start + count]
+        return rows.to(DEVICE)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    error = (found.double() - expected).norm() / expected.norm()
+    assert bool(error < LIMITS[found.dtype]), f"relative error {error:.2e}"
+
+
+SINKS = torch.tensor([0.5, -1.0, 3.0, -30.0, 0.0, 1.0, 2.0, -2.0], device=DEVICE)
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one row": ({"starts": (0,), "counts": (1,)}, {}),
+    "ragged": ({"starts": (0, 70, 31), "counts": (9, 3, 0)}, {}),
+    "window": ({"starts": (80, 5), "counts": (4, 2), "rotary": True}, {"window": 20}),
+    "window of one": ({"starts": (33,), "counts": (5,)}, {"window": 1}),
+    "softcap": ({"starts": (40,), "counts": (2,), "dim": 24, "value_dim": 40}, {"softcap": 2.0}),
+    "sinks": ({"starts": (40, 64), "counts": (3, 2), "value_dim": 8}, {"sinks": SINKS[:4]}),
+    "one head each": ({"starts": (30,), "counts": (4,), "groups": 4, "rotary": True}, {}),
+    "eight heads each": ({"starts": (30,), "counts": (5,), "heads": 8, "groups": 1, "rotary": True}, {}),
+    "wide": ({"starts": (11, 0), "counts": (40, 17), "rotary": True, "dim": 20}, {}),
+    "pages of 5": ({"starts": (35,), "counts": (7,), "block_size": 5}, {}),
+    "all": (
+        {"starts": (50, 3), "counts": (6, 4), "heads": 8, "value_dim": 24, "rotary": True},
+        {"sinks": SINKS, "window": 37, "softcap": 1.5},
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES.values(), ids=SHAPES)
+def test_equals_float64(shape: dict[str, Any], options: dict[str, Any]):
+    for dtype in DTYPES:
+        case = Case(**shape, dtype=dtype)
+        found, expected = case.run(**options), case.expected(**options)
+        assert_near(found, expected)
+        for b, count in enumerate(case.counts):
+            assert bool((found[b, count:] == 0).all())
+
+
+@pytest.mark.parametrize("write_apart", [False, True])
+def test_the_cache_holds_each_row_in_its_slot_and_nothing_else(write_apart: bool):
+    case = Case((6, 13), (4, 2), torch.float16, rotary=True, value_dim=12)
+    case.run(dataclasses.replace(SMALL, write_apart=write_apart))
+    _, k, v = case.heads_of(case.merged)
+    for whole, before, cache in ((case.turned(k), case.k_cache, case.written[0]), (v, case.v_cache, case.written[1])):
+        before = before.clone().flatten(0, 1)
+        for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+            slots = case.slots(torch.arange(start, start + count, device=DEVICE), b)
+            assert_near(cache.flatten(0, 1)[slots], whole[b, :, start : start + count].transpose(0, 1).double())
+            before[slots] = cache.flatten(0, 1)[slots]
+        assert torch.equal(before.nan_to_num(99.0), cache.flatten(0, 1).nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
+    options: dict[str, Any] = {"sinks": SINKS[:4].to(dtype), "window": 70}
+    case = Case((5, 90), (9, 4), dtype, rotary=True, value_dim=24)
+    wanted = case.run(**options)
+    for change in (
+        {"block_rows": 16, "split": 1},
+        {"block_rows": 64, "split": 2},
+        {"block_rows": 16, "split": 3, "write_apart": True},
+    ):
+        assert torch.equal(case.run(dataclasses.replace(SMALL, **change), **options), wanted), change
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
+    case = Case((3, 61, 29), (20, 9, 20), dtype, rotary=True, heads=8)
+    wanted = case.run()
+    for of, first, count in ((1, 0, 1), (1, 8, 1), (1, 3, 4), (2, 2, 1), (0, 17, 3), (0, 0, 18)):
+        found = case.run(first=first, count=count, of=of)
+        assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_the_width_of_the_block_table_changes_no_bit(split: int):
+    """With one piece's worth of pages nothing goes through memory, with more it could."""
+    tiling = dataclasses.replace(SMALL, split=split)
+    wanted = Case((20,), (5,), spare_pages=0).run(tiling)
+    case = Case((20,), (5,), spare_pages=40)
+    assert torch.equal(case.run(tiling), wanted)
+
+
+def test_rows_written_before_are_written_over():
+    case = Case((17,), (6,))
+    wanted = case.run()
+    case.k_cache.nan_to_num_(7.0)
+    case.v_cache.nan_to_num_(-7.0)
+    assert torch.equal(case.run(), wanted)
+
+
+def test_heads_that_no_tile_holds_are_refused():
+    case = Case((0,), (1,), dim=272)
+    with pytest.raises(ValueError, match="head dims up to 256, not 272 and 16"):
+        case.run()
