@@ -1,0 +1,51 @@
+"""What the launchers of several kernels share: programmatic dependent launch, and counters for the last arrival.
+
+Programmatic dependent launch (Hopper and later) starts a kernel's programs while the kernel before it still runs. A
+kernel that is launched with :func:`launch_options` keeps to three rules, and is then right after any kernel:
+
+1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, and before
+   the first write of anything at all, since an earlier kernel may still be reading it. The wait ends when the kernel
+   before has finished and its writes are visible; that one has waited in its turn, so all earlier ones are done too.
+   After a kernel that knows nothing of this it returns at once.
+2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
+3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, best given after the main loop.
+
+Both calls sit behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+MAX_COUNTERS = 1 << 14
+
+
+@functools.cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether kernels on ``device`` may be launched programmatically: compute capability 9.0, and not interpreted."""
+    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """The launch keywords beside the kernel's own ``PDL`` switch; none without, since the interpreter knows none."""
+    return {"launch_pdl": True} if pdl else {}
+
+
+@functools.cache
+def arrival_counters(device: torch.device) -> Tensor:
+    """``MAX_COUNTERS`` int32 zeros for "the last program to arrive does the rest"; that one sets its counter back to 0.
+
+    One buffer serves every launch, which spares each of them a fill: kernels that use it must follow one another on one
+    stream, as those of a step do. It must exist before a CUDA graph is captured, or its zeros would be part of that
+    graph.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("The first run of a kernel cannot be captured: run it once before the CUDA graph.")
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
