@@ -43,15 +43,14 @@ from specgraph.kernels.sample import (
     check_rule,
     clean_logits,
     process_logits,
-    require,
     sample,
     uniform,
 )
+from specgraph.kernels.verify_options import LOGPROBS, check_options, check_per_sequence, check_shapes, logprobs_kind
+from specgraph.kernels.verify_triton import covers, verify_triton
 
 LOSSLESS_RULES = ("strict", "probabilistic", "block")
 """Rules whose output has exactly the target's distribution; ``typical`` and ``synthetic`` change it."""
-
-LOGPROBS = ("none", "raw", "processed")
 
 torch.library.define(
     "specgraph::verify",
@@ -433,15 +432,15 @@ def verify_reference(
     Raises:
         ValueError: an argument has a wrong shape or dtype, or an option is out of range.
     """
-    kind = _logprobs_kind(return_logprobs)
+    kind = logprobs_kind(return_logprobs)
     num_rows = positions.new_full(positions.shape[:1], positions.shape[-1]) if num_rows is None else num_rows
     num_forced = torch.zeros_like(num_rows) if num_forced is None else num_forced
-    _check_shapes(target_logits, draft_tokens, draft_logits, positions, draft_to_target)
-    _check_per_sequence(
+    check_shapes(target_logits, draft_tokens, draft_logits, positions, draft_to_target)
+    check_per_sequence(
         target_logits.shape[0], temperature=temperature, seeds=seeds, top_k=top_k, top_p=top_p, min_p=min_p,
         num_rows=num_rows, num_forced=num_forced,
     )  # fmt: skip
-    _check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
+    check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
     processed = process_logits(target_logits, temperature, top_k, top_p, min_p)
     num_accepted = accept(
         processed, draft_tokens, draft_logits, seeds, positions, num_rows, num_forced, rule=rule,
@@ -457,88 +456,6 @@ def verify_reference(
     if kind == "none":
         return emitted, num_emitted
     return emitted, num_emitted, token_logprobs(target_logits, processed, emitted, num_forced, logprobs=kind)
-
-
-def _logprobs_kind(return_logprobs: bool | str) -> str:
-    kind = ("raw" if return_logprobs else "none") if isinstance(return_logprobs, bool) else return_logprobs
-    if kind not in LOGPROBS:
-        raise ValueError(f"return_logprobs must be False, True, 'raw' or 'processed'; got {return_logprobs!r}.")
-    return kind
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)}"
-
-
-def _check_shapes(
-    logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, positions: Tensor, draft_to_target: Tensor | None
-) -> None:
-    require(logits.dim() == 3, lambda: f"target_logits must be [B, R, V], got {_shape(logits)}.")
-    require(logits.dtype.is_floating_point, lambda: f"target_logits must be floating point, got {logits.dtype}.")
-    batch, rows, _ = logits.shape
-    require(
-        draft_tokens.dim() == 2 and draft_tokens.shape[0] == batch,
-        lambda: f"draft_tokens must be [B, K] with B = {batch} as in target_logits, got {_shape(draft_tokens)}.",
-    )
-    integer = not draft_tokens.dtype.is_floating_point
-    require(integer, lambda: f"draft_tokens must be integers, got {draft_tokens.dtype}.")
-    width = draft_tokens.shape[1] + 1
-    require(
-        rows >= 1 and rows <= width,
-        lambda: f"target_logits must have 1 to K + 1 = {width} rows for K = {width - 1} drafts, got {rows}.",
-    )
-    require(
-        positions.dim() == 2 and positions.shape[0] == batch and positions.shape[1] == width,
-        lambda: f"positions must be [B, K + 1] = {[batch, width]}, one per row, got {_shape(positions)}.",
-    )
-    require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
-    if draft_logits is not None:
-        _check_draft_logits(draft_logits, batch, width - 1, logits.shape[2], draft_to_target)
-
-
-def _check_draft_logits(
-    draft_logits: Tensor, batch: int, drafts: int, vocab: int, draft_to_target: Tensor | None
-) -> None:
-    require(
-        draft_logits.dim() == 3 and draft_logits.shape[0] == batch and draft_logits.shape[1] <= drafts,
-        lambda: (
-            f"draft_logits must be [B, at most K, Vd] with B = {batch} and K = {drafts}, got {_shape(draft_logits)}."
-        ),
-    )
-    if draft_to_target is not None:
-        size = draft_logits.shape[2]
-        require(
-            draft_to_target.dim() == 1 and draft_to_target.shape[0] == size,
-            lambda: (
-                f"draft_to_target must be [Vd] = [{size}], one target id per draft id, got {_shape(draft_to_target)}."
-            ),
-        )
-
-
-def _check_per_sequence(batch: int, **values: Tensor | None) -> None:
-    for name, value in values.items():
-        if value is not None:
-            _check_vector(name, value, batch)
-
-
-def _check_vector(name: str, value: Tensor, batch: int) -> None:
-    require(
-        value.dim() == 1 and value.shape[0] == batch,
-        lambda: f"{name} must have one value per sequence, [{batch}], got {_shape(value)}.",
-    )
-    if name in ("seeds", "top_k", "num_rows", "num_forced"):
-        require(value.dtype == torch.int64, lambda: f"{name} must be int64, got {value.dtype}.")
-
-
-def _check_options(rule: str, posterior_threshold: float, posterior_alpha: float, acceptance_rate: float) -> None:
-    check_rule(rule)
-    if posterior_threshold < 0 or posterior_alpha < 0:
-        raise ValueError(
-            f"posterior_threshold and posterior_alpha must not be negative; "
-            f"got {posterior_threshold} and {posterior_alpha}."
-        )
-    if not 0 <= acceptance_rate <= 1:
-        raise ValueError(f"acceptance_rate must be in [0, 1]; got {acceptance_rate}.")
 
 
 def _verify(
@@ -563,18 +480,40 @@ def _verify_fake(
     num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _logprobs_kind(logprobs)
-    _check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
-    _check_per_sequence(
+    logprobs_kind(logprobs)
+    check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
+    check_per_sequence(
         logits.shape[0], temperature=temperature, seeds=seeds, top_k=top_k, top_p=top_p, min_p=min_p,
         num_rows=num_rows, num_forced=num_forced,
     )  # fmt: skip
-    _check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
+    check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
     batch, width = positions.shape
     emitted = positions.new_empty((batch, width))
     columns = 0 if logprobs == "none" else width
     return emitted, positions.new_empty((batch,)), logits.new_empty((batch, columns), dtype=torch.float32)
 
 
-torch.library.impl("specgraph::verify", ("cpu", "cuda"))(_verify)
+def _verify_cuda(
+    logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
+    positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
+    num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
+    posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The Triton form where it covers the arguments that are given, whatever their values; else the reference."""
+    if not covers(logits, rule, top_k, top_p, min_p):
+        return _verify(
+            logits, draft_tokens, draft_logits, temperature, seeds, positions, top_k, top_p, min_p, num_rows,
+            num_forced, draft_to_target, rule, logprobs, posterior_threshold, posterior_alpha, acceptance_rate,
+        )  # fmt: skip
+    logprobs_kind(logprobs)
+    check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
+    check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
+    return verify_triton(
+        logits, draft_tokens, temperature, seeds, positions, num_rows, num_forced, rule=rule, logprobs=logprobs,
+        posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha, acceptance_rate=acceptance_rate,
+    )  # fmt: skip
+
+
+torch.library.impl("specgraph::verify", "cpu")(_verify)
+torch.library.impl("specgraph::verify", "cuda")(_verify_cuda)
 torch.library.register_fake("specgraph::verify")(_verify_fake)

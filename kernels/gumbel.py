@@ -1,0 +1,279 @@
+"""One pass over logits that draws by Gumbel-max: the Triton noise and scan behind ``verify`` and draft sampling.
+
+A row of the vocabulary is cut into splits whose size depends on the vocabulary alone. A program scans one split and
+keeps two candidates; a finishing kernel merges the splits of a row. Exact scores ``logit / temperature + gumbel`` cost
+two accurate logarithms per token, three times what reading the logits allows, so the scan takes an upper bound instead:
+
+    -log(-log1p(-u)) <= -log(u),  so  score * log2(e) <= logit * log2(e) / temperature - log2(u)
+
+which is one multiply-add and the hardware's log2. The finishing kernel evaluates the best candidate of every split
+exactly. A split can hide a better token only if its second-best bound reaches the exact best of the row; such a split
+(about one row in a hundred has one) is scanned again with exact scores. The result is the first exact argmax, always.
+
+The uniforms are those of :mod:`specgraph.kernels.sample`, bit for bit, and every exact score here comes from
+:func:`gumbel_scores`, so kernels agree with each other. At temperature 0 the scan compares the logits themselves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+TILE = 1024
+WARPS = 4
+
+GREEDY = tl.constexpr(1e-30)
+"""``GREEDY_BELOW`` of the reference."""
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""What +inf counts as."""
+BOUND_LIMIT = tl.constexpr(3.0e38)
+"""Bounds are cut here, so that none is infinite; whatever comes near it is scanned again."""
+LOG2E = tl.constexpr(1.4426950408889634)
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_EVEN = tl.constexpr(0xD2511F53)
+_ODD = tl.constexpr(0xCD9E8D57)
+_KEY_EVEN = tl.constexpr(0x9E3779B9)
+_KEY_ODD = tl.constexpr(0xBB67AE85)
+_UNIT = tl.constexpr(2.0**-32)
+
+
+def split_size(vocab: int) -> int:
+    """Entries of one split: at most 128 splits for vocabularies up to half a million, and 8 or more from 8192 on."""
+    return 1024 if vocab <= 65536 else 4096
+
+
+def aligned(logits: Tensor) -> Tensor:
+    """``logits`` contiguous at an address that all kernels may assume: layouts, and sums, depend on it."""
+    logits = logits.contiguous()
+    return logits if logits.data_ptr() % 16 == 0 else logits.clone()
+
+
+@triton.jit
+def noise_key(seed, stream, place, line):
+    """The key (2 words) and the counter behind the token's block (3 words) of one row, uint32."""
+    last = stream + ((place >> 32) << 8)
+    return (
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), place.to(tl.uint32), line.to(tl.uint32), last.to(tl.uint32),
+    )  # fmt: skip
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 of uint32 words that broadcast: see ``specgraph.kernels.sample.philox``.
+
+    Products are 64 bits wide, one instruction each. Whatever is the same for a whole row should come as a scalar: a
+    quarter of the first three rounds then is computed once.
+    """
+    for _ in tl.static_range(10):
+        even = c0.to(tl.uint64) * _EVEN
+        odd = c2.to(tl.uint64) * _ODD
+        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = odd.to(tl.uint32)
+        c3 = even.to(tl.uint32)
+        k0 = k0 + _KEY_EVEN
+        k1 = k1 + _KEY_ODD
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def pick_word(c0, c1, c2, c3, lane):
+    """Word ``lane`` of four; where the compiler knows the lane, this costs nothing."""
+    return tl.where(lane == 0, c0, tl.where(lane == 1, c1, tl.where(lane == 2, c2, c3)))
+
+
+@triton.jit
+def scaled_uniform(word):
+    """``uniform * 2**32``, exact in float32: the upper 23 bits and a half."""
+    return ((word & 0xFFFFFE00) | 0x100).to(tl.float32)
+
+
+@triton.jit
+def accurate_log(x):
+    if INTERPRETED:  # noqa: SIM108  (a constexpr branch: the other side does not compile)
+        result = tl.log(x.to(tl.float64)).to(tl.float32)
+    else:
+        result = libdevice.log(x)
+    return result
+
+
+@triton.jit
+def accurate_log1p(x):
+    if INTERPRETED:  # noqa: SIM108  (a constexpr branch: the other side does not compile)
+        result = tl.log(1.0 + x.to(tl.float64)).to(tl.float32)
+    else:
+        result = libdevice.log1p(x)
+    return result
+
+
+@triton.jit
+def rough_log2(x):
+    """log2 of a normal number to within 2**-21 or so, in one instruction."""
+    if INTERPRETED:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def clean(x):
+    """Float32 logits as a softmax can take them: NaN is -inf, +inf the largest number."""
+    return tl.where(x == x, tl.where(x > LARGEST, LARGEST, x), -float("inf"))
+
+
+@triton.jit
+def processed_value(x, temperature):
+    """``x / temperature`` as ``process_logits`` rounds it, for blocks of one shape; the logit itself if greedy."""
+    x = clean(x)
+    greedy = temperature < GREEDY
+    scaled = tl.div_rn(x, tl.where(greedy, 1.0, temperature))
+    return tl.where(scaled > LARGEST, LARGEST, scaled)
+
+
+@triton.jit
+def gumbel_scores(x, temperature, word):
+    """Exact scores: ``x / temperature - log(-log1p(-u))``, each step rounded to float32. Blocks of one shape."""
+    u = scaled_uniform(word) * _UNIT
+    return processed_value(x, temperature) - accurate_log(-accurate_log1p(-u))
+
+
+@triton.jit
+def noise_words(first, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE: tl.constexpr, MAPPED: tl.constexpr):
+    """The word of each of ``TILE`` entries from ``first`` on, ``[TILE // 4, 4]``, and the ids they stand for.
+
+    ``MAPPED`` entries have their target's ids, which share no block with their neighbours.
+    """
+    block = tl.arange(0, TILE // 4)
+    lane = tl.arange(0, 4)
+    place = first + block[:, None] * 4 + lane[None, :]
+    if MAPPED:
+        ids = tl.load(ids_ptr + place, mask=place < vocab, other=NO_TOKEN).to(tl.int32)
+        w0, w1, w2, w3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
+        word = pick_word(w0, w1, w2, w3, ids % 4)
+    else:
+        ids = place
+        w0, w1, w2, w3 = philox((first // 4 + block).to(tl.uint32)[:, None], c1, c2, c3, k0, k1)
+        word = pick_word(w0, w1, w2, w3, lane[None, :])
+    return word, ids
+
+
+@triton.jit
+def load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
+    """Entries ``[TILE // 4, 4]`` from ``first`` on, float32, -inf behind the last."""
+    place = first + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def first_best(score, place):
+    """The largest score of a block and the first place that has it; NO_TOKEN if all are -inf."""
+    best = tl.max(tl.max(score, 1), 0)
+    at = tl.where((score == best) & (score > -float("inf")), place, NO_TOKEN)
+    return best, tl.min(tl.min(at, 1), 0)
+
+
+@triton.jit
+def scan_values(
+    row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr
+):  # fmt: skip
+    """Without noise: the largest processed value of a split and its first place."""
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    for i in tl.static_range(SPLIT // TILE):
+        x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
+        if MAPPED:
+            place = begin + i * TILE + local
+            x = tl.where(tl.load(ids_ptr + place, mask=place < vocab, other=limit) < limit, x, -float("inf"))
+        if temperature < GREEDY:
+            x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            x = processed_value(x, tl.zeros_like(x) + temperature)
+        better = x > top
+        top = tl.where(better, x, top)
+        turn = tl.where(better, i, turn)
+    return first_best(top, begin + turn * TILE + local)
+
+
+@triton.jit
+def scan_bounds(
+    row_ptr, ids_ptr, begin, vocab, limit, temperature, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The largest bound of a split in units of log2, less 32; its place; and the largest bound of all other places.
+
+    Every lane of the tile keeps its own best two. The low four bits of a bound say which turn it came from.
+    """
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    scale = LOG2E / temperature
+    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    second = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    for i in tl.static_range(SPLIT // TILE):
+        x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
+        word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
+        if MAPPED:
+            x = tl.where(ids < limit, x, -float("inf"))
+        bound = tl.fma(x, tl.zeros_like(x) + scale, -rough_log2(scaled_uniform(word)))
+        bound = tl.minimum(bound, BOUND_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        # An infinity with other low bits is a NaN: like a logit that is NaN it loses against everything.
+        bits = (bound.to(tl.uint32, bitcast=True) & 0xFFFFFFF0) | i
+        bound = bits.to(tl.float32, bitcast=True)
+        if INTERPRETED:
+            bound = tl.where(bound == bound, bound, -float("inf"))
+        second = tl.maximum(second, tl.minimum(top, bound, propagate_nan=tl.PropagateNan.ALL))
+        top = tl.maximum(top, bound)
+    best, lane = first_best(top, local)
+    turn = (best.to(tl.uint32, bitcast=True) & 15).to(tl.int32)
+    others = tl.where(local == lane, second, top)
+    return best, begin + turn * TILE + lane, tl.max(tl.max(others, 1), 0)
+
+
+@triton.jit
+def rescan(
+    row_ptr, ids_ptr, begin, vocab, limit, temperature, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The largest exact score of a split and its first place."""
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    for i in range(SPLIT // TILE):
+        x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
+        word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
+        if MAPPED:
+            x = tl.where(ids < limit, x, -float("inf"))
+        score = gumbel_scores(x, tl.zeros_like(x) + temperature, word)
+        better = score > top
+        top = tl.where(better, score, top)
+        turn = tl.where(better, i, turn)
+    return first_best(top, begin + turn * TILE + local)
+
+
+@triton.jit
+def candidate_scores(logits_ptr, ids_ptr, line, place, known, temperature, stride, k0, k1, c1, c2, c3,
+                     MAPPED: tl.constexpr):  # fmt: skip
+    """Exact scores of one place per row and split: blocks of one shape, -inf where ``known`` is not."""
+    x = tl.load(logits_ptr + line.to(tl.int64) * stride + place, mask=known, other=-float("inf")).to(tl.float32)
+    ids = place
+    if MAPPED:
+        ids = tl.load(ids_ptr + place, mask=known, other=0).to(tl.int32)
+    w0, w1, w2, w3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
+    score = gumbel_scores(x, temperature, pick_word(w0, w1, w2, w3, ids % 4))
+    return tl.where(known, score, -float("inf"))
+
+
+@triton.jit
+def may_hide(second, best):
+    """Whether a split whose second-best bound is ``second`` may hold a token as good as exact ``best``.
+
+    The bound carries the rounding of float32 (its low four bits are the turn's), of the scale and of the rough log2.
+    """
+    reach = second + tl.abs(second) * 8e-6 + 1e-3
+    return (second > -float("inf")) & (reach >= tl.minimum(best * LOG2E - 32.0, 2.9e38))
