@@ -37,7 +37,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the tiles. The first two decide the bits of the result; the others, None for a default, do not."""
+    """Sizes of the tiles. The first two decide the bits of the result; the others, None for a default, do not.
+
+    (In float32 on a GPU ``block_rows`` does as well.)
+    """
 
     piece: int = 256
     block_keys: int = 64
@@ -130,7 +133,8 @@ def _attend_piece(
     and the weighted values ``[DVP, BLOCK_R]``.
     """
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
+    # The sum over keys goes across warps, so it waits for the end of the piece.
+    totals = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
     summed = tl.zeros([DVP, BLOCK_R], tl.float32)
     dim = tl.arange(0, DP)[None, :]
     value_dim = tl.arange(0, DVP)[None, :]
@@ -152,12 +156,12 @@ def _attend_piece(
         above = _above(new_top)
         weights = tl.exp2(scores - above[None, :])
         kept = tl.exp2(top - above)
-        total = tl.fma(total, kept, tl.sum(weights, 0))
+        totals = totals * kept[None, :] + weights
         # Unwritten rows may hold NaN, and zero times NaN is NaN: values are blanked like keys.
         values = tl.load(v_cache + slot * v_slot + value_dim, mask=live[:, None] & (value_dim < DV), other=0.0)
         summed = tl.dot(tl.trans(values), weights.to(values.dtype), summed * kept[None, :], input_precision="ieee")
         top = new_top
-    return top, total, summed
+    return top, tl.sum(totals, 0), summed
 
 
 @triton.jit
@@ -230,6 +234,12 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     if part >= tl.maximum(pieces, 1):
         return
 
+    q_head = head * GROUP + pair % GROUP
+    dim = tl.arange(0, DP)[:, None]
+    offsets = (batch * q_b + q_head * q_h + row.to(tl.int64) * q_t)[None, :]
+    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :]
+    query = _load_rows(q, offsets, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+
     if WRITE > 0:
         new_row = tl.arange(0, WRITE)
         new_piece = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32) // PIECE - first
@@ -240,12 +250,6 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
         )  # fmt: skip
         # What the threads of this program wrote, all of them may read.
         tl.debug_barrier()
-
-    q_head = head * GROUP + pair % GROUP
-    dim = tl.arange(0, DP)[:, None]
-    offsets = (batch * q_b + q_head * q_h + row.to(tl.int64) * q_t)[None, :]
-    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :]
-    query = _load_rows(q, offsets, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
 
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
@@ -279,7 +283,7 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
                 top = tl.full([BLOCK_R], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_R], tl.float32)
                 summed = tl.zeros([DVP, BLOCK_R], tl.float32)
-                for index in range(0, _bound(pieces)):
+                for index in tl.range(0, _bound(pieces), num_stages=4 if BLOCK_R <= 32 else 2):
                     piece_top, piece_total, piece_summed = _load_piece(
                         partials, group * max_pieces + index, DVP, BLOCK_R
                     )
@@ -391,9 +395,13 @@ def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def _block_rows(pairs: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
-    """As many (row, head) pairs per program as there are, up to what registers hold."""
-    most = 64 if max(sizes["DP"], sizes["DVP"]) <= 128 and dtype.itemsize == 2 else 32
-    return max(16, min(most, triton.next_power_of_2(pairs)))
+    """As many (row, head) pairs per program as there are, up to what registers hold.
+
+    float32 has no tensor cores here, so its sum over keys is ordered by a layout that depends on the tile: one for all.
+    """
+    if dtype.itemsize > 2:
+        return 16
+    return max(16, min(64 if max(sizes["DP"], sizes["DVP"]) <= 128 else 32, triton.next_power_of_2(pairs)))
 
 
 def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:

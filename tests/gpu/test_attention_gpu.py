@@ -1,0 +1,97 @@
+"""Paged attention on a GPU: the 8B shapes in bfloat16, bits over batches and chunks, and no host in the way."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specgraph.kernels.paged_attention import Tiling
+from tests.kernels.test_paged_attention import SINKS, Case, assert_near
+
+SHAPE: dict[str, Any] = {
+    "dtype": torch.bfloat16, "heads": 32, "groups": 8, "dim": 128, "value_dim": 128, "block_size": 16, "rotary": True,
+}  # fmt: skip
+DEFAULT = Tiling()
+
+
+def case(starts: tuple[int, ...], counts: tuple[int, ...], **changes: Any) -> Case:
+    return Case(starts, counts, **{**SHAPE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts", "changes", "options"),
+    [
+        ((128,), (1,), {}, {}),
+        ((3000, 700, 255, 256, 0), (9, 3, 1, 2, 5), {}, {}),
+        ((1000, 0), (300, 257), {}, {}),
+        ((900, 20), (8, 8), {}, {"window": 300}),
+        ((700,), (4,), {"heads": 8, "groups": 1}, {"sinks": SINKS, "softcap": 5.0}),
+        ((700, 3), (40, 9), {"heads": 16, "groups": 16, "dim": 64, "value_dim": 64}, {}),
+        ((400, 30), (9, 40), {"heads": 8, "groups": 4, "dim": 80, "value_dim": 96}, {}),
+        ((400, 30), (9, 40), {"heads": 8, "groups": 8, "dim": 192, "value_dim": 128}, {}),
+        ((400, 30), (3, 40), {"heads": 8, "groups": 4, "dim": 256, "value_dim": 256}, {"softcap": 50.0}),
+        ((300, 30), (5, 20), {"heads": 8, "groups": 4, "dtype": torch.float32}, {}),
+    ],
+)
+def test_equals_float64(starts: tuple[int, ...], counts: tuple[int, ...], changes: Any, options: dict[str, Any]):
+    some = case(starts, counts, **changes)
+    options = {"scale": some.dim**-0.5, **options}
+    assert_near(some.run(DEFAULT, **options), some.expected(**options))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 200}], ids=["full", "window"])
+def test_rows_of_every_batch_size_have_the_same_bits(options: dict[str, Any]):
+    lengths = random.Random(0)
+    some = case(tuple(lengths.randrange(1200) for _ in range(64)), (9,) * 64)
+    wanted = some.run(DEFAULT, **options)
+    for of in (0, 17, 63):
+        for first, count in ((0, 1), (0, 9), (3, 2), (8, 1), (2, 5)):
+            found = some.run(DEFAULT, first=first, count=count, of=of, **options)
+            assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
+
+
+def test_chunks_of_any_size_have_the_same_bits():
+    some = case((0, 40), (576, 500))
+    wanted = some.run(DEFAULT)
+    for first, count in ((0, 576), (0, 64), (64, 256), (300, 1), (255, 17), (256, 16), (490, 9)):
+        found = some.run(DEFAULT, first=first, count=count, of=0)
+        assert torch.equal(found[0], wanted[0, first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [16, 64], ids=["group of 2", "group of 8"])
+def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype, heads: int):
+    some = case((1900, 257, 10), (12, 7, 12), dtype=dtype, heads=heads)
+    wanted = some.run(DEFAULT)
+    for block_rows in (16, 32, 64):
+        for split in (1, 3, 8):
+            for write_apart in (False, True):
+                tiling = Tiling(block_rows=block_rows, split=split, write_apart=write_apart, num_stages=2)
+                assert torch.equal(some.run(tiling), wanted), tiling
+
+
+def test_runs_in_a_cuda_graph_without_the_host():
+    some = case((300, 700), (3, 2))
+    wanted = some.run(DEFAULT)
+    arguments: list[Any] = []
+    original = some.op
+    some.op = lambda *given, **options: arguments.append((given, options)) or original(*given, **options)
+    some.run(DEFAULT)
+    ((given, options),) = arguments
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        original(*given, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    with torch.cuda.graph(graph):
+        out = original(*given, **options)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)
