@@ -213,13 +213,19 @@ def _launch(kernel: Any, rows: Rows, out: Tensor, *vectors: Tensor | None, **opt
     return out
 
 
+def _aligned(vector: Tensor | None) -> Tensor | None:
+    """``vector``, or a copy at a multiple of 16 bytes: a kernel's layout would follow where it begins."""
+    if vector is None or (vector.is_contiguous() and vector.data_ptr() % 16 == 0):
+        return vector
+    return vector.clone(memory_format=torch.contiguous_format)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0) -> Tensor:
     """:func:`rms_norm_reference` in one kernel."""
     out = x.new_empty(x.shape)
     if out.numel() == 0:
         return out
-    vector = None if weight is None else weight.contiguous()
-    return _launch(_rms_norm_kernel, Rows.of(x), out, vector, EPS=eps, OFFSET=offset)
+    return _launch(_rms_norm_kernel, Rows.of(x), out, _aligned(weight), EPS=eps, OFFSET=offset)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
@@ -227,8 +233,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     out = x.new_empty(x.shape)
     if out.numel() == 0:
         return out
-    vectors = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
-    return _launch(_layer_norm_kernel, Rows.of(x), out, *vectors, EPS=eps)
+    return _launch(_layer_norm_kernel, Rows.of(x), out, _aligned(weight), _aligned(bias), EPS=eps)
 
 
 def row_mean(x: Tensor) -> Tensor:

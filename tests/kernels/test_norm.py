@@ -145,6 +145,15 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(dtype: torch.dtype, wid
             assert torch.equal(call(x[first:end]), together[first:end]), name
 
 
+def test_a_weight_is_read_where_it_lies():
+    x, weight = normal(2, 24), torch.full((24, 3), torch.nan, device=DEVICE)
+    weight[:, 1] = normal(24, seed=1)
+    expected = norm.layer_norm(x, weight[:, 1].contiguous(), weight[:, 1].contiguous(), eps=EPS)
+    assert torch.equal(norm.layer_norm(x, weight[:, 1], weight[:, 1], eps=EPS), expected)
+    shifted = weight[:, 1].repeat(2)[1:25]
+    assert torch.equal(norm.rms_norm(x, shifted, eps=EPS), norm.rms_norm(x, shifted.clone(), eps=EPS))
+
+
 def test_rows_beyond_their_width_and_other_rows_are_not_read():
     buffer = torch.full((4, 3, 48), torch.nan, device=DEVICE)
     buffer[::2, 1, 16:37] = normal(2, 21)
