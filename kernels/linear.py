@@ -224,7 +224,8 @@ def _add_partials(
     """The sums over the pieces, in their order. Other multiprocessors wrote them: read past this one's own cache."""
     total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
-    for piece in tl.static_range(PIECES):
+    # Unrolled, the loads go out together; the registers of large tiles do not hold that.
+    for piece in tl.range(PIECES, loop_unroll_factor=PIECES if BLOCK_O * BLOCK_N <= 4096 else 1):
         total += tl.load(partial_ptr + piece * partial_stride, mask=real[None, :], other=0.0, cache_modifier=".cg")
         if NORM:
             squares += tl.load(square_ptr + piece * square_stride, mask=real, other=0.0, cache_modifier=".cg")
