@@ -405,6 +405,6 @@ def _block_rows(pairs: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
-    """As many blocks of keys and values in flight as fit into 96 KiB of shared memory, up to three."""
+    """One more than there are blocks of keys and values in flight: up to two, in 128 KiB of shared memory."""
     size = block_keys * (sizes["DP"] + sizes["DVP"]) * dtype.itemsize
-    return max(1, min(3, 96 * 1024 // size))
+    return 1 + min(2, 128 * 1024 // size)

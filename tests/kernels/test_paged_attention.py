@@ -176,7 +176,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("shape", "options"), SHAPES.values(), ids=SHAPES)
 def test_equals_float64(shape: dict[str, Any], options: dict[str, Any]):
-    for dtype in DTYPES:
+    for dtype in DTYPES if DEVICE == "cuda" or not options else DTYPES[:1]:
         case = Case(**shape, dtype=dtype)
         found, expected = case.run(**options), case.expected(**options)
         assert_near(found, expected)
@@ -201,7 +201,7 @@ def test_the_cache_holds_each_row_in_its_slot_and_nothing_else(write_apart: bool
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
     options: dict[str, Any] = {"sinks": SINKS[:4].to(dtype), "window": 70}
-    case = Case((5, 90), (9, 4), dtype, rotary=True, value_dim=24)
+    case = Case((5, 90), (9, 4), dtype, rotary=True, groups=1, value_dim=24)
     wanted = case.run(**options)
     for change in (
         {"block_rows": 16, "split": 1},
@@ -215,7 +215,7 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
-    case = Case((3, 45), (18, 9), dtype, rotary=True, heads=8)
+    case = Case((3, 45), (18, 9), dtype, rotary=True, groups=1)
     wanted = case.run()
     for of, first, count in ((1, 0, 1), (1, 8, 1), (1, 3, 4), (0, 16, 2), (0, 0, 17)):
         found = case.run(first=first, count=count, of=of)
