@@ -405,6 +405,11 @@ def _block_rows(pairs: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
 
 
 def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
-    """One more than there are blocks of keys and values in flight: up to two, in 128 KiB of shared memory."""
+    """One more than there are blocks of keys and values in flight: up to two, in 128 KiB of shared memory.
+
+    Products without tensor cores run out of registers when anything is in flight.
+    """
+    if dtype.itemsize > 2:
+        return 1
     size = block_keys * (sizes["DP"] + sizes["DVP"]) * dtype.itemsize
     return 1 + min(2, 128 * 1024 // size)
