@@ -131,7 +131,7 @@ def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> 
     return Tiles(128, 128, block_k, pieces, rows > 256, 8, 3, norm_inside=False)
 
 
-_NORM_ROWS = 2
+_NORM_ROWS = 1
 _GROUP = tl.constexpr(8)
 """Tiles along the rows of x that run side by side, so that a tile of the weight is read once for all of them."""
 
@@ -403,7 +403,7 @@ def _norm_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     for piece in range(PIECES):
         squares = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-        for block in range(BLOCKS):
+        for block in tl.range(BLOCKS, num_stages=8):  # its few bytes in flight are all that hides the latency
             k = (piece * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
             if EVEN_K:
                 mask = real[None, :]
@@ -477,7 +477,7 @@ def linear(
         normed, scale = x.new_empty(rows, in_features), x.new_empty(rows, dtype=torch.float32)
         _norm_kernel[(triton.cdiv(rows, _NORM_ROWS),)](
             normed, scale, matrix, norm_weight, rows, in_features, matrix.stride(0), norm_eps, norm_offset,
-            BLOCK_N=_NORM_ROWS, num_warps=4, num_stages=4, **summed,
+            BLOCK_N=_NORM_ROWS, num_warps=1, **summed,
         )  # fmt: skip
         matrix, norm_weight = normed, None
     tiles_o = triton.cdiv(weight.shape[0], cut.block_o)
