@@ -111,14 +111,15 @@ def accurate_log1p(x):
 
 
 @triton.jit
-def rough_log2(x):
-    """log2 of a normal number to within 2**-21 or so, in one instruction."""
+def rough_minus_log2(x):
+    """``-log2(x)`` of a normal number to within 2**-20 or so: one instruction, and a sign that joins the next one."""
     if INTERPRETED:
-        result = tl.log2(x)
+        result = -tl.log2(x)
     else:
         result = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+            "{ .reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 $0, t; }", "=f,f", [x], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
     return result
 
 
@@ -220,7 +221,7 @@ def scan_bounds(
         word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
         if MAPPED:
             x = tl.where(ids < limit, x, -float("inf"))
-        bound = tl.fma(x, tl.zeros_like(x) + scale, -rough_log2(scaled_uniform(word)))
+        bound = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(scaled_uniform(word)))
         bound = tl.minimum(bound, BOUND_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         # An infinity with other low bits is a NaN: like a logit that is NaN it loses against everything.
         bits = (bound.to(tl.uint32, bitcast=True) & 0xFFFFFFF0) | i

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specgraph.kernels.sample_triton import sample_draft_triton
+
 STREAM_TARGET = 0
 """The target's own samples, keyed by the absolute position of the token; ``strict`` drafts share it."""
 STREAM_DRAFT = 1
@@ -43,6 +45,12 @@ _STREAM_BITS = 8
 torch.library.define(
     "specgraph::sample",
     "(Tensor processed, Tensor? seeds, Tensor key, Tensor? row=None, int stream=0, Tensor? token_ids=None) -> Tensor",
+)
+
+torch.library.define(
+    "specgraph::sample_draft",
+    "(Tensor logits, Tensor temperature, Tensor? seeds, Tensor key, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+    "Tensor? draft_to_target, int row, str rule, int? target_vocab_size, bool return_processed) -> (Tensor, Tensor)",
 )
 
 
@@ -231,8 +239,9 @@ def sample_draft(
     rule: str,
     draft_to_target: Tensor | None = None,
     target_vocab_size: int | None = None,
+    return_processed: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the draft tokens from number ``row`` on of a step.
+    """Draw the draft tokens from number ``row`` on of a step: the op ``specgraph::sample_draft``.
 
     Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, ``key``
     plus the draft's number; the others draw from their own stream, keyed by ``key`` and that number.
@@ -246,14 +255,29 @@ def sample_draft(
         rule: the verification rule, one of :data:`RULES`.
         draft_to_target: int64 ``[Vd]``, the target id of every draft id; None: the same.
         target_vocab_size: draft ids whose target id is not below it are never drawn. None: all may be.
+        return_processed: whether the log-weights are wanted.
 
     Returns:
         The tokens as target ids, int64 ``[B, R]``, and the processed log-weights they were drawn from,
-        ``[B, R, Vd]``.
+        ``[B, R, Vd]``, or ``[B, R, 0]`` if they are not wanted.
 
     Raises:
         ValueError: the rule does not exist.
     """
+    check_rule(rule)
+    found: tuple[Tensor, Tensor] = torch.ops.specgraph.sample_draft(
+        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
+        return_processed,
+    )  # fmt: skip
+    return found
+
+
+def sample_draft_reference(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
+    return_processed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`sample_draft` in plain PyTorch."""
     check_rule(rule)
     if target_vocab_size is not None:
         ids = torch.arange(logits.shape[-1], device=logits.device) if draft_to_target is None else draft_to_target
@@ -265,7 +289,41 @@ def sample_draft(
         token = sample(processed, seeds, start + number, None, STREAM_TARGET, draft_to_target)
     else:
         token = sample(processed, seeds, start, number, STREAM_DRAFT, draft_to_target)
-    return (token if draft_to_target is None else draft_to_target[token]), processed
+    token = token if draft_to_target is None else draft_to_target[token]
+    return token, processed if return_processed else processed.new_empty((*token.shape, 0))
+
+
+def _sample_draft_cuda(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
+    return_processed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The Triton form for temperature-only sampling, by what is given and not by its values; else the reference."""
+    if logits.dtype == torch.float64 or any(option is not None for option in (top_k, top_p, min_p)):
+        return sample_draft_reference(
+            logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
+            return_processed,
+        )  # fmt: skip
+    check_rule(rule)
+    shared = rule in SHARED_NOISE_RULES
+    return sample_draft_triton(
+        logits, temperature, seeds, key, draft_to_target, row, target_vocab_size, shared=shared,
+        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=return_processed,
+    )  # fmt: skip
+
+
+def _sample_draft_fake(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
+    return_processed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
+    batch, rows, vocab = logits.shape
+    require(key.shape == (batch,), lambda: f"key must be [B] = {(batch,)}, not {tuple(key.shape)}")
+    if draft_to_target is not None:
+        require(draft_to_target.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, vocab if return_processed else 0), dtype=exact)
 
 
 def _sample_fake(
@@ -290,3 +348,6 @@ def _sample_fake(
 
 torch.library.impl("specgraph::sample", ("cpu", "cuda"))(sample)
 torch.library.register_fake("specgraph::sample")(_sample_fake)
+torch.library.impl("specgraph::sample_draft", "cpu")(sample_draft_reference)
+torch.library.impl("specgraph::sample_draft", "cuda")(_sample_draft_cuda)
+torch.library.register_fake("specgraph::sample_draft")(_sample_draft_fake)

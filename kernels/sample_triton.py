@@ -1,0 +1,202 @@
+"""The Triton form of ``specgraph::sample_draft`` for temperature-only sampling; see :mod:`specgraph.kernels.gumbel`.
+
+``_scan_drafts`` has a program per row and split of the draft's vocabulary, ``_finish_drafts`` one per row. Where the
+processed log-weights are wanted, ``_write_processed`` writes them: at temperature 0 they depend on the token drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.gumbel import (
+    GREEDY,
+    NO_TOKEN,
+    TILE,
+    WARPS,
+    aligned,
+    candidate_scores,
+    load_tile,
+    may_hide,
+    noise_key,
+    processed_value,
+    rescan,
+    scan_bounds,
+    scan_values,
+    split_size,
+)
+from specgraph.kernels.launch import launch_options, supports_pdl
+
+
+@triton.jit
+def _draft_key(seeds_ptr, key_ptr, batch, number, STREAM: tl.constexpr, SHARED: tl.constexpr):
+    """Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number."""
+    seed, start = tl.load(seeds_ptr + batch), tl.load(key_ptr + batch)
+    if SHARED:
+        k0, k1, c1, c2, c3 = noise_key(seed, STREAM, start + number, start * 0)
+    else:
+        k0, k1, c1, c2, c3 = noise_key(seed, STREAM, start, start * 0 + number)
+    return k0, k1, c1, c2, c3
+
+
+@triton.jit(do_not_specialize=["count", "first", "limit"])
+def _scan_drafts(
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, best_ptr, place_ptr, second_ptr,
+    count, first, vocab, limit, splits,
+    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    batch = line // count
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    row_ptr = logits_ptr + line.to(tl.int64) * vocab
+    begin = split * SPLIT
+    # Without a map, ids beyond the limit are those at the end.
+    size = vocab if MAPPED else tl.minimum(vocab, limit)
+    if NOISE:
+        if temperature < GREEDY:
+            best, place = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, MAPPED)
+            second = tl.full((), -float("inf"), tl.float32)
+        else:
+            k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
+            best, place, second = scan_bounds(
+                row_ptr, ids_ptr, begin, size, limit, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED
+            )
+        tl.store(second_ptr + program, second)
+    else:
+        best, place = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, MAPPED)
+    tl.store(best_ptr + program, best)
+    tl.store(place_ptr + program, place)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["count", "first", "limit"])
+def _finish_drafts(
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, best_ptr, place_ptr, second_ptr, token_ptr, chosen_ptr,
+    count, first, vocab, limit, splits,
+    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    NOISE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: its token as a target id, and as a draft id, -1 if nothing but -inf was there."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    line = tl.program_id(0)
+    batch = line // count
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    size = vocab if MAPPED else tl.minimum(vocab, limit)
+    ks = tl.arange(0, SPLITS)
+    inside = ks < splits
+    bound = tl.load(best_ptr + line * splits + ks, mask=inside, other=-float("inf"))
+    place = tl.load(place_ptr + line * splits + ks, mask=inside, other=0)
+    known = bound > -float("inf")
+    score = bound
+    k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
+    if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
+        if temperature >= GREEDY:
+            score = candidate_scores(
+                logits_ptr, ids_ptr, line + ks * 0, place, known, tl.zeros_like(bound) + temperature, vocab,
+                k0, k1, c1, c2, c3, MAPPED,
+            )  # fmt: skip
+    best = tl.max(score, 0)
+    chosen = tl.min(tl.where(known & (score == best), place, NO_TOKEN), 0)
+    if NOISE:  # noqa: SIM102
+        if temperature >= GREEDY:
+            second = tl.load(second_ptr + line * splits + ks, mask=inside, other=-float("inf"))
+            pending = inside & may_hide(second, best)
+            left = tl.sum(pending.to(tl.int32), 0)
+            while left > 0:
+                split = tl.min(tl.where(pending, ks, NO_TOKEN), 0)
+                found, spot = rescan(
+                    logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit, temperature,
+                    k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
+                )  # fmt: skip
+                better = (found > best) | ((found == best) & (spot < chosen))
+                best = tl.where(better, found, best)
+                chosen = tl.where(better, spot, chosen)
+                pending = pending & (ks != split)
+                left -= 1
+    index = tl.where(chosen == NO_TOKEN, 0, chosen)
+    token = index.to(tl.int64)
+    if MAPPED:
+        token = tl.load(ids_ptr + index).to(tl.int64)
+    tl.store(token_ptr + line, token)
+    tl.store(chosen_ptr + line, tl.where(chosen == NO_TOKEN, -1, chosen))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["count", "limit"])
+def _write_processed(
+    logits_ptr, ids_ptr, temperature_ptr, chosen_ptr, out_ptr, count, vocab, limit, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``process_logits`` of one split of a row, padded ids masked."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    temperature = tl.load(temperature_ptr + line // count).to(tl.float32)
+    chosen = tl.load(chosen_ptr + line)
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    point = (tl.zeros_like(local) + temperature < GREEDY) | (local * 0 + chosen < 0)
+    for i in tl.static_range(SPLIT // TILE):
+        place = split * SPLIT + i * TILE + local
+        x = load_tile(logits_ptr + line.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)
+        ids = place
+        if MAPPED:
+            ids = tl.load(ids_ptr + place, mask=place < vocab, other=0).to(tl.int32)
+        x = tl.where(ids < limit, x, -float("inf"))
+        value = processed_value(x, tl.zeros_like(x) + temperature)
+        value = tl.where(point, tl.where(place == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
+        tl.store(out_ptr + line.to(tl.int64) * vocab + place, value, mask=place < vocab)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def sample_draft_triton(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, draft_to_target: Tensor | None, row: int,
+    target_vocab_size: int | None, *, shared: bool, stream: int, return_processed: bool, split: int | None = None,
+    tile: int = TILE, warps: int = WARPS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``specgraph::sample_draft`` without cuts; ``split``, ``tile`` and ``warps`` are for tests and tuning."""
+    batch, count, vocab = logits.shape
+    token = torch.empty(batch, count, dtype=torch.int64, device=logits.device)
+    out = logits.new_empty((batch, count, vocab if return_processed else 0), dtype=torch.float32)
+    if token.numel() == 0:
+        return token, out
+    logits, temperature, key = aligned(logits), temperature.contiguous(), key.contiguous()
+    mapped = draft_to_target is not None
+    ids = key if draft_to_target is None else draft_to_target.contiguous()
+    limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
+    split = split_size(vocab) if split is None else split
+    splits = triton.cdiv(vocab, split)
+    area = batch * count * splits
+    best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))
+    place = torch.empty(area, dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
+    noise = key if seeds is None else seeds.contiguous()
+    pdl = supports_pdl(logits.device)
+    # Without contraction the same expression gives the same bits in every kernel.
+    common: dict[str, Any] = {
+        "SPLIT": split, "TILE": tile, "MAPPED": mapped, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False,
+        **launch_options(pdl),
+    }  # fmt: skip
+    drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
+    _scan_drafts[(area,)](
+        logits, ids, temperature, noise, key, best, place, second, count, row, vocab, limit, splits, **drawn, **common
+    )
+    _finish_drafts[(batch * count,)](
+        logits, ids, temperature, noise, key, best, place, second, token, chosen, count, row, vocab, limit, splits,
+        SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
+    )  # fmt: skip
+    if return_processed:
+        _write_processed[(area,)](logits, ids, temperature, chosen, out, count, vocab, limit, splits, **common)
+    return token, out

@@ -1,0 +1,106 @@
+"""The Triton form of draft sampling and its noise, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.gumbel import noise_key, philox, scaled_uniform
+from specgraph.kernels.sample import (
+    SHARED_NOISE_RULES,
+    STREAM_DRAFT,
+    STREAM_TARGET,
+    sample_draft,
+    sample_draft_reference,
+    uniform,
+)
+from specgraph.kernels.sample_triton import sample_draft_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def _uniforms(out_ptr, seeds_ptr, key_ptr, row_ptr, STREAM: tl.constexpr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    seed, place, row = tl.load(seeds_ptr + at), tl.load(key_ptr + at), tl.load(row_ptr + at)
+    k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, row)
+    w0, _, _, _ = philox((at * 0).to(tl.uint32), c1, c2, c3, k0, k1)
+    tl.store(out_ptr + at, scaled_uniform(w0) * 2.0**-32)
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2, 3])
+def test_uniforms_are_the_references_bit_for_bit(stream: int) -> None:
+    draw = torch.Generator().manual_seed(stream)
+    seeds, key = (torch.randint(-(2**63), 2**63 - 1, (1024,), generator=draw, device="cpu") for _ in range(2))
+    row = torch.randint(0, 2**32, (1024,), generator=draw)
+    seeds, key, row, out = seeds.to(DEVICE), key.abs().to(DEVICE), row.to(DEVICE), torch.empty(1024, device=DEVICE)
+    _uniforms[(1,)](out, seeds, key, row, STREAM=stream, COUNT=1024)
+    assert torch.equal(out, uniform(seeds, stream, key.unsqueeze(1), row.unsqueeze(1)).squeeze(1))
+
+
+def drafts(
+    logits: Tensor, rule: str, ids: Tensor | None, limit: int | None, seeded: bool, kept: bool = True, tile: int = 1024
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What the kernel and the reference draw; temperatures are mixed."""
+    batch = len(logits)
+    temperature = torch.tensor([0.7, 0.0, 1.0, 1.6]).repeat(batch)[:batch].to(DEVICE)
+    seeds = torch.arange(batch, device=DEVICE) * 7919 - (1 << 40) if seeded else None
+    key, logits = torch.arange(batch, device=DEVICE) * 31 + 5, logits.to(DEVICE)
+    ids = None if ids is None else ids.to(DEVICE)
+    shared = rule in SHARED_NOISE_RULES
+    found = sample_draft_triton(
+        logits, temperature, seeds, key, ids, 3, limit, shared=shared, stream=STREAM_TARGET if shared else STREAM_DRAFT,
+        return_processed=kept, split=1024, tile=tile,
+    )  # fmt: skip
+    wanted = sample_draft_reference(
+        logits, temperature, seeds, key, None, None, None, ids, 3, rule, limit, return_processed=kept
+    )
+    return found, wanted
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 2
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+@pytest.mark.parametrize(("vocab", "mapped", "limit"), [(1, False, None), (1300, False, 1200), (1100, True, 5000)])
+@pytest.mark.parametrize("seeded", [True, False])
+def test_drafts_are_the_references(rule: str, vocab: int, mapped: bool, limit: int | None, seeded: bool) -> None:
+    ids = torch.randperm(6000, generator=torch.Generator().manual_seed(1))[:vocab] if mapped else None
+    for one, other in zip(*drafts(noise(3, 2, vocab), rule, ids, limit, seeded), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_half_precision_and_several_turns() -> None:
+    for one, other in zip(*drafts(noise(4, 1, 1500).half(), "strict", None, None, True, tile=256), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_strange_logits(value: float) -> None:
+    logits, ids = noise(4, 1, 50), torch.arange(50) * 3
+    logits[:2, :, ::3] = value
+    logits[2:] = value
+    for mapped in (None, ids):
+        for one, other in zip(*drafts(logits, "strict", mapped, 140, True), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_weights_that_nobody_wants_are_not_made() -> None:
+    (token, none), wanted = drafts(noise(4, 2, 300), "strict", None, None, True, kept=False)
+    assert torch.equal(token, wanted[0])
+    assert none.shape == wanted[1].shape == (4, 2, 0)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("ids", [None, torch.tensor([9, 1, 2, 0, 8, 3])])
+def test_the_op(kept: bool, ids: Tensor | None) -> None:
+    seeds = torch.arange(2)
+    arguments = (noise(2, 3, 6), torch.ones(2), seeds, seeds, None, None, None, ids, 1, "strict", 7, kept)
+    torch.library.opcheck(torch.ops.specgraph.sample_draft.default, arguments)
+    options = {"row": 1, "rule": "strict", "target_vocab_size": 7, "draft_to_target": ids, "return_processed": kept}
+    for one, other in zip(sample_draft(*arguments[:4], **options), sample_draft_reference(*arguments), strict=True):
+        assert torch.equal(one, other)
