@@ -3,7 +3,7 @@
 Shapes use ``B`` sequences, ``T`` rows per sequence in this call and ``K`` drafts. All ids, positions and counts are
 int64. A function whose name ends in an underscore writes arguments in place; :data:`FINAL_WRITES` names those that
 nothing may read later in the same step. None of them waits for the device or gives a shape that depends on values, so
-that a whole step can be one CUDA graph.
+that a whole step can be one CUDA graph. Those of many small operations are ops with a Triton form, one launch each.
 """
 
 from __future__ import annotations
@@ -11,10 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, fx
 
 from specgraph.kernels.attention import PADDING_SLOT
-from specgraph.kernels.sample import sample_draft
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sample import require, sample_draft
+
+torch.library.define(
+    "specgraph::row_slots",
+    "(Tensor positions, Tensor num_rows, Tensor block_table, Tensor max_length, *, int block_size) -> Tensor",
+)
+torch.library.define("specgraph::cut_at_eos", "(Tensor emitted, Tensor num_forced, Tensor eos_ids) -> Tensor")
+torch.library.define(
+    "specgraph::advance",
+    "(Tensor(a!) next_window, Tensor(b!) start, Tensor(c!) num_rows, Tensor(d!) num_forced, Tensor emitted, "
+    "Tensor num_emitted, Tensor drafts, Tensor max_length, Tensor eos_ids) -> ()",
+)
 
 FINAL_WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
 
@@ -46,11 +60,8 @@ def row_slots(
     Only the first ``num_rows`` ``[B]`` rows are real. They get ``block * block_size + offset`` through ``block_table``
     ``[B, M]``; other rows, and rows at or past ``max_length`` ``[B]``, get ``PADDING_SLOT``.
     """
-    page = (positions // block_size).clamp(0, block_table.shape[1] - 1)
-    block = block_table.gather(1, page)
-    row = torch.arange(positions.shape[1], device=positions.device)
-    real = (row < num_rows.unsqueeze(1)) & (positions < max_length.unsqueeze(1)) & (block >= 0)
-    return torch.where(real, block * block_size + positions % block_size, PADDING_SLOT)
+    slots: Tensor = torch.ops.specgraph.row_slots(positions, num_rows, block_table, max_length, block_size=block_size)
+    return slots
 
 
 def needed_rows(hidden: Tensor, num_forced: Tensor, count: int) -> Tensor:
@@ -92,20 +103,13 @@ def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tenso
     return (logits.isnan().any(-1) & real).any(-1)
 
 
-def _among(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``. ``torch.isin`` sorts from ten ids on, and waits for it."""
-    return (tokens.unsqueeze(-1) == ids).any(-1)
-
-
 def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
 
     ``eos_ids`` ``[E]`` is padded with -1. Forced tokens are the prompt's: an EOS among them ends nothing.
     """
-    row = torch.arange(emitted.shape[1], device=emitted.device)
-    ends = _among(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
-    after = ends.long().cumsum(1) - ends.long()
-    return emitted.masked_fill(after > 0, -1)
+    cut: Tensor = torch.ops.specgraph.cut_at_eos(emitted, num_forced, eos_ids)
+    return cut
 
 
 def count_emitted(emitted: Tensor) -> Tensor:
@@ -243,14 +247,210 @@ def advance_(
     there is none); ``num_rows`` becomes the number of its real rows, capped so that no token lands at ``max_length`` or
     beyond, and 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
     """
+    joined = emitted.new_empty(emitted.shape[0], 0) if not drafts else torch.cat(drafts, 1) if drafts[1:] else drafts[0]
+    torch.ops.specgraph.advance(
+        next_window, start, num_rows, num_forced, emitted, num_emitted, joined, max_length, eos_ids
+    )
+
+
+def _among(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``. ``torch.isin`` sorts from ten ids on, and waits for it."""
+    return (tokens.unsqueeze(-1) == ids).any(-1)
+
+
+def row_slots_reference(
+    positions: Tensor, num_rows: Tensor, block_table: Tensor, max_length: Tensor, *, block_size: int
+) -> Tensor:
+    """:func:`row_slots` in plain PyTorch."""
+    page = (positions // block_size).clamp(0, block_table.shape[1] - 1)
+    block = block_table.gather(1, page)
+    row = torch.arange(positions.shape[1], device=positions.device)
+    real = (row < num_rows.unsqueeze(1)) & (positions < max_length.unsqueeze(1)) & (block >= 0)
+    return torch.where(real, block * block_size + positions % block_size, PADDING_SLOT)
+
+
+def cut_at_eos_reference(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
+    """:func:`cut_at_eos` in plain PyTorch."""
+    row = torch.arange(emitted.shape[1], device=emitted.device)
+    ends = _among(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
+    after = ends.long().cumsum(1) - ends.long()
+    return emitted.masked_fill(after > 0, -1)
+
+
+def advance_reference(
+    next_window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
+    drafts: Tensor, max_length: Tensor, eos_ids: Tensor,
+) -> None:  # fmt: skip
+    """:func:`advance_` in plain PyTorch; ``drafts`` is ``[B, K]``."""
     active = num_emitted > 0
     last = emitted.gather(1, (num_emitted - 1).clamp_min(0).unsqueeze(1))
     end = start + num_emitted
     ended = (num_emitted > num_forced) & _among(last[:, 0], eos_ids)
-    window = torch.cat([last, *drafts], dim=1)
+    window = torch.cat([last, drafts], dim=1)
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
     rows = torch.minimum(proposed + 1, max_length - 1 - end).clamp_min(0)
     next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), next_window))
     num_rows.copy_(torch.where(active & ~ended, rows, 0))
     start.copy_(torch.where(active, end, start))
     num_forced.zero_()
+
+
+@triton.jit
+def _row_slots_kernel(
+    slots, positions, num_rows, block_table, max_length, width, pages, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < width
+    position = tl.load(positions + b * width + row, mask=inside, other=0)
+    page = tl.minimum(tl.maximum(position // BLOCK_SIZE, 0), pages - 1)
+    block = tl.load(block_table + b * pages + page, mask=inside, other=-1)
+    real = (row < tl.load(num_rows + b)) & (position < tl.load(max_length + b)) & (block >= 0)
+    slot = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(slots + b * width + row, slot, mask=inside)
+
+
+@triton.jit
+def _cut_at_eos_kernel(
+    cut, emitted, num_forced, eos_ids, width, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    row = tl.arange(0, BLOCK)
+    token = tl.load(emitted + b * width + row, mask=row < width, other=-1)
+    first = tl.full((BLOCK,), BLOCK, tl.int32)
+    for index in range(NUM_EOS):
+        first = tl.where(token == tl.load(eos_ids + index), row, first)
+    unforced = (token >= 0) & (row >= tl.load(num_forced + b))
+    end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(cut + b * width + row, tl.where(row > end, -1, token), mask=row < width)
+
+
+@triton.jit
+def _advance_kernel(
+    next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
+    NUM_EOS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK)  # more lanes than drafts: those behind the last one have none
+    draft = tl.load(drafts + b * count + k, mask=k < count, other=-1)
+    accepted = tl.load(num_emitted + b)
+    begin = tl.load(start + b)
+    last = tl.load(emitted + b * width + tl.maximum(accepted - 1, 0))
+    end = begin + accepted
+    ended = accepted < 0
+    for index in range(NUM_EOS):
+        ended = ended | (last == tl.load(eos_ids + index))
+    ended = ended & (accepted > tl.load(num_forced + b))
+    proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
+    rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
+    active = accepted > 0
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    window = next_window + b * (count + 1)
+    tl.store(window, tl.maximum(last, 0), mask=active)
+    tl.store(window + 1 + k, tl.maximum(draft, 0), mask=active & (k < count))
+    tl.store(num_rows + b, tl.where(active & (ended == 0), rows, 0))
+    tl.store(start + b, end, mask=active)
+    tl.store(num_forced + b, 0)
+
+
+def _row_slots(
+    positions: Tensor, num_rows: Tensor, block_table: Tensor, max_length: Tensor, *, block_size: int
+) -> Tensor:
+    """:func:`row_slots_reference` in one kernel."""
+    slots = positions.new_empty(positions.shape)
+    batch, width = positions.shape
+    if slots.numel() == 0:
+        return slots
+    block, pdl = min(triton.next_power_of_2(width), 256), supports_pdl(slots.device)
+    _row_slots_kernel[(batch, triton.cdiv(width, block))](
+        slots, positions.contiguous(), num_rows.contiguous(), block_table.contiguous(), max_length.contiguous(), width,
+        block_table.shape[1], BLOCK_SIZE=block_size, BLOCK=block, PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return slots
+
+
+def _cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
+    """:func:`cut_at_eos_reference` in one kernel."""
+    cut = emitted.new_empty(emitted.shape)
+    batch, width = emitted.shape
+    if cut.numel() == 0:
+        return cut
+    pdl = supports_pdl(cut.device)
+    _cut_at_eos_kernel[(batch,)](
+        cut, emitted.contiguous(), num_forced.contiguous(), eos_ids.contiguous(), width, NUM_EOS=eos_ids.shape[0],
+        BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1 if width <= 256 else 4, **launch_options(pdl),
+    )  # fmt: skip
+    return cut
+
+
+def _advance(
+    next_window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
+    drafts: Tensor, max_length: Tensor, eos_ids: Tensor,
+) -> None:  # fmt: skip
+    """:func:`advance_reference` in one kernel."""
+    state = (next_window, start, num_rows, num_forced)
+    if not all(tensor.is_contiguous() for tensor in state):
+        advance_reference(*state, emitted, num_emitted, drafts, max_length, eos_ids)
+        return
+    batch, count = drafts.shape
+    read = (tensor.contiguous() for tensor in (emitted, num_emitted, drafts, max_length, eos_ids))
+    pdl = supports_pdl(start.device)
+    # One warp: a second one could read what the first has already replaced.
+    _advance_kernel[(batch,)](
+        *state, *read, emitted.shape[1], count, NUM_EOS=eos_ids.shape[0], BLOCK=triton.next_power_of_2(count + 1),
+        PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+def _row_slots_fake(
+    positions: Tensor, num_rows: Tensor, block_table: Tensor, max_length: Tensor, *, block_size: int
+) -> Tensor:
+    require(positions.dim() == 2 and block_table.dim() == 2, lambda: "positions must be [B, T], block_table [B, M]")
+    for name, values in (("num_rows", num_rows), ("block_table", block_table), ("max_length", max_length)):
+        _check_batch(name, values, positions.shape[0])
+    return positions.new_empty(positions.shape)
+
+
+def _cut_at_eos_fake(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
+    require(emitted.dim() == 2 and eos_ids.dim() == 1, lambda: "emitted must be [B, T], eos_ids [E]")
+    _check_batch("num_forced", num_forced, emitted.shape[0])
+    return emitted.new_empty(emitted.shape)
+
+
+def _advance_fake(
+    next_window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
+    drafts: Tensor, max_length: Tensor, eos_ids: Tensor,
+) -> None:  # fmt: skip
+    batch, count = drafts.shape
+    require(next_window.shape == (batch, count + 1), lambda: f"next_window must be [B, K + 1], K = {count}")
+    named = {"start": start, "num_rows": num_rows, "num_forced": num_forced, "emitted": emitted,
+             "num_emitted": num_emitted, "max_length": max_length}  # fmt: skip
+    for name, values in named.items():
+        _check_batch(name, values, batch)
+
+
+def _check_batch(name: str, values: Tensor, batch: int) -> None:
+    require(values.shape[0] == batch, lambda: f"{name} must have one row per sequence, {batch}, not {values.shape[0]}")
+
+
+torch.library.impl("specgraph::row_slots", "cpu")(row_slots_reference)
+torch.library.impl("specgraph::row_slots", "cuda")(_row_slots)
+torch.library.register_fake("specgraph::row_slots")(_row_slots_fake)
+torch.library.impl("specgraph::cut_at_eos", "cpu")(cut_at_eos_reference)
+torch.library.impl("specgraph::cut_at_eos", "cuda")(_cut_at_eos)
+torch.library.register_fake("specgraph::cut_at_eos")(_cut_at_eos_fake)
+torch.library.impl("specgraph::advance", "cpu")(advance_reference)
+torch.library.impl("specgraph::advance", "cuda")(_advance)
+torch.library.register_fake("specgraph::advance")(_advance_fake)

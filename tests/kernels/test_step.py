@@ -250,6 +250,47 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
     }
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_do_what_plain_pytorch_does(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    batch, width, count, num_eos = int(draw(1, 5)), int(draw(1, 9)), int(draw(0, 5)), int(draw(1, 4))
+    slots = (draw(0, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
+    emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, num_eos), draw(0, 3, batch)
+    emitted[:, width // 2 :] = NONE
+    cut = step.cut_at_eos_reference(emitted, forced, eos_ids)
+    state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)
+    given = (cut, step.count_emitted(cut), draw(-1, 9, batch, count), draw(5, 30, batch), eos_ids)
+
+    def there(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        return [tensor.to(DEVICE, copy=True) for tensor in tensors]
+
+    found = step._row_slots(*there(slots), block_size=4)
+    assert torch.equal(found.cpu(), step.row_slots_reference(*slots, block_size=4))
+    assert torch.equal(step._cut_at_eos(*there((emitted, forced, eos_ids))).cpu(), cut)
+    moved_state = there(state)
+    step._advance(*moved_state, *there(given))
+    step.advance_reference(*state, *given)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
+
+
+def test_the_ops_are_registered_as_they_behave():
+    ops, checks = torch.ops.specgraph, ("test_schema", "test_faketensor")
+    cases = step_cases()
+    for name in ("row_slots", "cut_at_eos"):
+        _, args, options = moved(cases[name], DEVICE)
+        torch.library.opcheck(getattr(ops, name), args, options, test_utils=checks)
+    _, args, _ = moved(cases["advance_"], DEVICE)
+    flat = tuple(arg[0] if isinstance(arg, list) else arg for arg in args)
+    torch.library.opcheck(ops.advance, flat, test_utils=checks)
+
+
 class OnDevice(TorchDispatchMode):
     """Refuses what would make the host wait for a device, which tensors without data stand for.
 
