@@ -1,0 +1,151 @@
+"""Verification and draft sampling on a GPU at real shapes: the reference's tokens, and the same bits in any block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph.kernels.sample import STREAM_TARGET, gumbel, process_logits, sample, sample_draft_reference
+from specgraph.kernels.verify import verify_reference
+
+LOGPROB_ERROR = 4e-6
+NEAR_TIE = 4e-6
+"""Scores closer than this, some units in the last place of the noise, may be ordered either way."""
+
+
+def problem(batch: int, drafts: int, vocab: int, temperature: float | None = None) -> dict[str, Any]:
+    draw = torch.Generator("cuda").manual_seed(batch * 100 + drafts)
+    logits = (torch.randn(batch, drafts + 1, vocab, generator=draw, device="cuda") * 3).bfloat16()
+    mixed = torch.tensor([0.8, 0.0, 1.0, 1.3], device="cuda").repeat(batch)[:batch]
+    heat = mixed if temperature is None else torch.full((batch,), temperature, device="cuda")
+    seeds = torch.randint(-(2**62), 2**62, (batch,), generator=draw, device="cuda")
+    start = torch.randint(0, 2**20, (batch, 1), generator=draw, device="cuda")
+    positions = start + torch.arange(drafts + 1, device="cuda")
+    own = sample(process_logits(logits, heat), seeds, positions)[:, :drafts]
+    wrong = torch.rand(own.shape, generator=draw, device="cuda") < 0.15
+    return {
+        "logits": logits,
+        "draft_tokens": torch.where(wrong, own // 2, own),
+        "temperature": heat,
+        "seeds": seeds,
+        "positions": positions,
+        "num_rows": torch.full((batch,), drafts + 1, device="cuda"),
+        "num_forced": torch.zeros(batch, dtype=torch.int64, device="cuda"),
+    }
+
+
+def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.specgraph.verify(
+        given["logits"], given["draft_tokens"], None, given["temperature"], given["seeds"], given["positions"], None,
+        None, None, given["num_rows"], given["num_forced"], None, rule=rule, logprobs=logprobs,
+    )  # fmt: skip
+    return found
+
+
+def reference(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
+    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens")}
+    return verify_reference(given["logits"], given["draft_tokens"], None, **rest, rule=rule)
+
+
+def gaps(given: dict[str, Any]) -> Tensor:
+    """How far apart the two best scores of each row are, relative to the best, ``[B, R]``."""
+    vocab = given["logits"].shape[-1]
+    noise = gumbel(given["seeds"], STREAM_TARGET, given["positions"], None, vocab)
+    best = (process_logits(given["logits"], given["temperature"]) + noise).topk(2).values
+    return (best[..., 0] - best[..., 1]) / best[..., 0].abs().clamp_min(1)
+
+
+@pytest.mark.parametrize("vocab", [128256, 151936])
+@pytest.mark.parametrize(("batch", "drafts"), [(1, 3), (8, 7), (32, 3)])
+@pytest.mark.parametrize("rule", ["strict", "typical", "synthetic"])
+def test_tokens_are_the_references(vocab: int, batch: int, drafts: int, rule: str) -> None:
+    given = problem(batch, drafts, vocab)
+    found, wanted = op(given, rule), reference(given, rule)
+    clear = (gaps(given) > NEAR_TIE).all(1)
+    assert clear.float().mean() > 0.9
+    assert torch.equal(found[0][clear], wanted[0][clear])
+    assert torch.equal(found[1][clear], wanted[1][clear])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, None])
+def test_logprobs_are_those_of_float64(temperature: float | None) -> None:
+    given = problem(8, 3, 128256, temperature)
+    for kind in ("raw", "processed"):
+        emitted, _, found = op(given, logprobs=kind)
+        source = given["logits"].double()
+        if kind == "processed":
+            source = process_logits(source, given["temperature"].double())
+        own = source.log_softmax(-1).gather(2, emitted.clamp_min(0).unsqueeze(2)).squeeze(2)
+        torch.testing.assert_close(found.double(), own.masked_fill(emitted < 0, 0.0), rtol=0, atol=LOGPROB_ERROR)
+
+
+@pytest.mark.parametrize("vocab", [128256, 151936, 32003])
+def test_a_row_has_the_same_bits_in_blocks_of_1_to_576_rows(vocab: int) -> None:
+    """Every row of 64 sequences of 9 rows, against smaller batches, shorter blocks and single rows."""
+    given = problem(64, 8, vocab)
+    given["draft_tokens"] = op(given)[0][:, :8]
+    whole = op(given, logprobs="raw")
+    for batch in (1, 3, 17):
+        part = op({name: value[:batch] for name, value in given.items()}, logprobs="raw")
+        assert all(torch.equal(one[:batch], other) for one, other in zip(whole, part, strict=True))
+    for first, width in ((0, 1), (0, 4), (2, 1), (5, 2), (8, 1)):
+        rows = slice(first, first + width)
+        short = {**given, "logits": given["logits"][:, rows], "positions": given["positions"][:, rows]}
+        short["draft_tokens"] = given["draft_tokens"][:, first : first + width - 1]
+        short["num_rows"] = torch.full_like(given["num_rows"], width)
+        found, reached = op(short, logprobs="raw"), whole[1] > first
+        both = (found[0][reached] >= 0) & (whole[0][reached][:, rows] >= 0)
+        assert both[:, 0].all()
+        for one, other in ((found[0], whole[0]), (found[2], whole[2])):
+            assert torch.equal(one[reached][both], other[reached][:, rows][both])
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("count", [1, 7])
+def test_drafts_are_the_references(rule: str, mapped: bool, count: int) -> None:
+    vocab, batch = 32000, 32
+    draw = torch.Generator("cuda").manual_seed(5)
+    logits = (torch.randn(batch, count, vocab, generator=draw, device="cuda") * 3).bfloat16()
+    ids = torch.randperm(128256, generator=draw, device="cuda")[:vocab].sort().values if mapped else None
+    temperature = torch.tensor([0.8, 0.0, 1.0, 1.3], device="cuda").repeat(8)
+    seeds, key = torch.arange(batch, device="cuda") * 977, torch.arange(batch, device="cuda") * 31
+    arguments = (logits, temperature, seeds, key, None, None, None, ids, 0, rule, 128256, True)
+    found, wanted = torch.ops.specgraph.sample_draft(*arguments), sample_draft_reference(*arguments)
+    assert torch.equal(found[1], wanted[1])
+    # One of these few hundred draws may be a near tie.
+    assert (found[0] != wanted[0]).sum() <= 1
+    none = torch.ops.specgraph.sample_draft(*arguments[:-1], False)
+    assert torch.equal(none[0], found[0])
+
+
+def test_strict_drafts_of_the_targets_own_logits_are_all_accepted() -> None:
+    """The two kernels share noise and scores bit for bit."""
+    given = problem(64, 7, 128256)
+    key = given["positions"][:, 0].contiguous()
+    drawn, _ = torch.ops.specgraph.sample_draft(
+        given["logits"][:, :7], given["temperature"], given["seeds"], key, None, None, None, None, 0, "strict", None,
+        False,
+    )  # fmt: skip
+    given["draft_tokens"] = drawn
+    assert (op(given)[1] == 8).all()
+
+
+def test_no_launch_waits_for_the_host_and_a_graph_replays_it() -> None:
+    given = problem(8, 3, 128256)
+    wanted = op(given, logprobs="raw")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op(given, logprobs="raw")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = op(given, logprobs="raw")
+    for _ in range(3):
+        graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
