@@ -12,6 +12,9 @@ does not depend on the number of columns. All programs have four warps, which fi
 products and sums are not contracted by the compiler.
 """
 
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -366,7 +369,7 @@ def _launch(
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
         *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, *_score_factors(scale, softcap),
         GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, BLOCK_K=tiling.block_keys,
-        BLOCK_R=block_rows, WRITE=0 if apart else triton.next_power_of_2(max(rows, WRITTEN_ROWS)), WINDOW=window or 0,
+        BLOCK_R=block_rows, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)), WINDOW=window or 0,
         SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
         STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype), **sizes, **modes, **options,
     )  # fmt: skip
@@ -375,7 +378,12 @@ def _launch(
 
 def _padded(dim: int) -> int:
     """The tile that holds a head: a power of two, and at least what ``tl.dot`` takes."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, _power_of_two(dim))
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
 
 
 def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
@@ -401,7 +409,7 @@ def _block_rows(pairs: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
     """
     if dtype.itemsize > 2:
         return 16
-    return max(16, min(64 if max(sizes["DP"], sizes["DVP"]) <= 128 else 32, triton.next_power_of_2(pairs)))
+    return max(16, min(64 if max(sizes["DP"], sizes["DVP"]) <= 128 else 32, _power_of_two(pairs)))
 
 
 def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
