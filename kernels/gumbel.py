@@ -14,6 +14,9 @@ The uniforms are those of :mod:`specgraph.kernels.sample`, bit for bit, and ever
 :func:`gumbel_scores`, so kernels agree with each other. At temperature 0 the scan compares the logits themselves.
 """
 
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import triton

@@ -26,6 +26,9 @@ Rules
         tokens as ``probabilistic`` in expectation.
     typical: accept while ``p(x) > min(threshold, alpha * exp(-entropy))``. Lossy. Medusa, arXiv 2401.10774.
     synthetic: accept every draft with a given probability. Lossy, for benchmarks.
+
+On a GPU, strict, typical and synthetic without top-k, top-p and min-p run in two launches of Triton
+(:mod:`specgraph.kernels.verify_triton`); everything else is the reference, which does not wait for the host either.
 """
 
 from __future__ import annotations
