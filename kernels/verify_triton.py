@@ -80,7 +80,7 @@ def _scan_rows(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row. ``stats`` ``[5, B * R, splits]``: largest, sum, (largest) scaled sum and its moment."""
+    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, and sum and moment at the temperature."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -208,7 +208,7 @@ def _logprob(x, largest, total, inverse):
     return (clean(x) - largest) * inverse - tl.log(total)
 
 
-@triton.jit(do_not_specialize=["count", "width", "drafts_stride"])
+@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
     logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
     best_ptr, place_ptr, second_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr,
