@@ -80,7 +80,7 @@ def _scan_rows(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, and sum and moment at the temperature."""
+    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, then sum and moment as scaled."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
