@@ -1,4 +1,4 @@
-"""The command line: ``python -m specgraph generate|dump|inspect|train [KEY=VALUE ...]``, composed and swept by Hydra.
+"""The command line: ``python -m specgraph generate|dump|inspect|bench|train [KEY=VALUE ...]``, composed by Hydra.
 
 Nothing here imports torch: a command's module is imported when it runs.
 """
@@ -25,7 +25,7 @@ from specgraph.cli_errors import CONFIGURATION_ERRORS, every_key, sentence
 from specgraph.config_errors import check_keys, did_you_mean
 from specgraph.errors import ConfigError, SpecgraphError
 
-FREE_TEXT = ("prompt", "template", "path")
+FREE_TEXT = ("prompt", "template", "path", "json", "plot")
 """Keys whose values are taken literally, so that a comma or a bracket in a text needs no second pair of quotes."""
 SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")

@@ -86,6 +86,12 @@ class InspectConfig:
     """Options that overrule the checkpoint's, as for `generate`."""
 
 
+def _bench_config() -> type:
+    from specgraph.bench.config import BenchConfig
+
+    return BenchConfig
+
+
 def _train_config() -> type:
     from specgraph.training.config import TrainConfig
 
@@ -127,6 +133,12 @@ COMMANDS = {
         lambda: InspectConfig,
         "PATH [target=MODEL] [KEY=VALUE ...]",
         "path",
+    ),
+    "bench": Command(
+        "time decode steps, or kernels, against the bytes that must move",
+        _bench_config,
+        "[kernels] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [batch_sizes=[1,8]] [KEY=VALUE ...]",
+        "what",
     ),
     "train": Command(
         "train a small target and its draft from questions and answers",

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +23,10 @@ from specgraph.decode_prompts import check_batch_size, decode_prompts, encode
 from specgraph.errors import ConfigError
 from specgraph.prompts import read_prompts
 from specgraph.summary import compare_rows, summary_rows, table
+
+if TYPE_CHECKING:
+    from specgraph.bench.kernels import KernelRow
+    from specgraph.bench.steps import StepRow
 
 Options = TypeVar("Options", bound=ModelConfig)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -103,6 +107,32 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
     return {key: value for key, value in found.facts.items() if key != "checkpoint"}
 
 
+def bench(cfg: DictConfig) -> dict[str, str]:
+    """Time decode steps or kernels; print a line for each measurement, then a table."""
+    from specgraph.bench import run
+    from specgraph.bench.config import BenchConfig, check_bench_config
+    from specgraph.bench.models import SHAPES
+
+    if OmegaConf.is_missing(cfg, "target"):
+        raise ConfigError(
+            f"target is not set: python -m specgraph bench target={'|'.join(SHAPES)}, or the folder or name of a model."
+        )
+    config, options = _compiled_part(cfg), cast(BenchConfig, OmegaConf.to_object(cfg))
+    check_bench_config(options)
+    run.check_target(options.target)
+    device, dtype = device_and_dtype(options)
+    if options.target not in SHAPES:
+        check_folder(options.target, "target")
+    rows: Sequence[StepRow | KernelRow]
+    if options.what == "kernels":
+        rows = run.run_kernels(options, torch.device(device))
+    elif options.target in SHAPES:
+        rows = run.run_steps(run.make_target(options, torch.device(device)), options, config)
+    else:
+        rows = run.run_steps(load_model(options.target, device, dtype), options, config)
+    return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
+
+
 def train(cfg: DictConfig) -> dict[str, str]:
     """Train a target and a draft; progress is on standard error."""
     from specgraph.training import run_training
@@ -127,7 +157,8 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
             "seconds": f"{report.seconds:.0f}"}  # fmt: skip
 
 
-_COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "train": train, "train_head": train_head}
+_COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "bench": bench, "train": train,
+             "train_head": train_head}  # fmt: skip
 
 
 def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
@@ -137,10 +168,15 @@ def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
         raise ConfigError(
             f"model is not set: python -m specgraph {name} model=PATH, the folder or name of a causal LM."
         )
+    return _compiled_part(cfg), cast(Options, OmegaConf.to_object(cfg))
+
+
+def _compiled_part(cfg: DictConfig) -> Config:
+    """What ``compile_speculative`` takes, checked."""
     shared = [f.name for f in dataclasses.fields(Config)]
     config = load_config(OmegaConf.masked_copy(cfg, shared))
     build_passes(config)  # only to refuse a misspelt option before a model is loaded
-    return config, cast(Options, OmegaConf.to_object(cfg))
+    return config
 
 
 class _Placed(Protocol):

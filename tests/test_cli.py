@@ -87,11 +87,11 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["genrate"]) == 2
     assert capsys.readouterr().err == (
         "error: There is no command 'genrate' (did you mean 'generate'?); "
-        "commands are generate, dump, inspect, train.\n"
+        "commands are generate, dump, inspect, bench, train.\n"
     )
 
 
-@pytest.mark.parametrize("command", ["generate", "dump"])
+@pytest.mark.parametrize("command", ["generate", "dump", "bench"])
 def test_help_explains_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
@@ -250,9 +250,9 @@ def test_sweep_over_drafts_by_their_paths(
 
 MISTAKES = {
     "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle3, ngram, "
-                   "none, or the path of a checkpoint.",
+                   "none, peagle, or the path of a checkpoint.",
     "draft=./nowhere/eagle3": "draft=./nowhere/eagle3: there is no such file or folder; draft is one of draft_model, "
-                              "eagle3, ngram, none, or the path of a checkpoint (",
+                              "eagle3, ngram, none, peagle, or the path of a checkpoint (",
     "draft=.": "There is no config.json; a checkpoint is ",
     "draft.num_speculative_token=3":
         "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",

@@ -1,0 +1,1 @@
+"""``python -m specgraph bench``: times against the bytes that must move."""

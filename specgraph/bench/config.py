@@ -1,0 +1,68 @@
+"""What ``python -m specgraph bench`` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from specgraph.config import Config
+from specgraph.config_errors import did_you_mean
+from specgraph.errors import ConfigError
+
+KINDS = ("steps", "kernels")
+
+
+@dataclass
+class BenchConfig(Config):
+    """Keys of ``bench``; ``draft=eagle3`` or ``draft=peagle`` without a path is a random head for the target."""
+
+    what: str = "steps"
+    """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same."""
+    target: str = MISSING
+    """llama-3-8b-shape, llama-3.2-1b-shape or tiny-shape (random weights), or the folder or name of a model."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
+    """Sequences decoded together, one measurement each."""
+    num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
+    """K, one measurement each; in the place of draft.num_speculative_tokens."""
+    prompt_length: int = 128
+    """Random tokens in front of every sequence; of kernels, the length of the context."""
+    steps: int = 50
+    """Decode steps, or repetitions of a kernel, that are measured; the median counts."""
+    warmup: int = 5
+    """Decode steps, or repetitions, that come before."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
+    json: str | None = None
+    """Also write the results to this file."""
+    plot: str | None = None
+    """Also draw them to this file (.png, .svg or .pdf); needs matplotlib."""
+
+
+def check_bench_config(config: BenchConfig) -> None:
+    """Refuse what cannot be measured, before a model is built.
+
+    Raises:
+        ConfigError: says what is allowed.
+    """
+    if config.what not in KINDS:
+        raise ConfigError(f"There is no bench {config.what}{did_you_mean(config.what, KINDS)}; it is steps or kernels.")
+    for key in ("batch_sizes", "num_speculative_tokens"):
+        values = getattr(config, key)
+        if not values or min(values) < 1:
+            raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")
+    for key, least in (("prompt_length", 1), ("steps", 1), ("warmup", 0)):
+        if getattr(config, key) < least:
+            raise ConfigError(f"{key} must be at least {least}, got {getattr(config, key)}.")
+    for key in ("json", "plot"):
+        path = getattr(config, key)
+        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+            raise ConfigError(f"{key}={path}: there is no folder for that file; create it first.")
+    if config.plot is not None and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"plot={config.plot}: a plot ends in .png, .svg or .pdf.")
+    if config.plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError(f"plot={config.plot} needs matplotlib: pip install 'specgraph[train]', or leave plot out.")

@@ -1,0 +1,270 @@
+"""Times single kernels at a target's shapes, beside what a library offers for the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.timing import Call, median_seconds
+
+BLOCK_SIZE = 16
+ROTATED_BYTES = 2**28
+"""Calls of one measurement read this much different memory, several times an L2 cache, if their number stays small."""
+MAX_COPIES = 64
+
+Make = Callable[[], tuple[Call, dict[str, Call]]]
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One measurement.
+
+    Attributes:
+        kernel: the op's name.
+        shape: what it was given.
+        us: median microseconds of a call.
+        bytes: what it must read and write.
+        limit_us: the time that takes at the measured bandwidth; ``ratio`` is ``us / limit_us``.
+        library: the library call that does the same, or a part of it, with the best time; None if there is none.
+        library_us: its microseconds.
+    """
+
+    kernel: str
+    shape: str
+    us: float
+    bytes: int
+    limit_us: float
+    ratio: float
+    library: str | None
+    library_us: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape. ``make`` puts fresh inputs into memory and returns our call and libraries' calls."""
+
+    kernel: str
+    shape: str
+    bytes: int
+    make: Make
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a causal LM that its kernels see."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> Sizes:
+        text: Any = config.get_text_config()
+        heads = text.num_attention_heads
+        return Sizes(
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            vocab=text.vocab_size,
+        )
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Name to (inputs, outputs) of the products of a step, q/k/v and gate/up merged."""
+        width = self.heads * self.head_dim
+        return {
+            "qkv": (self.hidden, width + 2 * self.kv_heads * self.head_dim),
+            "o": (width, self.hidden),
+            "gate_up": (self.hidden, 2 * self.intermediate),
+            "down": (self.intermediate, self.hidden),
+            "lm_head": (self.hidden, self.vocab),
+        }
+
+
+def bench_kernels(
+    sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
+) -> Iterator[KernelRow]:
+    """A row for every kernel that this installation has, at every shape."""
+    for case in cases(sizes, options, device, dtype):
+        copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
+        made = [case.make() for _ in range(copies)]
+        time_of = functools.partial(median_seconds, device, repeats=options.steps, warmup=options.warmup)
+        ours = time_of([call for call, _ in made])
+        libraries: dict[str, float] = {}
+        for name in made[0][1]:
+            with contextlib.suppress(RuntimeError):  # a library that cannot do it here is left out
+                libraries[name] = time_of([others[name] for _, others in made])
+        best = min(libraries, key=libraries.__getitem__, default=None)
+        limit = case.bytes / bandwidth
+        yield KernelRow(case.kernel, case.shape, 1e6 * ours, case.bytes, 1e6 * limit, ours / limit, best,
+                        None if best is None else 1e6 * libraries[best])  # fmt: skip
+
+
+def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Linears and norms by the number of rows, attention and verification by batch and K."""
+    shapes = [(batch, k + 1) for batch in options.batch_sizes for k in [0, *options.num_speculative_tokens]]
+    place = _Place(device, dtype)
+    for rows in sorted({batch * width for batch, width in shapes}):
+        if _has("linear"):
+            yield from (_linear(place, name, *size, rows) for name, size in sizes.linears.items())
+        if _has("rms_norm", "norm"):
+            yield _norm(place, sizes.hidden, rows)
+        if _has("gated_activation", "activation"):
+            yield _activation(place, sizes.intermediate, rows)
+    for batch, width in shapes:
+        if _has("paged_attention", "attention"):
+            yield _attention(place, sizes, batch, width, options.prompt_length)
+    for batch, width in shapes:
+        if width > 1 and _has("verify"):
+            yield _verify(place, sizes.vocab, batch, width)
+
+
+def _has(op: str, module: str | None = None) -> bool:
+    """Whether a kernel of that name is installed; its module registers it."""
+    try:
+        importlib.import_module(f"specgraph.kernels.{module or op}")
+    except ImportError:
+        return False
+    return hasattr(torch.ops.specgraph, op)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where inputs are made; nothing is timed on zeros."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype) * scale
+
+    def full(self, shape: Sequence[int], value: float, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(tuple(shape), value, device=self.device, dtype=dtype)
+
+    def size(self, *counts: int) -> int:
+        return sum(counts) * self.dtype.itemsize
+
+
+def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+    """``[rows, inputs] @ [outputs, inputs]^T``; the library is PyTorch's (cuBLAS on a GPU)."""
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        x, weight = place.random(1, rows, inputs), place.random(outputs, inputs, scale=inputs**-0.5)
+        return (
+            lambda: torch.ops.specgraph.linear(x, weight),
+            {"torch linear": lambda: functional.linear(x, weight)},
+        )
+
+    moved = place.size(outputs * inputs, rows * inputs, rows * outputs)
+    return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make)
+
+
+def _norm(place: _Place, width: int, rows: int) -> Case:
+    def make() -> tuple[Call, dict[str, Call]]:
+        x, weight = place.random(1, rows, width), place.random(width)
+        libraries: dict[str, Call] = {"torch rms_norm": lambda: functional.rms_norm(x, (width,), weight, 1e-5)}
+        flashinfer = _flashinfer(place)
+        if flashinfer is not None:
+            flat = x.view(rows, width)
+            libraries["flashinfer"] = lambda: flashinfer.rmsnorm(flat, weight, 1e-5)
+        return lambda: torch.ops.specgraph.rms_norm(x, weight, eps=1e-5), libraries
+
+    return Case("rms_norm", f"{width} wide, {rows} rows", place.size(2 * rows * width, width), make)
+
+
+def _activation(place: _Place, width: int, rows: int) -> Case:
+    def make() -> tuple[Call, dict[str, Call]]:
+        x = place.random(1, rows, 2 * width)
+
+        def separate() -> Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return functional.silu(gate) * up
+
+        ours: Call = lambda: torch.ops.specgraph.gated_activation(x, activation="silu")  # noqa: E731
+        return ours, {"torch silu, mul": separate}
+
+    return Case("gated_activation", f"{width} wide, {rows} rows", place.size(3 * rows * width), make)
+
+
+def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:
+    """``rows`` new rows of each sequence after ``context`` cached ones; libraries read dense keys and values."""
+    length = context + rows
+    heads, groups, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        q = place.random(batch, heads, rows, dim)
+        k, v = (place.random(batch, groups, rows, dim) for _ in range(2))
+        pages = -(-length // BLOCK_SIZE)
+        caches = [place.random(batch * pages, BLOCK_SIZE, groups, dim) for _ in range(2)]
+        table = torch.randperm(batch * pages, device=place.device).view(batch, pages)
+        positions = torch.arange(context, length, device=place.device).expand(batch, -1).contiguous()
+        slots = table.gather(1, positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
+        keys, values = (place.random(batch, groups, length, dim) for _ in range(2))
+        seen = torch.arange(length, device=place.device) <= positions[:1, :, None]
+
+        def ours() -> Tensor:
+            out: Tensor = torch.ops.specgraph.paged_attention(
+                q, k, v, *caches, slots, table, positions, scale=dim**-0.5
+            )
+            return out
+
+        # One row sees everything: without a mask more of PyTorch's kernels can run.
+        mask = None if rows == 1 else seen[:, None]
+        dense = functools.partial(functional.scaled_dot_product_attention, q, keys, values, mask, enable_gqa=True)
+        libraries: dict[str, Call] = {"torch sdpa": dense}
+        flashinfer = _flashinfer(place)
+        if flashinfer is not None and batch == 1:
+            nhd = [x[0].transpose(0, 1).contiguous() for x in (q, keys, values)]
+            libraries["flashinfer"] = lambda: flashinfer.single_prefill_with_kv_cache(*nhd, causal=True)
+        return ours, libraries
+
+    # The context is read, the new keys and values are read and written; queries are read, the output is written.
+    moved = place.size(2 * batch * groups * (context + 2 * rows) * dim, 2 * batch * rows * heads * dim)
+    return Case("paged_attention", f"batch {batch}, {rows} rows, context {context}", moved, make)
+
+
+def _verify(place: _Place, vocab: int, batch: int, rows: int) -> Case:
+    """Temperature 1, drafts without logits; beside it one maximum over the logits, which is the least anyone reads."""
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        logits = place.random(batch, rows, vocab, scale=2.0)
+        drafts = logits.argmax(-1)[:, :-1].contiguous()  # likely tokens, so that some are accepted
+        temperature, seeds = place.full([batch], 1.0, torch.float32), torch.arange(batch, device=place.device)
+        positions = torch.arange(100, 100 + rows, device=place.device).expand(batch, -1).contiguous()
+        num_rows, num_forced = place.full([batch], rows), place.full([batch], 0)
+
+        def ours() -> Any:
+            return torch.ops.specgraph.verify(
+                logits, drafts, None, temperature, seeds, positions, None, None, None, num_rows, num_forced, None,
+                rule="strict",
+            )  # fmt: skip
+
+        return ours, {"torch amax": lambda: logits.amax(-1)}
+
+    return Case("verify", f"batch {batch}, K = {rows - 1}, {vocab} tokens", place.size(batch * rows * vocab), make)
+
+
+def _flashinfer(place: _Place) -> Any:
+    """The library, if it is installed and runs here."""
+    if place.device.type != "cuda" or place.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        return importlib.import_module("flashinfer")
+    except ImportError:
+        return None

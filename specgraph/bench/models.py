@@ -1,0 +1,101 @@
+"""Targets and heads of a given shape with random weights, made where they run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
+from specgraph.training.heads.teacher import feature_layers
+
+_LLAMA: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+                          "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b-shape": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b-shape": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "tiny-shape": {
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Llama configurations by name; the tiny one is for trying the command on a CPU."""
+DRAFT_VOCAB = 32000
+"""Tokens that a random head drafts, as published EAGLE-3 heads for Llama do, or all of a smaller vocabulary."""
+
+
+def shape_config(name: str) -> PretrainedConfig:
+    """The configuration of a named shape."""
+    config: PretrainedConfig = AutoConfig.for_model("llama", **_LLAMA, **SHAPES[name])
+    return config
+
+
+def random_target(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """A causal LM of a named shape; its weights are drawn on the device, the CPU holds none of them."""
+    with _building(device, dtype, seed):
+        built: Any = AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
+    model: PreTrainedModel = built.eval().requires_grad_(False)
+    return model
+
+
+def random_head(model: PreTrainedModel, parallel: bool, seed: int = 1) -> DraftHead:
+    """An EAGLE-3 head of one layer as wide as the target's, or with ``parallel`` a P-EAGLE head.
+
+    Its embedding is the target's own; it drafts :data:`DRAFT_VOCAB` tokens, a random part of the target's vocabulary.
+    """
+    text: Any = model.config.get_text_config()
+    embedding, projection = (m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    features = feature_layers([], text.num_hidden_layers)
+    vocab = min(DRAFT_VOCAB, len(projection))
+    config = Eagle3Config(_layer(text, len(embedding)), text.hidden_size, len(features), vocab)
+    with _building(embedding.device, embedding.dtype, seed):
+        head = Eagle3(config, parallel=parallel)
+        if head.mask_hidden is not None:
+            nn.init.normal_(head.mask_hidden)
+        if vocab < len(projection):
+            head.draft_to_target = torch.randperm(len(projection))[:vocab].sort().values
+    head.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
+    mask = len(embedding) - 1 if parallel else None
+    return DraftHead(head.eval().requires_grad_(False), features, mask, parallel)
+
+
+def _layer(text: Any, num_embeddings: int) -> PretrainedConfig:
+    """One decoder layer of Llama's kind with the sizes of the target's."""
+    heads = text.num_attention_heads
+    config: PretrainedConfig = AutoConfig.for_model(
+        "llama",
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=num_embeddings,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=1e-5,
+    )
+    return config
+
+
+@contextlib.contextmanager
+def _building(device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[None]:
+    """New modules are made on ``device`` in ``dtype``; the random numbers of the caller stay as they were."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                yield
+        finally:
+            torch.set_default_dtype(before)

@@ -1,0 +1,81 @@
+"""Tables, JSON and plots of measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specgraph.bench.kernels import KernelRow
+from specgraph.bench.steps import StepRow
+
+Rows = Sequence[StepRow] | Sequence[KernelRow]
+
+STEP_COLUMNS = {
+    "batch": "batch", "k": "K", "ms": "ms/step", "tokens_per_step": "tokens/step", "tokens_per_second": "tokens/s",
+    "target_bytes": "target GB", "draft_bytes": "draft GB", "cache_bytes": "cache GB", "limit_ms": "limit ms",
+    "ratio": "ms/limit", "compile_s": "compile s", "peak_bytes": "peak GB",
+}  # fmt: skip
+KERNEL_COLUMNS = {
+    "kernel": "kernel", "shape": "shape", "us": "us", "bytes": "bytes", "limit_us": "limit us", "ratio": "us/limit",
+    "library_us": "library us", "library": "library",
+}  # fmt: skip
+_DIGITS = {"tokens_per_step": 2, "tokens_per_second": 1, "ratio": 2, "compile_s": 1, "us": 2, "limit_us": 2,
+           "library_us": 2}  # fmt: skip
+
+
+def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:
+    """The fields of a row that are shown, and what they are called."""
+    return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
+
+
+def text_table(rows: Rows) -> str:
+    """A line for every row, under the names of the columns."""
+    columns = columns_of(rows[0])
+    cells = [list(columns.values()), *([_cell(name, getattr(row, name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.{_DIGITS.get(name, 3)}f}"
+    if name.endswith("_bytes"):
+        return f"{value / 1e9:.3f}"
+    return f"{value:,}" if name == "bytes" else str(value)
+
+
+def write_json(path: str, about: Mapping[str, Any], rows: Rows) -> None:
+    """One object: what was measured on what, and the rows with all their fields."""
+    written = {**about, "rows": [dataclasses.asdict(row) for row in rows]}
+    Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
+
+
+def plot(path: str, title: str, rows: Rows) -> None:
+    """Bars of the measured times, and a line at the limit of each."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1 + 0.3 * len(rows)), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    places = range(len(rows))
+    axes.barh(places, [row.ratio for row in rows], color="tab:blue")
+    axes.axvline(1.0, color="tab:red", linestyle="--")
+    for place in places:
+        axes.text(rows[place].ratio, place, f" {_time(rows[place])}", va="center")
+    axes.set(title=title, xlabel="time over the time its bytes need", yticks=places)
+    axes.set_yticklabels([_label(row) for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    figure.savefig(Path(path).expanduser())
+
+
+def _label(row: StepRow | KernelRow) -> str:
+    return f"batch {row.batch}, K = {row.k}" if isinstance(row, StepRow) else f"{row.kernel}, {row.shape}"
+
+
+def _time(row: StepRow | KernelRow) -> str:
+    return f"{row.ms:.3g} ms" if isinstance(row, StepRow) else f"{row.us:.3g} us"

@@ -1,0 +1,115 @@
+"""The command: what is measured, on what, and what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from specgraph.bench import report
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.kernels import KernelRow, Sizes, bench_kernels
+from specgraph.bench.models import SHAPES, random_target, shape_config
+from specgraph.bench.steps import StepRow, bench_steps
+from specgraph.bench.timing import measure_bandwidth
+from specgraph.config import Config
+from specgraph.config_errors import did_you_mean
+from specgraph.errors import ConfigError
+
+
+def check_target(name: str) -> None:
+    """Refuse a misspelt shape before transformers looks for a model of that name.
+
+    Raises:
+        ConfigError: with the shapes there are.
+    """
+    if name.endswith("-shape") and name not in SHAPES:
+        raise ConfigError(f"There is no target={name}{did_you_mean(name, SHAPES)}; shapes are {', '.join(SHAPES)}.")
+
+
+def dtype_on(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of random weights: ``auto`` is bfloat16 on a GPU, float32 on a CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> list[StepRow]:
+    """Measure and print whole steps of a loaded model."""
+    device = next(model.parameters()).device
+    bandwidth = measure_bandwidth(device)
+    about = _about(options, device, model.dtype, bandwidth) | {
+        "draft": _draft(config), "verify": config.verify.rule, "acceptance_rate": config.verify.acceptance_rate,
+        "lowering": config.lowering.name,
+    }  # fmt: skip
+    found: list[StepRow] = []
+    for row in bench_steps(model, options, config, bandwidth):
+        found.append(row)
+        print(f"batch {row.batch}, K = {row.k}: {row.ms:.3f} ms per step", flush=True)
+    _finish(options, about, found)
+    return found
+
+
+def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
+    """Measure and print single kernels at a target's shapes."""
+    dtype = dtype_on(options.dtype, device)
+    sizes = Sizes.of(_config(options.target))
+    bandwidth = measure_bandwidth(device)
+    found: list[KernelRow] = []
+    for row in bench_kernels(sizes, options, device, dtype, bandwidth):
+        found.append(row)
+        print(f"{row.kernel}, {row.shape}: {row.us:.2f} us", flush=True)
+    _finish(options, _about(options, device, dtype, bandwidth), found)
+    return found
+
+
+def make_target(options: BenchConfig, device: torch.device) -> PreTrainedModel:
+    """A target of a named shape, with random weights."""
+    return random_target(options.target, device, dtype_on(options.dtype, device))
+
+
+def _config(target: str) -> PretrainedConfig:
+    if target in SHAPES:
+        return shape_config(target)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(target)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(f"target={target} has no configuration of a causal LM: {reason}.") from None
+    return config
+
+
+def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"what": options.what, "target": options.target, "device": name, "torch": torch.__version__,
+            "dtype": str(dtype).removeprefix("torch."), "prompt_length": options.prompt_length,
+            "steps": options.steps, "bandwidth_gb_per_s": bandwidth / 1e9}  # fmt: skip
+
+
+def _draft(config: Config) -> str:
+    if config.draft.model is not None:
+        return config.draft.model
+    if config.draft.kind != "eagle3":
+        return config.draft.kind
+    return f"{'peagle' if config.draft.parallel else 'eagle3'} (random)"
+
+
+def _finish(options: BenchConfig, about: dict[str, Any], rows: list[StepRow] | list[KernelRow]) -> None:
+    """The table, after what it is of; the JSON and the plot, if they were asked for."""
+    print("\n" + "\n".join(_heading(about)))
+    if not rows:
+        raise ConfigError("None of the kernels is installed; install specgraph again.")
+    print("\n" + report.text_table(rows))
+    if options.json is not None:
+        report.write_json(options.json, about, rows)
+    if options.plot is not None:
+        report.plot(options.plot, f"{about['target']}, {about['dtype']}, {about['device']}", rows)
+
+
+def _heading(about: dict[str, Any]) -> Iterator[str]:
+    shown = {**about, "bandwidth_gb_per_s": f"{about['bandwidth_gb_per_s']:,.1f}"}
+    width = max(map(len, shown))
+    return (f"{name:<{width}}  {value}" for name, value in shown.items())

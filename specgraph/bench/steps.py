@@ -1,0 +1,186 @@
+"""Times whole decode steps of a compiled decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.models import random_head
+from specgraph.bench.traffic import STAGE, step_traffic
+from specgraph.compile import compile_speculative
+from specgraph.config import Config
+from specgraph.decoder import SpeculativeDecoder
+from specgraph.drafters import DraftHead
+from specgraph.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One measurement.
+
+    Attributes:
+        batch: sequences.
+        k: drafts per step and sequence, 0 without a drafter.
+        ms: median time of a step; ``mean_ms`` the mean.
+        tokens_per_step: per sequence; with ``verify=synthetic`` what the acceptance rate gives, else measured.
+        tokens_per_second: of the whole batch, at the median time.
+        target_bytes, draft_bytes, cache_bytes: what one step must read.
+        limit_ms: the time that takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
+        compile_s: seconds of ``compile_speculative`` and of the first steps.
+        peak_bytes: most memory in use on a GPU, 0 on a CPU.
+    """
+
+    batch: int
+    k: int
+    ms: float
+    mean_ms: float
+    tokens_per_step: float
+    tokens_per_second: float
+    target_bytes: int
+    draft_bytes: int
+    cache_bytes: int
+    limit_ms: float
+    ratio: float
+    compile_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Steps that were timed: seconds of each, tokens per sequence and step, the mean length of the context."""
+
+    seconds: list[float]
+    tokens_per_step: float
+    context: float
+
+
+def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, bandwidth: float) -> Iterator[StepRow]:
+    """A row for every K and batch size; a decoder is compiled for each K.
+
+    Raises:
+        ConfigError: the measured steps do not fit into the target's positions.
+    """
+    config = dataclasses.replace(config, max_batch_size=max(options.batch_sizes))
+    head = _head(model, config)
+    counts = options.num_speculative_tokens if config.draft.kind != "none" else [0]
+    for k in counts:
+        check_length(model, options, k)
+    for k in counts:
+        begin = time.perf_counter()
+        decoder = compile_speculative(model, _for(config, options, k), draft=head)
+        seconds = time.perf_counter() - begin
+        for batch in options.batch_sizes:
+            yield _measure(decoder, options, batch, k, seconds, bandwidth)
+        del decoder
+        gc.collect()  # a decoder's graphs and its memory on a GPU are freed before the next one asks for theirs
+
+
+def needed_length(options: BenchConfig, k: int) -> int:
+    """Positions that the prompt and all steps can take; a few steps more, as results are read some steps behind."""
+    return options.prompt_length + (options.warmup + options.steps + 4) * (k + 1) + 1
+
+
+def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
+    """Refuse more steps than the target has positions for."""
+    text: Any = model.config.get_text_config()
+    known, needed = getattr(text, "max_position_embeddings", None), needed_length(options, k)
+    if known is not None and needed > known:
+        raise ConfigError(
+            f"prompt_length={options.prompt_length} and steps={options.steps} at K = {k} take up to {needed} "
+            f"positions, but {options.target} is right for {known}; lower one of them."
+        )
+
+
+def _head(model: PreTrainedModel, config: Config) -> DraftHead | None:
+    """A random head where one is asked for without a checkpoint."""
+    if config.draft.kind != "eagle3" or config.draft.model is not None:
+        return None
+    return random_head(model, parallel=bool(config.draft.parallel))
+
+
+def _for(config: Config, options: BenchConfig, k: int) -> Config:
+    """The configuration for K drafts; random weights need no comparison with the model."""
+    longest = needed_length(options, k)
+    draft = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
+    return dataclasses.replace(config, draft=draft, max_length=longest)
+
+
+def _measure(
+    decoder: SpeculativeDecoder, options: BenchConfig, batch: int, k: int, compile_s: float, bandwidth: float
+) -> StepRow:
+    program = decoder.stages[STAGE]
+    cuda = program.target.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(program.target.device)
+    begin = time.perf_counter()
+    limits = dataclasses.replace(options, steps=1, warmup=0)
+    prompts = random_prompts(program.target.vocab_size, batch, options.prompt_length)
+    time_steps(decoder, prompts, k, limits, options)  # compiles kernels, captures graphs
+    first = time.perf_counter() - begin
+    timed = time_steps(decoder, prompts, k, options, options)
+    traffic = step_traffic(program, batch, timed.context)
+    seconds, limit = statistics.median(timed.seconds), traffic.total / bandwidth
+    rate = decoder.config.verify.acceptance_rate
+    synthetic = decoder.config.verify.rule == "synthetic" and decoder.config.draft.kind != "ngram"
+    emitted = sum(rate**i for i in range(k + 1)) if synthetic else timed.tokens_per_step
+    return StepRow(
+        batch=batch,
+        k=k,
+        ms=1e3 * seconds,
+        mean_ms=1e3 * statistics.fmean(timed.seconds),
+        tokens_per_step=emitted,
+        tokens_per_second=batch * emitted / seconds,
+        target_bytes=traffic.target_weights,
+        draft_bytes=traffic.draft_weights,
+        cache_bytes=traffic.cache,
+        limit_ms=1e3 * limit,
+        ratio=seconds / limit,
+        compile_s=compile_s + first,
+        peak_bytes=torch.cuda.max_memory_allocated(program.target.device) if cuda else 0,
+    )
+
+
+def random_prompts(vocab_size: int, batch: int, length: int) -> list[Tensor]:
+    """The same random tokens in every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator) for _ in range(batch)]
+
+
+def time_steps(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], k: int, options: BenchConfig, room: BenchConfig
+) -> Timed:
+    """Decode and measure the time from one step's results to the next one's.
+
+    Steps that belong to the prompt, the ``warmup`` steps after it and what comes after ``steps`` more do not count.
+    ``room`` sizes the caches, so that a short run sets up what a long one needs.
+    """
+    longest = needed_length(room, k) - room.prompt_length
+    stream = decoder.stream(prompts, max_new_tokens=longest, eos_token_id=[], temperature=0.0, seed=0)
+    lengths = sum(prompt.numel() for prompt in prompts)
+    seconds: list[float] = []
+    emitted, contexts, decoded, before = 0, 0, -1, 0.0
+    for chunk in stream:
+        now = time.perf_counter()
+        new = sum(map(len, chunk.tokens))
+        decoded += decoded >= 0 or all(chunk.tokens)  # the prompt's last rows give step 0
+        if decoded > options.warmup:
+            seconds.append(now - before)
+            emitted, contexts = emitted + new, contexts + lengths
+        lengths, before = lengths + new, now
+        if len(seconds) == options.steps:
+            break
+    close = getattr(stream, "close", None)
+    if close is not None:
+        close()
+    scale = len(seconds) * len(prompts)
+    return Timed(seconds, emitted / scale, contexts / scale)

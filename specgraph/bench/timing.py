@@ -1,0 +1,99 @@
+"""How long calls take on a device, and how fast its memory is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Call = Callable[[], object]
+
+_BLOCK = 4096
+_PER_PROGRAM = 8
+_GPU_BYTES = 4 * 2**30
+_CPU_BYTES = 2**28
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sweep_kernel(values, sums, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Read ``COUNT`` blocks and write their sum, so that the reads cannot be left out."""
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for index in range(COUNT):
+        total += tl.load(values + (program * COUNT + index) * BLOCK + columns)
+    tl.store(sums + program, tl.sum(total, axis=0))
+
+
+def sweep(values: Tensor) -> Tensor:
+    """Sums of runs of 32768 float32; reads each value once, writes next to nothing."""
+    count = values.numel() // (_BLOCK * _PER_PROGRAM)
+    sums = torch.empty(count, dtype=torch.float32, device=values.device)
+    _sweep_kernel[(count,)](values, sums, BLOCK=_BLOCK, COUNT=_PER_PROGRAM, num_warps=8)
+    return sums
+
+
+def measure_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """Bytes per second: reading on a GPU, copying (read and written bytes both count) on a CPU."""
+    if device.type == "cuda":
+        values = torch.randn((size or _GPU_BYTES) // 4, device=device)
+        return values.nbytes / median_seconds(device, [lambda: sweep(values)], repeats=20, warmup=3)
+    source = torch.ones((size or _CPU_BYTES) // 4, device=device)
+    copy = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(device, [lambda: copy.copy_(source)], repeats=5, warmup=1)
+
+
+def median_seconds(device: torch.device, calls: Sequence[Call], repeats: int, warmup: int) -> float:
+    """The median time of one of ``calls``, which follow one another.
+
+    On a GPU they run in one CUDA graph, so that the host's part does not count; several calls on different memory keep
+    the L2 cache from serving the weights.
+    """
+    cuda = device.type == "cuda"
+    with torch.cuda.device(device) if cuda else contextlib.nullcontext():
+        run = _captured(calls) if cuda else lambda: [call() for call in calls]
+        for _ in range(warmup):
+            run()
+        seconds = (_gpu_seconds if cuda else _cpu_seconds)(run, repeats)
+    return statistics.median(seconds) / len(calls)
+
+
+def _captured(calls: Sequence[Call]) -> Call:
+    """The calls as one CUDA graph. Each runs before that: kernels are compiled and set up in their first run."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _gpu_seconds(run: Call, repeats: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+
+
+def _cpu_seconds(run: Call, repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
