@@ -220,7 +220,7 @@ def propose_(
     key = start + num_emitted + 1
     token, processed = sample_draft(
         logits, temperature, seeds, key, top_k, top_p, min_p, row=row, rule=rule, target_vocab_size=target_vocab_size,
-        draft_to_target=draft_to_target,
+        draft_to_target=draft_to_target, return_processed=draft_logits is not None,
     )  # fmt: skip
     if draft_logits is not None:
         kept = draft_logits[:, row : row + logits.shape[1]]

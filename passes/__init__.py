@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
 from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.fuse_norm import FuseNorm
+from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.lower_kernels import LowerKernels
+from specgraph.passes.merge_linears import MergeLinears
 from specgraph.passes.parallel_draft import ParallelDraft
 from specgraph.passes.share_weights import ShareWeights
 
@@ -16,7 +21,7 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, InsertVerify, FuseVerify, ShareWeights,
-        CompileRemainder,
+        FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

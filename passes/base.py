@@ -71,6 +71,11 @@ class Pass(ABC):
     exact: ClassVar[bool] = True
     redrafts: ClassVar[bool] = False
 
+    @property
+    def skipped(self) -> str | None:
+        """Why the options leave this pass nothing to do, or None: then the pipeline does not run it."""
+        return None
+
     @abstractmethod
     def apply(self, program: Program) -> PassResult:
         """Rewrite ``program`` in place; the caller passes a copy and drops it if this raises."""

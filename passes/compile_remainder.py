@@ -30,10 +30,13 @@ class CompileRemainder(Pass):
         if self.backend not in BACKENDS:
             raise ConfigError(f"compile_remainder: backend is one of {', '.join(BACKENDS)}, not {self.backend!r}.")
 
+    @property
+    def skipped(self) -> str | None:
+        """Whether there is anything to compile with."""
+        return "what remains runs eagerly" if self.backend == "eager" else None
+
     def apply(self, program: Program) -> PassResult:
         """Mark the modules that the step graph calls."""
-        if self.backend == "eager":
-            return PassResult(0, notes=("lowering is eager",))
         called = {node.target for node in program.graph.nodes if node.op == "call_module"}
         program.compiled = frozenset(called)
         return PassResult(len(called), expected=len(called))

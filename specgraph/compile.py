@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from specgraph.config import Config, ConfigLike, build_passes, load_config
+from specgraph.config import Config, ConfigLike, build_passes, load_config, settle_lowering
 from specgraph.decoder import SpeculativeDecoder
 from specgraph.defaults import read_generation_config
 from specgraph.drafts import DraftLike, make_draft, with_draft
@@ -47,8 +47,9 @@ def compile_speculative(
     """
     check_is_causal_lm(model)
     config, draft = with_draft(load_config(cfg), draft)
+    config = settle_lowering(config, model.device, model.dtype)
     defaults = read_generation_config(model)
-    passes = build_passes(config)
+    passes = build_passes(config, model.device)
     with Progress("compile", len(passes) + 3, config.debug.progress) as progress:
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")

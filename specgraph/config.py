@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from specgraph.passes.base import Pass
 
 DRAFTERS = ("none", "ngram", "draft_model", "eagle3")
-LOWERINGS = ("eager", "inductor")
+LOWERINGS = ("auto", "eager", "inductor", "gpu")
+NUMERICS = ("bitwise", "fast")
 
 
 @dataclass
@@ -93,8 +95,14 @@ class PipelineConfig:
 class LoweringConfig:
     """What runs the graphs."""
 
-    name: str = "eager"
-    """eager, or inductor (torch.compile)."""
+    name: str = "auto"
+    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto: gpu on a GPU, else eager."""
+    kernels: bool | None = None
+    """Rewrite the graphs for our own kernels; null: as the name says."""
+    remainder: str | None = None
+    """What runs what no kernel of ours covers, eager or inductor; null: as the name says."""
+    cuda_graph: bool | None = None
+    """Replay the whole step as one CUDA graph; null: as the name says, on a GPU."""
 
 
 @dataclass
@@ -122,6 +130,8 @@ class Config:
     passes: dict[str, Any] = field(default_factory=dict)
     lowering: LoweringConfig = field(default_factory=LoweringConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    numerics: str = "bitwise"
+    """Of the GPU's kernels: bitwise (a row's bits do not depend on the other rows) or fast (any library kernel)."""
     check_numerics: bool = False
     """Run every stage on the same input and name the first pass whose output differs."""
     max_batch_size: int = 64
@@ -155,6 +165,23 @@ def load_config(given: ConfigLike = None) -> Config:
     config.passes = cast(dict[str, Any], OmegaConf.to_container(merged.passes, resolve=False))
     validate(config)
     return config
+
+
+def settle_lowering(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Config:
+    """A copy in which ``lowering`` says what happens to a target on ``device``, nothing left to choose.
+
+    float64 is for checking, and the kernels leave it to the reference ops: ``auto`` is eager there.
+    """
+    given = config.lowering
+    fast = device.type == "cuda" and dtype != torch.float64
+    name = given.name if given.name != "auto" else "gpu" if fast else "eager"
+    settled = LoweringConfig(
+        name=name,
+        kernels=name == "gpu" if given.kernels is None else given.kernels,
+        remainder=given.remainder or ("inductor" if name == "inductor" else "eager"),
+        cuda_graph=name == "gpu" and fast if given.cuda_graph is None else given.cuda_graph,
+    )
+    return dataclasses.replace(config, lowering=settled)
 
 
 def default_config(**chosen: str) -> DictConfig:
@@ -236,6 +263,7 @@ def validate(config: Config) -> None:
 
     _among("draft.kind", config.draft.kind, DRAFTERS)
     _among("lowering.name", config.lowering.name, LOWERINGS)
+    _among("numerics", config.numerics, NUMERICS)
     try:
         check_rule(config.verify.rule)
     except ValueError as error:
@@ -259,15 +287,17 @@ def _among(key: str, value: str, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{key} is one of {', '.join(allowed)}, not {value!r}.")
 
 
-def build_passes(config: Config) -> list[Pass]:
-    """The passes of ``pipeline.order``, each with its options; a user's own pass enters by ``_target_``.
+def build_passes(config: Config, device: torch.device | str = "cpu") -> list[Pass]:
+    """The passes of ``pipeline.order`` for a target on ``device``, each with its options; a user's own pass enters by
+    ``_target_``.
 
     Raises:
         ConfigError: an unknown pass or option, with the nearest valid name; an own pass that cannot be made.
     """
     from specgraph.passes import PASSES
 
-    wanted = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config).passes, resolve=True))
+    settled = OmegaConf.structured(settle_lowering(config, torch.device(device)))
+    wanted = cast(dict[str, Any], OmegaConf.to_container(settled.passes, resolve=True))
     own = [name for name, options in wanted.items() if isinstance(options, dict) and "_target_" in options]
     known = [*PASSES, *own]
     for name in [*wanted, *config.pipeline.order]:

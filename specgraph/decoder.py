@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ from specgraph.requests import (
     read_prompts,
     read_sampling,
 )
-from specgraph.state import Prefill, new_state
+from specgraph.runner import Results, Runner, Runners
+from specgraph.state import Prefill
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ class _Step:
     logprobs: list[list[float]]
     decoding: list[bool]
     seconds: float
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step that the device may still be running: what it forces, and the sequences whose prompt it runs."""
+
+    results: Results
+    forced: list[int]
+    pending: list[int]
 
 
 class SpeculativeDecoder:
@@ -74,6 +85,7 @@ class SpeculativeDecoder:
         self._limits = limits
         self._steps: dict[tuple[str, tuple[str, ...]], fx.GraphModule] = {}
         self._compiled = self._program.compile_modules()
+        self._runners = Runners(self._program, config.max_batch_size)
 
     def generate(
         self,
@@ -210,22 +222,47 @@ class SpeculativeDecoder:
 
     def _run(self, request: Request) -> Iterator[_Step]:
         """Run the step graph until every sequence has ended."""
-        with plain_mode(self._program.target.device):
-            step = self._make_step(request.logprobs, self._unused_inputs(request.sampling))
-            state = new_state(self._program, request, self._program.target.device)
-            prefill = Prefill(request, self.config.cache.prefill_chunk)
+        prefill = Prefill(request, self.config.cache.prefill_chunk)
+        if not prefill.pending():
+            return
+        mode = (request.logprobs, self._unused_inputs(request.sampling))
+        with self._plain_mode():
+            key, runner = self._runners.take(self._make_step(*mode), request, mode)
+        try:
+            yield from self._steps_of(runner, prefill, len(request.prompts))
+        finally:
+            self._runners.give_back(key, runner)
+
+    def _steps_of(self, runner: Runner, prefill: Prefill, count: int) -> Iterator[_Step]:
+        """Enqueue steps and read them ``runner.lag`` steps later, in order."""
+        under_way: deque[_UnderWay] = deque()
+        begin = time.perf_counter()
         with Progress("prefill", prefill.total(), self.config.debug.progress) as progress:
             while True:
+                with self._plain_mode():
+                    under_way.append(_enqueue(runner, prefill, progress))
+                if len(under_way) <= runner.lag:
+                    continue
+                step, active = _read(under_way.popleft(), count, begin)
                 begin = time.perf_counter()
-                pending = prefill.pending()
-                with plain_mode(self._program.target.device):
-                    window, count = prefill.window(state) if pending else (state["next_window"], 0)
-                    if not pending and not bool(state["num_rows"].any()):
-                        return
-                    forced = state["num_forced"].tolist()
-                    outputs = step(window=window, **state)
-                progress.advance(count)
-                yield _read(outputs, forced, pending, begin)
+                yield step
+                # What is enqueued behind the last step has no active row, so it is not read.
+                if not active and not prefill.pending():
+                    return
+
+    def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
+        return plain_mode(self._program.target.device)
+
+
+def _enqueue(runner: Runner, prefill: Prefill, progress: Progress) -> _UnderWay:
+    """One more step: over a chunk of the prompts as long as there are any, then over what the last one laid out."""
+    pending = prefill.pending()
+    if not pending:
+        return _UnderWay(runner.fetch(runner.decode()), [], [])
+    chunk = prefill.chunk(runner.state)
+    outputs = runner.wide(chunk.window)
+    progress.advance(chunk.num_tokens)
+    return _UnderWay(runner.fetch(outputs), chunk.forced, pending)
 
 
 @contextlib.contextmanager
@@ -235,18 +272,19 @@ def plain_mode(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _read(outputs: tuple[Tensor, ...], forced: list[int], pending: list[int], begin: float) -> _Step:
-    """Bring one step's outputs to the host."""
-    emitted, num_emitted, logprobs, bad = (t.tolist() for t in outputs)
+def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, bool]:
+    """Wait for a step of ``count`` sequences; also tells whether any of them goes on."""
+    emitted, num_emitted, logprobs, bad, num_rows = (values[:count] for values in under_way.results.read())
     if any(bad):
         raise NumericsError(
             f"The target's logits are NaN in sequence {bad.index(True)}. Check the weights and the dtype; the decoder "
             "itself is still usable."
         )
-    tokens = [row[f:n] for row, f, n in zip(emitted, forced, num_emitted, strict=True)]
-    values = [row[f:n] for row, f, n in zip(logprobs, forced, num_emitted, strict=True)]
-    decoding = [n > 0 and row not in pending for row, n in enumerate(num_emitted)]
-    return _Step(tokens, values, decoding, time.perf_counter() - begin)
+    forced = under_way.forced or [0] * count
+    tokens = [row[f:n] for row, f, n in zip(emitted, forced, num_emitted, strict=False)]
+    values = [row[f:n] for row, f, n in zip(logprobs, forced, num_emitted, strict=False)]
+    decoding = [n > 0 and row not in under_way.pending for row, n in enumerate(num_emitted)]
+    return _Step(tokens, values, decoding, time.perf_counter() - begin), any(num_rows)
 
 
 def _count(stats: Stats, step: _Step) -> None:

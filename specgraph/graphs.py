@@ -104,7 +104,9 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
 
 
 def _is_no_op(node: fx.Node) -> bool:
-    """A conversion to the dtype and device its input already has."""
+    """A conversion to the dtype and device its input already has, or a dropout that drops nothing."""
+    if str(node.target) == "aten.dropout.default":
+        return not node.args[2]
     if str(node.target) not in ("aten.to.dtype", "aten.to.device", "aten._to_copy.default"):
         return False
     before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]

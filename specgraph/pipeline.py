@@ -33,7 +33,8 @@ def run_passes(
 ) -> tuple[dict[str, Program], list[StageReport]]:
     """Apply ``passes`` in order, each to a copy of what the one before left.
 
-    Returns the program after every pass, by stage name (``trace`` is the first), and a report per pass. A pass that
+    Returns the program after every pass, by stage name (``trace`` is the first), and a report per pass. The stage of a
+    pass that its options switch off is that of the pass before. A pass that
     fails leaves its predecessors' stages untouched.
 
     Raises:
@@ -42,6 +43,11 @@ def run_passes(
     """
     stages, reports = {"trace": program}, []
     for pass_ in passes:
+        if pass_.skipped is not None:
+            stages[_unique(pass_.name, stages)] = program
+            counts = program.num_nodes()
+            reports.append(StageReport(pass_.name, 0.0, PassResult(0, notes=(pass_.skipped,)), counts, counts))
+            continue
         check_requirements(pass_, program)
         report, after = apply(pass_, program)
         for callback in callbacks:

@@ -52,6 +52,8 @@ class Program:
     facts: frozenset[str] = frozenset()
     compiled: frozenset[str] = frozenset()
     """Modules that run through ``torch.compile``."""
+    captured: bool = False
+    """Whether the step runs as a CUDA graph."""
     options: dict[str, Any] = field(default_factory=dict)
     """What later stages must know of a pass's choices, such as ``block_size``."""
 

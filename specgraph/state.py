@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,33 +26,61 @@ def allocate(program: Program, sizes: Mapping[str, int], device: torch.device) -
     return state
 
 
-def new_state(program: Program, request: Request, device: torch.device) -> State:
-    """State for a request: blocks allocated up front for each sequence's whole length, sampling options filled in."""
-    block_size = program.options["block_size"]
-    blocks = [-(-limit // block_size) for limit in request.limits]
-    sizes = {
+def state_sizes(program: Program, request: Request) -> dict[str, int]:
+    """What the letters of :class:`~specgraph.program.Buffer` stand for in a request."""
+    blocks = _blocks(program, request)
+    return {
         "B": len(request.prompts),
         "M": max(blocks),
         "N": sum(blocks),
         "S": max(request.limits),
         "E": max(1, len(request.eos_ids)),
     }
-    state = allocate(program, sizes, device)
-    table = state["block_table"]
+
+
+def new_state(program: Program, request: Request, device: torch.device) -> State:
+    """A fresh state at the beginning of a request, of just its size."""
+    state = allocate(program, state_sizes(program, request), device)
+    fill_state(program, state, request)
+    return state
+
+
+def _blocks(program: Program, request: Request) -> list[int]:
+    return [-(-limit // program.options["block_size"]) for limit in request.limits]
+
+
+def fill_state(program: Program, state: State, request: Request) -> None:
+    """Set a state to the beginning of a request, whatever it held: blocks for each sequence's whole length, sampling
+    options. Caches keep what they hold: rows that a sequence has not written are never seen. Sequences beyond those of
+    the request stay inactive.
+    """
+    for name, spec in program.inputs.items():
+        if name in state and isinstance(spec, Buffer):
+            state[name].fill_(spec.fill)
+    # On the host first: one copy to the device instead of one per sequence.
+    table = torch.full(state["block_table"].shape, -1, dtype=torch.int64)
     first = 0
-    for row, count in enumerate(blocks):
-        table[row, :count] = torch.arange(first, first + count, device=device)
+    for row, count in enumerate(_blocks(program, request)):
+        table[row, :count] = torch.arange(first, first + count)
         first += count
+    state["block_table"].copy_(table)
     _fill(state, "max_length", request.limits)
-    _fill(state, "eos_ids", [*request.eos_ids, *[-1] * (sizes["E"] - len(request.eos_ids))])
+    _fill(state, "eos_ids", [*request.eos_ids, *[-1] * (len(state["eos_ids"]) - len(request.eos_ids))])
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
         _fill(state, name, getattr(request.sampling, name))
-    return state
 
 
 def _fill(state: State, name: str, values: Sequence[float]) -> None:
     if name in state:
-        state[name].copy_(torch.tensor(values, dtype=state[name].dtype))
+        state[name][: len(values)] = torch.tensor(values, dtype=state[name].dtype)
+
+
+class Chunk(NamedTuple):
+    """A window int64 ``[B, W]``, the number of prompt tokens in it, and how many next tokens each sequence is given."""
+
+    window: Tensor
+    num_tokens: int
+    forced: list[int]
 
 
 class Prefill:
@@ -77,24 +105,25 @@ class Prefill:
         """Sequences that still have prompt tokens to run."""
         return [row for row, done in self._done.items() if done < self._prompts[row].numel()]
 
-    def window(self, state: State) -> tuple[Tensor, int]:
-        """The next wide window int64 ``[B, W]``, and how many prompt tokens it holds; sets the row counts in ``state``.
+    def chunk(self, state: State) -> Chunk:
+        """The next wide window; sets the row counts in ``state``. Nothing waits for the device.
 
         Sequences past their prompt keep the window and the counts the step graph left for them.
         """
         rows = self.pending()
-        counts = {r: min(self._chunk, self._prompts[r].numel() - self._done[r]) for r in rows}
+        counts = [min(self._chunk, self._prompts[r].numel() - self._done[r]) for r in rows]
+        # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
+        known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
         current: Tensor = state["next_window"]
-        width = max(current.shape[1], max(counts.values()) + 1)
-        window = current.new_zeros(current.shape[0], width)
-        window[:, : current.shape[1]] = current
-        for row in rows:
-            prompt, begin = self._prompts[row], self._done[row]
-            # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
-            known = prompt[begin : begin + counts[row] + 1]
-            window[row] = 0
-            window[row, : known.numel()] = known.to(window.device)
-            state["num_rows"][row] = counts[row]
-            state["num_forced"][row] = known.numel() - 1
-            self._done[row] = begin + counts[row]
-        return window, sum(counts.values())
+        width = max(current.shape[1], max(counts) + 1)
+        block = torch.stack([torch.nn.functional.pad(tokens, (0, width - tokens.numel())) for tokens in known])
+        forced = [0] * current.shape[0]
+        for row, tokens in zip(rows, known, strict=True):
+            forced[row] = tokens.numel() - 1
+        place = torch.tensor(rows).to(current.device)
+        window = torch.nn.functional.pad(current, (0, width - current.shape[1]))
+        window[place] = block.to(current.device)
+        for name, values in (("num_rows", counts), ("num_forced", [forced[row] for row in rows])):
+            state[name][place] = torch.tensor(values).to(current.device)
+        self._done.update({row: self._done[row] + count for row, count in zip(rows, counts, strict=True)})
+        return Chunk(window, sum(counts), forced)

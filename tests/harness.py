@@ -305,7 +305,7 @@ def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequen
     state, accepted = run.state, [prompt[:1].tolist() for prompt in prompts]
     while prefill.pending() or bool(state["num_rows"].any()):
         pending = prefill.pending()
-        window = prefill.window(state)[0] if pending else state["next_window"].clone()
+        window = prefill.chunk(state).window if pending else state["next_window"].clone()
         start, num_rows = state["start"].tolist(), state["num_rows"].tolist()
         with torch.no_grad(), slot_spy(state) as seen:
             emitted, num_emitted = module(window=window, **state)[:2]

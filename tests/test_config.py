@@ -31,7 +31,7 @@ def test_defaults_come_from_the_groups_and_build_every_pass() -> None:
     config = load_config()
     assert [p.name for p in build_passes(config)] == config.pipeline.order
     assert set(config.passes) == set(PASSES) == set(config.pipeline.order)
-    assert config.draft.kind == "ngram" and config.verify.rule == "strict" and config.lowering.name == "eager"
+    assert config.draft.kind == "ngram" and config.verify.rule == "strict" and config.lowering.name == "auto"
 
 
 def test_a_config_object_overlays_nothing_by_itself() -> None:

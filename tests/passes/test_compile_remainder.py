@@ -7,6 +7,7 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.graphs import remove_dead_code
 from specgraph.passes.base import PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
+from specgraph.pipeline import run_passes
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
 from tests.test_pipeline import every_pass, everything, first, last
@@ -14,8 +15,9 @@ from tests.test_pipeline import every_pass, everything, first, last
 
 def test_eager_leaves_everything_as_it_is():
     program = first().copy()
-    assert CompileRemainder().apply(program) == PassResult(0, notes=("lowering is eager",))
-    assert program.compiled == frozenset()
+    stages, reports = run_passes(program, [CompileRemainder()])
+    assert reports[0].result == PassResult(0, notes=("what remains runs eagerly",))
+    assert stages["compile_remainder"] is program and program.compiled == frozenset()
 
 
 def test_inductor_marks_the_modules_that_are_called_and_changes_no_graph():

@@ -1,0 +1,147 @@
+"""``x * rsqrt(mean(x^2) + eps) * weight``, spelt out by the model, becomes one ``specgraph::rms_norm``.
+
+Found from its ``rsqrt``. Models differ in what follows it: a weight, a weight plus one (gemma), none; and in whether
+they return to the model's dtype before or after the weight. All of these are the same norm, rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+import specgraph.kernels.norm  # noqa: F401  (registers the op)
+from specgraph.graphs import calls
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.patterns import (
+    CASTS,
+    Mismatch,
+    aten,
+    before_cast,
+    dtype_of,
+    only_user,
+    producer,
+    replace,
+    weight_name,
+)
+from specgraph.program import Program
+
+RMS_NORM = torch.ops.specgraph.rms_norm.default
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """One norm: what it reads, the node it ends at, and its parameters."""
+
+    x: fx.Node
+    end: fx.Node
+    weight: fx.Node | None
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class FuseNorm(Pass):
+    """Options: ``enabled``."""
+
+    enabled: bool | None = True
+
+    name: ClassVar[str] = "fuse_norm"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"norms_fused"})
+    exact: ClassVar[bool] = False
+
+    @property
+    def skipped(self) -> str | None:
+        """Whether lowering asks for it."""
+        return None if self.enabled else "lowering runs no kernels"
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite every norm of every module."""
+        matches, misses = 0, []
+        for name, module in program.modules.items():
+            for node in list(calls(module.graph, aten.rsqrt.default)):
+                try:
+                    _fuse(module.graph, _match(node))
+                    matches += 1
+                except Mismatch as reason:
+                    misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
+            module.recompile()
+        return PassResult(matches, near_misses=tuple(misses))
+
+
+def _match(rsqrt: fx.Node) -> _Norm:
+    shifted = producer(rsqrt.args[0], aten.add.Tensor)
+    if shifted is None or not isinstance(shifted.args[1], float):
+        raise Mismatch(f"{rsqrt.name} has no epsilon under the root")
+    mean = producer(shifted.args[0], aten.mean.dim)
+    if mean is None or mean.args[1] not in _last(mean) or mean.args[2:3] != (True,):
+        raise Mismatch(f"{shifted.name} is not the mean over the last dimension plus epsilon")
+    wide = _squared(mean.args[0])
+    normed = only_user(rsqrt)
+    if normed is None or normed.target is not aten.mul.Tensor or set(normed.args) != {wide, rsqrt}:
+        raise Mismatch(f"{rsqrt.name} does not scale what was squared")
+    x = before_cast(wide)
+    end, weight, offset = _weighted(normed, x)
+    if dtype_of(end) != dtype_of(x):
+        raise Mismatch(f"{end.name} is {dtype_of(end)}, but {x.name} is {dtype_of(x)}")
+    return _Norm(x, end, weight, shifted.args[1], offset)
+
+
+def _last(mean: fx.Node) -> tuple[Any, ...]:
+    value = mean.meta.get("val")
+    return ([-1],) if value is None else ([-1], [value.dim() - 1])
+
+
+def _squared(value: Any) -> fx.Node:
+    power, product = producer(value, aten.pow.Tensor_Scalar), producer(value, aten.mul.Tensor)
+    if power is not None and power.args[1] == 2 and isinstance(power.args[0], fx.Node):
+        return power.args[0]
+    if product is not None and product.args[0] is product.args[1] and isinstance(product.args[0], fx.Node):
+        return product.args[0]
+    raise Mismatch(f"{value} is not a square")
+
+
+def _weighted(normed: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
+    """Follow casts and one multiplication with a weight, as long as nothing else reads what is in between."""
+    end, weight, offset = normed, None, 0.0
+    while (user := only_user(end)) is not None:
+        if user.target in CASTS and user.args[0] is end:
+            end = user
+        elif weight is None and (found := _weight(user, end)) is not None:
+            end, (weight, offset) = user, found
+        else:
+            break
+    # A cast that something else wants of the result, to another dtype, is not the norm's.
+    while dtype_of(end) != dtype_of(x) and end.target in CASTS:
+        end = end.all_input_nodes[0]
+    return end, weight, offset
+
+
+def _weight(user: fx.Node, normed: fx.Node) -> tuple[fx.Node, float] | None:
+    """The weight that ``user`` multiplies ``normed`` with, and what is added to it."""
+    if user.target is not aten.mul.Tensor or normed not in user.args:
+        return None
+    other = user.args[1] if user.args[0] is normed else user.args[0]
+    offset = 0.0
+    plus = producer(other, aten.add.Tensor)
+    if plus is not None and isinstance(plus.args[1], int | float):
+        other, offset = plus.args[0], float(plus.args[1])
+    elif plus is not None and isinstance(plus.args[0], int | float):
+        other, offset = plus.args[1], float(plus.args[0])
+    other = before_cast(other)
+    known = isinstance(other, fx.Node) and weight_name(other) is not None and other.meta["val"].dim() == 1
+    return (other, offset) if known else None
+
+
+def _fuse(graph: fx.Graph, norm: _Norm) -> None:
+    with graph.inserting_before(norm.end):
+        weight = None
+        if norm.weight is not None:
+            weight = graph.get_attr(str(norm.weight.target))
+            weight.meta.update(norm.weight.meta)
+        options = {"eps": norm.eps, "offset": norm.offset}
+        fused = graph.create_node("call_function", RMS_NORM, (norm.x, weight), options, name="rms_norm")
+    replace(graph, norm.end, fused)

@@ -1,0 +1,252 @@
+"""ATen nodes become ``specgraph::*`` ops: what decides how fast a step is, and whether its bits depend on the batch.
+
+A linear takes along what surrounds it, so that one launch does it all: the norm in front (every program reads whole
+rows anyway), the activation, gated or not, and the residual behind. What remains is looked at node by node: under
+``numerics: bitwise`` every floating-point node must be one whose rows do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+import specgraph.kernels.experts
+import specgraph.kernels.linear
+import specgraph.kernels.norm  # noqa: F401  (each registers ops)
+from specgraph.errors import ConfigError, PassError
+from specgraph.graphs import calls, get_attribute, set_attribute
+from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.patterns import aten, dtype_of, only_user, producer, replace, weight_name
+from specgraph.program import Program
+
+LINEAR = torch.ops.specgraph.linear.default
+RMS_NORM = torch.ops.specgraph.rms_norm.default
+NUMERICS = ("bitwise", "fast")
+MAX_TERMS = 32
+"""Sums of at most this many terms are written out as additions, whose order is then the graph's."""
+
+ROW_WISE = frozenset({
+    # They move elements and compute none.
+    "cat", "clone", "constant_pad_nd", "copy", "embedding", "flip", "gather", "index", "index_select", "pad", "repeat",
+    "repeat_interleave", "roll", "scatter", "slice_scatter", "stack", "to", "_to_copy", "type_as",
+    # They make tensors of constants.
+    "arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot",
+    "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
+    # One block of threads per row, its shape a function of the row's length.
+    "amax", "amin", "argmax", "argsort", "log_softmax", "_log_softmax", "max", "softmax", "_softmax", "sort", "topk",
+})  # fmt: skip
+"""ATen ops beside views and pointwise ones whose result in one row does not depend on the number of rows."""
+
+
+@dataclass
+class _Linear:
+    """A linear with what it takes along; ``end`` is the node it replaces."""
+
+    end: fx.Node
+    x: Any
+    weight: Any
+    bias: Any = None
+    residual: Any = None
+    norm_weight: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LowerKernels(Pass):
+    """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast`` (library kernels for linears)."""
+
+    enabled: bool | None = True
+    numerics: str = "bitwise"
+
+    name: ClassVar[str] = "lower_kernels"
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"lowered"})
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ConfigError(f"lower_kernels: numerics is one of {', '.join(NUMERICS)}, not {self.numerics!r}.")
+
+    @property
+    def skipped(self) -> str | None:
+        """Whether lowering asks for it."""
+        return None if self.enabled else "lowering runs no kernels"
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite every module; refuse what has no form that ``bitwise`` allows."""
+        chosen: Counter[str] = Counter()
+        for name, module in program.modules.items():
+            if self.numerics == "bitwise":
+                _turn_weights(module)
+                _lower_linears(module, chosen)
+                _lower_reductions(module, chosen)
+                _check_rows(name, module)
+            module.recompile()
+        notes = tuple(f"{count} x {what}" for what, count in sorted(chosen.items()))
+        return PassResult(sum(chosen.values()), notes=notes)
+
+
+@torch.no_grad()
+def _turn_weights(module: fx.GraphModule) -> None:
+    """``addmm(bias, x, weight)`` with ``weight [I, O]`` becomes a linear of ``[O, I]``.
+
+    The weight is stored the other way round, and the model's own parameter becomes a view of that.
+    """
+    graph = module.graph
+    for node in list(calls(graph, aten.addmm.default)):
+        bias, x, weight = node.args
+        name = weight_name(weight)
+        if name is None or node.kwargs:
+            continue
+        parameter = get_attribute(module, name)
+        turned = parameter.t().contiguous()
+        parameter.data = turned.t()
+        set_attribute(module, f"{name}_turned", nn.Parameter(turned, requires_grad=False))
+        with graph.inserting_before(node):
+            attribute = graph.get_attr(f"{name}_turned")
+            attribute.meta["val"] = turned
+            replace(graph, node, graph.call_function(aten.linear.default, (x, attribute, bias)))
+
+
+def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    graph = module.graph
+    for node in list(calls(graph, aten.linear.default)):
+        linear = _Linear(node, *node.args)
+        parts = [part for part in (_take_norm(linear), _take_activation(linear), _take_residual(linear)) if part]
+        with graph.inserting_before(linear.end):
+            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.norm_weight)
+            new = graph.create_node("call_function", LINEAR, arguments, linear.options, name="linear")
+        replace(graph, linear.end, new)
+        chosen[" + ".join(["linear", *parts])] += 1
+
+
+def _take_norm(linear: _Linear) -> str | None:
+    """The norm in front, if nothing but linears read it."""
+    norm = producer(linear.x, RMS_NORM)
+    if norm is None or norm.args[1] is None:
+        return None
+    if any(user.target not in (aten.linear.default, LINEAR) or user.args[0] is not norm for user in norm.users):
+        return None
+    linear.x, linear.norm_weight = norm.args
+    linear.options |= {"norm_eps": norm.kwargs["eps"], "norm_offset": norm.kwargs["offset"]}
+    return "norm"
+
+
+def _take_activation(linear: _Linear) -> str | None:
+    """``act(linear)``, or ``act(gate) * up`` of a merged linear."""
+    user = only_user(linear.end)
+    if user is None:
+        return None
+    if user.target is aten.split_with_sizes.default:
+        return _take_gate(linear, user)
+    name = _activation(user)
+    if name is not None:
+        linear.end = user
+        linear.options["activation"] = name
+    return name
+
+
+def _take_gate(linear: _Linear, split: fx.Node) -> str | None:
+    parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
+    sizes = split.args[1]
+    if set(parts) != {0, 1} or not isinstance(sizes, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
+        return None
+    act = only_user(parts[0])
+    name = None if act is None else _activation(act)
+    product = None if act is None else only_user(act)
+    if name is None or product is None or product is not only_user(parts[1]) or product.target is not aten.mul.Tensor:
+        return None
+    linear.end = product
+    linear.options["activation"] = f"{name}_mul"
+    return f"{name}_mul"
+
+
+def _activation(node: fx.Node) -> str | None:
+    if node.target is aten.gelu.default:
+        return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
+    return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(node.target)  # type: ignore[call-overload, no-any-return]
+
+
+def _take_residual(linear: _Linear) -> str | None:
+    """The addition behind, of a tensor of the same shape and dtype."""
+    add = only_user(linear.end)
+    if add is None or add.target is not aten.add.Tensor or add.kwargs or len(add.args) != 2:
+        return None
+    other = add.args[1] if add.args[0] is linear.end else add.args[0]
+    mine = linear.end.meta.get("val")
+    theirs = other.meta.get("val") if isinstance(other, fx.Node) else None
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor) or other is linear.end:
+        return None
+    if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+        return None
+    linear.end, linear.residual = add, other
+    return "residual"
+
+
+def _lower_reductions(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    """Means of the last dimension, layer norms, and sums of a few terms."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        rule = {aten.mean.dim: _mean, aten.layer_norm.default: _layer_norm, aten.sum.dim_IntList: _sum}.get(node.target)
+        if rule is None:
+            continue
+        with graph.inserting_before(node):
+            new = rule(graph, node)
+        if new is not None:
+            replace(graph, node, new)
+            chosen[rule.__name__.strip("_")] += 1
+
+
+def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, dims, *keep = node.args
+    last = x.meta["val"].dim() - 1  # type: ignore[union-attr]
+    if dims not in ([-1], [last]) or keep[:1] != [True]:
+        return None
+    return graph.call_function(torch.ops.specgraph.row_mean.default, (x,))
+
+
+def _layer_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, shape, *rest = node.args
+    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
+    if len(shape) != 1:  # type: ignore[arg-type]
+        return None
+    return graph.call_function(torch.ops.specgraph.layer_norm.default, (x, weight, bias), {"eps": eps})
+
+
+def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    x, dims, *keep = node.args
+    terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None  # type: ignore[union-attr, index, arg-type]
+    if not isinstance(terms, int) or terms > MAX_TERMS or node.kwargs:
+        return None
+    total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))  # type: ignore[index]
+    for term in others:
+        total = graph.call_function(aten.add.Tensor, (total, term))
+    return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
+
+
+def _check_rows(name: str, module: fx.GraphModule) -> None:
+    """Refuse a floating-point node whose rows may depend on their number."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and _is_float(node) and not _row_wise(node.target):
+            raise PassError(
+                f"lower_kernels: {name}.{node.name} ({node.target}) has no form whose rows are independent of their "
+                "number, which numerics=bitwise promises; compile with numerics=fast to use the library's."
+            )
+
+
+def _is_float(node: fx.Node) -> bool:
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _row_wise(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    pointwise = torch.Tag.pointwise in target.tags or target.is_view
+    own = target.namespace == "specgraph"
+    return pointwise or own or target._schema.name.split("::")[1] in ROW_WISE

@@ -1,0 +1,165 @@
+"""Linear layers that read the same input become one: q/k/v, gate/up.
+
+Their weights are laid side by side in one tensor, layer by layer, and the model's own parameters become views of it:
+memory does not double, the model still works, and a second decoder of the same model finds them merged already. A
+weight that something else reads as well, such as a tied embedding, stays where it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from specgraph.graphs import calls, get_attribute, set_attribute
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.patterns import aten, weight_name
+from specgraph.program import Program
+
+LINEAR = aten.linear.default
+
+
+@dataclass(frozen=True)
+class MergeLinears(Pass):
+    """Options: ``enabled``."""
+
+    enabled: bool | None = True
+
+    name: ClassVar[str] = "merge_linears"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"linears_merged"})
+    exact: ClassVar[bool] = False
+
+    @property
+    def skipped(self) -> str | None:
+        """Whether lowering asks for it."""
+        return None if self.enabled else "lowering runs no kernels"
+
+    def apply(self, program: Program) -> PassResult:
+        """Merge every group of every module."""
+        readers = _readers(program)
+        matches, misses = 0, []
+        for name, module in program.modules.items():
+            for group in _groups(module):
+                reason = _refusal(module, group, readers)
+                if reason is None:
+                    _merge(module, group)
+                    matches += 1
+                else:
+                    misses.append(NearMiss(f"{name}.{group[0].name}", reason))
+            module.recompile()
+        return PassResult(matches, near_misses=tuple(misses))
+
+
+def _readers(program: Program) -> dict[int, int]:
+    """How many nodes read each tensor, over all modules."""
+    counts: dict[int, int] = defaultdict(int)
+    for module in program.modules.values():
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                counts[id(get_attribute(module, node.target))] += len(node.users)
+    return counts
+
+
+def _groups(module: fx.GraphModule) -> list[list[fx.Node]]:
+    """The linears of each input that has several, in graph order."""
+    by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in calls(module.graph, LINEAR):
+        if weight_name(node.args[1]) is not None:
+            by_input[node.args[0]].append(node)
+    return [group for group in by_input.values() if len(group) > 1]
+
+
+def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, int]) -> str | None:
+    """Why these cannot be one."""
+    weights = [get_attribute(module, str(node.args[1].target)) for node in group]  # type: ignore[union-attr]
+    biases = [_bias(module, node) for node in group]
+    if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
+        return "the weights differ in dtype or device"
+    if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+        return "some have a bias and some have none"
+    for tensor in (*weights, *(b for b in biases if b is not None)):
+        if readers[id(tensor)] > 1:
+            return "a weight is read elsewhere, too"
+        if tensor.is_inference():
+            return "the weights were made in inference mode and cannot become views"
+    return None
+
+
+def _bias(module: fx.GraphModule, node: fx.Node) -> Tensor | None:
+    value = node.args[2] if len(node.args) > 2 else None
+    return None if value is None else get_attribute(module, str(value.target))  # type: ignore[union-attr]
+
+
+def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
+    graph, first = module.graph, group[0]
+    weights = [str(node.args[1].target) for node in group]  # type: ignore[union-attr]
+    sizes = [get_attribute(module, name).shape[0] for name in weights]
+    with graph.inserting_before(first):
+        arguments = [first.args[0], _merged_attribute(module, weights)]
+        if _bias(module, first) is not None:
+            arguments.append(_merged_attribute(module, [str(node.args[2].target) for node in group]))  # type: ignore[union-attr]
+        merged = graph.create_node("call_function", LINEAR, tuple(arguments), {}, name="merged")
+        parts = graph.call_function(aten.split_with_sizes.default, (merged, sizes, -1))
+        outputs = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
+    for node, output in zip(group, outputs, strict=True):
+        output.meta.update(node.meta)
+        output.meta.pop("pass_name", None)
+        node.replace_all_uses_with(output)
+    value = first.meta.get("val")
+    if isinstance(value, Tensor):
+        merged.meta["val"] = value.new_empty(*value.shape[:-1], sum(sizes))
+    for node in group:
+        unread = node.args[1:]
+        graph.erase_node(node)
+        for parameter in unread:
+            if isinstance(parameter, fx.Node) and not parameter.users:
+                graph.erase_node(parameter)
+
+
+def _merged_attribute(module: fx.GraphModule, names: list[str]) -> fx.Node:
+    """A node that reads the tensors ``names`` as one."""
+    target = _merged_name(names)
+    set_attribute(module, target, merge_storage([get_attribute(module, name) for name in names]))
+    node = module.graph.get_attr(target)
+    node.meta["val"] = get_attribute(module, target)
+    return node
+
+
+def _merged_name(names: list[str]) -> str:
+    """``layers.0.self_attn.q_proj.weight`` and its like give ``layers.0.self_attn.q_proj_k_proj_v_proj.weight``."""
+    paths = [name.split(".") for name in names]
+    shared = sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    leaf = paths[0][-1]
+    return ".".join([*paths[0][:shared], "_".join("_".join(path[shared:-1]) for path in paths), leaf])
+
+
+@torch.no_grad()
+def merge_storage(tensors: list[Tensor]) -> nn.Parameter:
+    """One tensor that holds ``tensors`` one after the other along dimension 0, which become views of it.
+
+    If they lie there already, as they do for the second decoder of a model, nothing is copied.
+    """
+    merged = _adjacent(tensors)
+    if merged is None:
+        merged = torch.cat([tensor.detach() for tensor in tensors])
+        for tensor, part in zip(tensors, merged.split([len(t) for t in tensors]), strict=True):
+            tensor.data = part
+    return nn.Parameter(merged, requires_grad=False)
+
+
+def _adjacent(tensors: list[Tensor]) -> Tensor | None:
+    """The tensor that spans ``tensors`` if they already lie behind each other in one storage."""
+    first = tensors[0].detach()
+    offset = first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or tensor.storage_offset() != offset or not tensor.is_contiguous():
+            return None
+        offset += tensor.numel()
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())

@@ -1,0 +1,82 @@
+"""How passes recognise a chain of ATen nodes: small questions about one node, read from its end upward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.graphs import get_attribute
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
+
+
+class Mismatch(Exception):
+    """Why a candidate is not the pattern; becomes the reason of a near miss."""
+
+
+def producer(value: Any, *targets: object) -> fx.Node | None:
+    """``value`` if it is a node that calls one of ``targets``."""
+    found = isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
+    return cast(fx.Node, value) if found else None
+
+
+def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:
+    """Both orders ``(x, y)`` of the operands of a binary node in which ``x`` calls ``target``."""
+    for x, y in (node.args[:2], node.args[1::-1]):
+        found = producer(x, target)
+        if found is not None:
+            yield found, y
+
+
+def before_cast(value: Any) -> Any:
+    """``value``, or what it was before a conversion of its dtype."""
+    cast_node = producer(value, *CASTS)
+    return value if cast_node is None else cast_node.args[0]
+
+
+def weight_name(value: Any) -> str | None:
+    """The attribute that ``value`` reads, if it reads one."""
+    return str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
+
+
+def weight(module: fx.GraphModule, value: Any) -> Tensor | None:
+    """The tensor that ``value`` reads from the module, if it reads one."""
+    name = weight_name(value)
+    return None if name is None else get_attribute(module, name)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The node that reads ``node``, if there is just one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    """The dtype that the last propagation of shapes, or tracing, found."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def keep_meta(new: fx.Node, old: fx.Node) -> fx.Node:
+    """Let ``new`` stand where ``old`` stood: its value and, if it is one, its hidden state."""
+    new.meta.update({key: old.meta[key] for key in ("val", "hidden_state", "shape") if key in old.meta})
+    return new
+
+
+def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """Read ``new`` wherever ``old`` was read, and drop what nothing reads any more."""
+    old.replace_all_uses_with(keep_meta(new, old))
+    erase_unused(graph, old)
+
+
+def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Drop ``node`` if nothing reads it, and then what only it read; nodes that write stay."""
+    if node._erased or node.users or node.op in ("placeholder", "output") or node.is_impure():
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for value in inputs:
+        erase_unused(graph, value)

@@ -1,0 +1,168 @@
+"""Runs a compiled step over the state of one request: call by call, or as a CUDA graph that is replayed.
+
+A wide step (prompt chunks) is always a call. The decode step, which has the same shapes every time, is captured once
+per bucket of state sizes with no active row, so that warming up and capturing change nothing. The host enqueues a step
+before it has read the one before: results travel to pinned memory, and an event tells when they are there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specgraph.program import Program
+from specgraph.requests import Request
+from specgraph.state import State, allocate, fill_state, state_sizes
+
+Step = Callable[..., tuple[Tensor, ...]]
+Key = tuple[tuple[tuple[str, int], ...], str, tuple[str, ...]]
+
+
+@dataclass
+class Results:
+    """Outputs of one step on their way to the host: ``read()`` waits for them."""
+
+    tensors: tuple[Tensor, ...]
+    ready: torch.cuda.Event | None = None
+
+    def read(self) -> tuple[list[Any], ...]:
+        """The outputs as lists."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return tuple(tensor.tolist() for tensor in self.tensors)
+
+
+class Runner:
+    """Runs the step call by call, and reads every result before the next one.
+
+    Attributes:
+        state: the tensors that the step reads and writes, for :class:`~specgraph.state.Prefill`.
+        lag: how many steps are enqueued before the first is read.
+    """
+
+    lag = 0
+
+    def __init__(self, step: Step, state: State) -> None:
+        self._step = step
+        self.state = state
+
+    def wide(self, window: Tensor) -> tuple[Tensor, ...]:
+        """A step over a window that holds prompt tokens."""
+        return self._step(window=window, **self.state)
+
+    def decode(self) -> tuple[Tensor, ...]:
+        """A step over the window that the step before has laid out."""
+        return self._step(window=self.state["next_window"], **self.state)
+
+    def fetch(self, outputs: Sequence[Tensor]) -> Results:
+        """Send outputs to the host, and with them the number of rows of the next step, which is 0 at the end."""
+        return Results((*outputs, self.state["num_rows"]))
+
+    def close(self) -> None:
+        """Wait for what is under way; the state is free then."""
+
+
+class GraphRunner(Runner):
+    """Replays the decode step as a CUDA graph and reads results one step behind."""
+
+    lag = 1
+
+    def __init__(self, step: Step, state: State, device: torch.device) -> None:
+        super().__init__(step, state)
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+        self._outputs = self._capture()
+        self._pinned: dict[tuple[int, tuple[torch.Size, ...]], tuple[Tensor, ...]] = {}
+        self._count = 0
+
+    def decode(self) -> tuple[Tensor, ...]:
+        """Replay; the outputs are overwritten by the next replay, so they are fetched before it."""
+        self._graph.replay()
+        return self._outputs
+
+    def fetch(self, outputs: Sequence[Tensor]) -> Results:
+        """Copy to pinned memory, behind the step and in front of the next one."""
+        sent = (*outputs, self.state["num_rows"])
+        # Two sets: the host may still read the one while the device writes the other.
+        self._count += 1
+        key = (self._count % 2, tuple(tensor.shape for tensor in sent))
+        if key not in self._pinned:
+            self._pinned[key] = tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in sent)
+        for there, here in zip(self._pinned[key], sent, strict=True):
+            there.copy_(here, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        return Results(self._pinned[key], ready)
+
+    def close(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+    def _capture(self) -> tuple[Tensor, ...]:
+        """Run once so that kernels are compiled and memory is planned, then record; no row is active."""
+        with torch.cuda.device(self._device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                super().decode()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self._graph):
+                return super().decode()
+
+
+@dataclass
+class Runners:
+    """Hands out a runner per request. A captured one is kept for the next request of its bucket, the last used alone:
+    with it goes a whole KV cache."""
+
+    program: Program
+    max_batch_size: int
+    _idle: dict[Key, GraphRunner] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, step: Step, request: Request, mode: tuple[str, tuple[str, ...]]) -> tuple[Key, Runner]:
+        """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
+        device, sizes = self.program.target.device, state_sizes(self.program, request)
+        if not self.program.captured:
+            state = allocate(self.program, sizes, device)
+            fill_state(self.program, state, request)
+            return (tuple(sizes.items()), *mode), Runner(step, state)
+        sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
+        key = (tuple(sizes.items()), *mode)
+        with self._lock:
+            runner = self._idle.pop(key, None)
+            if runner is None:
+                self._idle.clear()
+        if runner is None:
+            runner = GraphRunner(step, allocate(self.program, sizes, device), device)
+        fill_state(self.program, runner.state, request)
+        return key, runner
+
+    def give_back(self, key: Key, runner: Runner) -> None:
+        """A request has ended, well or not."""
+        runner.close()
+        if isinstance(runner, GraphRunner):
+            with self._lock:
+                self._idle.clear()
+                self._idle[key] = runner
+
+
+def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:
+    """Sizes rounded up, so that few graphs serve all requests; the largest batch is always a bucket.
+
+    Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
+    """
+    batch = min(_power_of_two(sizes["B"]), max(max_batch_size, sizes["B"]))
+    pages = _power_of_two(sizes["M"])
+    grain = max(1, _power_of_two(sizes["N"]) // 64)
+    total = -(-sizes["N"] // grain) * grain
+    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "E": _power_of_two(sizes["E"])}
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

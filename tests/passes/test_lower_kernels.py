@@ -1,0 +1,307 @@
+"""The passes from ATen to our ops, one after the other, on whole models and on tiny written graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from specgraph.drafters.base import Drafter
+from specgraph.errors import ConfigError, PassError
+from specgraph.graphs import export_module
+from specgraph.model_info import ModelInfo
+from specgraph.numerics import observe
+from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
+from specgraph.passes.fuse_norm import FuseNorm
+from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.lower_kernels import LowerKernels
+from specgraph.passes.merge_linears import MergeLinears, merge_storage
+from specgraph.pipeline import run_passes
+from specgraph.program import Program
+from specgraph.runner import bucket
+from specgraph.tracing import trace
+from specgraph.verifier import verify_program
+from tests.decoding import compiled
+from tests.models import make_head, make_model, ragged_prompts
+from tests.test_pipeline import body, first, last
+
+LOWERING = [FuseNorm(), MergeLinears(), FuseRotaryCache(), LowerKernels()]
+
+
+def targets(program: Program, module: str = "target") -> Counter[str]:
+    """How often each op is called."""
+    nodes = program.modules[module].graph.nodes
+    return Counter(str(n.target).removesuffix(".default") for n in nodes if n.op == "call_function")
+
+
+def toy(module: nn.Module, *args: Tensor) -> Program:
+    """A program of one traced module, which is not called."""
+    graph_module = export_module(module, args, {"x": {0: torch.export.Dim("rows", min=1)}}, "toy")
+    info = ModelInfo("toy", 7, 1, 4, args[0].dtype, torch.device("cpu"), None)
+    drafter = Drafter("none", "none", 0, {})
+    return Program(fx.Graph(), {"toy": graph_module}, {}, info, drafter, facts=frozenset({"traced", "kv_cache"}))
+
+
+def run_both(module: nn.Module, x: Tensor, passes: list[Any]) -> tuple[Program, Tensor, Tensor]:
+    """The lowered program, what the module gives for ``x``, and what the lowered one gives."""
+    program = last(toy(module.eval(), x), passes)
+    with torch.no_grad():
+        return program, module(x), program.modules["toy"](x)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "cohere", "gpt2", "mixtral", "opt"])
+def test_a_lowered_decoder_gives_the_tokens_of_the_plain_one(architecture: str) -> None:
+    model, prompts = make_model(architecture, dtype=torch.float64), ragged_prompts((3, 9))
+    eager, lowered = (compiled(model, k=2, lowering={"name": name}) for name in ("eager", "gpu"))
+    outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (eager, lowered)]
+    assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
+    counts = targets(lowered.stages["lower_kernels"])
+    assert counts["specgraph.linear"] > 0 and counts["aten.linear"] == 0
+
+
+def test_a_llama_layer_is_five_calls_and_a_norm_costs_none() -> None:
+    program = last(first(), [InsertKVCache(4), *LOWERING])
+    verify_program(program)
+    counts = targets(program)
+    assert counts["specgraph.linear"] == 8 and counts["specgraph.rotary_attention"] == 2
+    # Only the last norm is left: its rows are selected before the vocabulary projection reads them.
+    assert counts["specgraph.rms_norm"] == 1 and not any(name.startswith("aten.mean") for name in counts)
+    lines = [line for line in body(program, "target") if "specgraph.linear" in line]
+    assert ["silu_mul" in line for line in lines] == [False, False, True, False] * 2
+
+
+def test_lowering_stays_within_rounding() -> None:
+    program = last(first(), [InsertKVCache(4)])
+    expected = observe(program)
+    for pass_ in LOWERING:
+        program = last(program, [pass_])
+        actual = observe(program)
+        for name, value in expected.items():
+            assert float((actual[name] - value).norm() / value.norm()) < 1e-6, (pass_.name, name)
+
+
+# merge_linears
+
+
+def test_merged_parameters_are_views_and_the_model_still_works() -> None:
+    model = make_model("llama", dtype=torch.float64)
+    tokens = torch.arange(12).view(2, 6)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        expected = model(tokens).logits
+        program = last(first(target=trace(model)), [MergeLinears()])
+        assert torch.equal(model(tokens).logits, expected)
+    layer = model.model.layers[0]
+    storages = {p.untyped_storage().data_ptr() for p in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight)}
+    assert len(storages) == 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in program.modules["target"].parameters()
+    }
+    held |= {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(held.values()) == sum(p.numel() * 8 for p in model.parameters())
+
+
+def test_a_second_decoder_finds_them_merged() -> None:
+    model = make_model("llama", dtype=torch.float64)
+    found = [last(first(target=trace(model)), [MergeLinears()]) for _ in range(2)]
+    merged = [[t for n, t in p.modules["target"].named_parameters() if "q_proj_k_proj_v_proj" in n] for p in found]
+    assert [t.data_ptr() for t in merged[0]] == [t.data_ptr() for t in merged[1]] and len(merged[0]) == 2
+
+
+def test_tensors_that_are_apart_are_copied_once() -> None:
+    parts = [nn.Parameter(torch.randn(n, 3)) for n in (2, 4)]
+    values = [p.detach().clone() for p in parts]
+    merged = merge_storage(list(parts))
+    assert torch.equal(merged, torch.cat(values)) and all(map(torch.equal, parts, values))
+    assert merge_storage(list(parts)).data_ptr() == merged.data_ptr()
+    assert merge_storage(list(reversed(parts))).data_ptr() != merged.data_ptr()
+
+
+class Pair(nn.Module):
+    """Two linears of one input; ``tied`` makes them the same weight."""
+
+    def __init__(self, tied: bool = False, biases: tuple[bool, bool] = (False, False)) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(6, 4, bias=bias) for bias in biases)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x).relu()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"tied": True}, "read elsewhere"), ({"biases": (True, False)}, "some have a bias and some have none")],
+)
+def test_what_cannot_be_one_is_left_and_named(options: dict[str, Any], reason: str) -> None:
+    program = toy(Pair(**options), torch.randn(5, 6))
+    stages, reports = run_passes(program, [MergeLinears()])
+    assert reports[0].result.matches == 0
+    assert reason in reports[0].result.near_misses[0].reason
+    assert targets(stages["merge_linears"], "toy")["aten.linear"] == 2
+
+
+def test_biases_are_merged_with_their_weights() -> None:
+    program, expected, actual = run_both(
+        Pair(biases=(True, True)).double(), torch.randn(5, 6).double(), [MergeLinears()]
+    )
+    assert targets(program, "toy")["aten.linear"] == 1
+    torch.testing.assert_close(actual, expected)
+
+
+# fuse_norm
+
+
+class Norm(nn.Module):
+    """A norm as models spell it."""
+
+    def __init__(self, form: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.form, self.weight = form, nn.Parameter(torch.randn(8).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        if self.form == "llama":
+            return self.weight * normed.to(x.dtype)
+        if self.form == "gemma":
+            return (normed * (1.0 + self.weight.float())).type_as(x)
+        if self.form == "olmo":
+            return (self.weight * normed).to(x.dtype)
+        if self.form == "bare":
+            return normed.to(x.dtype)
+        if self.form == "other dimension":
+            return (wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + 1e-5)).to(x.dtype)
+        return wide.to(x.dtype) * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), itertools.product(["llama", "gemma", "olmo", "bare"], [torch.bfloat16, torch.float32])
+)
+def test_every_spelling_of_a_norm_becomes_one_op(form: str, dtype: torch.dtype) -> None:
+    program, expected, actual = run_both(Norm(form, dtype), torch.randn(5, 8).to(dtype), [FuseNorm()])
+    assert targets(program, "toy") == {"specgraph.rms_norm": 1}
+    assert actual.dtype == expected.dtype
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [("other dimension", "not the mean over the last dimension"), ("rounded", "does not scale what was squared")],
+)
+def test_what_is_no_norm_is_left_and_named(form: str, reason: str) -> None:
+    _, reports = run_passes(toy(Norm(form, torch.bfloat16), torch.randn(5, 8).bfloat16()), [FuseNorm()])
+    (miss,) = reports[0].result.near_misses
+    assert reason in miss.reason
+
+
+# lower_kernels
+
+
+class Around(nn.Module):
+    """A linear and what surrounds it."""
+
+    def __init__(self, tail: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tail, self.linear = tail, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(x, self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("tail", "ops"),
+    [
+        (lambda x, y: x + y, {"specgraph.linear": 1}),
+        (lambda x, y: y + x, {"specgraph.linear": 1}),
+        (lambda x, y: nn.functional.silu(y), {"specgraph.linear": 1}),
+        (lambda x, y: x + nn.functional.gelu(y, approximate="tanh"), {"specgraph.linear": 1}),
+        (lambda x, y: nn.functional.gelu(y) * y, {"specgraph.linear": 1, "aten.gelu": 1, "aten.mul.Tensor": 1}),
+        (lambda x, y: y + x[:1], {"specgraph.linear": 1, "aten.slice.Tensor": 1, "aten.add.Tensor": 1}),
+        (lambda x, y: y + y, {"specgraph.linear": 1, "aten.add.Tensor": 1}),
+        (lambda x, y: torch.add(y, x, alpha=2), {"specgraph.linear": 1, "aten.add.Tensor": 1}),
+    ],
+)
+def test_a_linear_takes_along_what_it_can(tail: Callable[[Tensor, Tensor], Tensor], ops: dict[str, int]) -> None:
+    program, expected, actual = run_both(Around(tail).double(), torch.randn(5, 8).double(), [LowerKernels()])
+    assert targets(program, "toy") == ops
+    torch.testing.assert_close(actual, expected)
+
+
+class Reductions(nn.Module):
+    """Sums whose order a library may choose by the number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = x.view(x.shape[0], 4, 2).sum(1)
+        return nn.functional.layer_norm(x, (8,)) + x.mean(-1, keepdim=True) + terms.repeat(1, 4)
+
+
+def test_reductions_get_an_order_of_their_own() -> None:
+    program, expected, actual = run_both(Reductions().double(), torch.randn(5, 8).double(), [LowerKernels()])
+    counts = targets(program, "toy")
+    assert counts["specgraph.layer_norm"] == counts["specgraph.row_mean"] == 1
+    assert not any(name.split(".")[1] in ("sum", "mean", "layer_norm") for name in counts if name.startswith("aten"))
+    torch.testing.assert_close(actual, expected)
+
+
+class Product(nn.Module):
+    """A product of two activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.sin().T
+
+
+def test_bitwise_refuses_what_it_cannot_promise_and_fast_takes_it() -> None:
+    x = torch.randn(5, 8)
+    with pytest.raises(PassError, match=r"toy\.matmul .*numerics=bitwise promises; compile with numerics=fast"):
+        last(toy(Product(), x), [LowerKernels()])
+    assert targets(last(toy(Product(), x), [LowerKernels(numerics="fast")]), "toy")["aten.matmul"] == 1
+
+
+def test_an_unknown_kind_of_numerics_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bitwise, fast, not 'exact'"):
+        LowerKernels(numerics="exact")
+
+
+@pytest.mark.parametrize("architecture", ["phi", "gpt_neox", "glm4", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_other_architectures_have_a_bitwise_form_as_well(architecture: str) -> None:
+    program = last(first(target=trace(make_model(architecture, num_hidden_layers=1))), [InsertKVCache(4), *LOWERING])
+    assert targets(program)["specgraph.linear"] > 0
+
+
+# The whole of it, and what a CPU refuses
+
+
+def test_a_head_is_lowered_with_its_target() -> None:
+    model, prompts = make_model("llama", dtype=torch.float64), ragged_prompts((3, 9))
+    head = make_head(model)
+    eager, lowered = (
+        compiled(model, "eagle3", 3, head, lowering={"name": name}).generate(prompts, max_new_tokens=10)
+        for name in ("eager", "gpu")
+    )
+    assert all(map(torch.equal, eager.new_tokens, lowered.new_tokens))
+    assert eager.stats.emitted_per_step == lowered.stats.emitted_per_step
+
+
+def test_a_cpu_replays_no_graph() -> None:
+    with pytest.raises(PassError, match="the target is on cpu, and only a GPU replays graphs"):
+        compiled(make_model("llama", num_hidden_layers=1), lowering={"name": "gpu", "cuda_graph": True})
+    assert CaptureCudaGraph(enabled=False).skipped == "no CUDA graph is asked for"
+
+
+@pytest.mark.parametrize("batch", range(1, 21))
+def test_every_batch_size_has_a_bucket_and_the_largest_is_one(batch: int) -> None:
+    sizes = {"B": batch, "M": 5, "N": 5 * batch, "S": 77, "E": 1}
+    rounded = bucket(sizes, 20, 16)
+    assert all(rounded[name] >= sizes[name] for name in sizes)
+    assert rounded["B"] <= 20 and rounded["N"] <= sizes["N"] * 33 / 32 + 1
+    assert bucket({**sizes, "B": 20}, 20, 16)["B"] == 20
