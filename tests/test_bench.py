@@ -22,7 +22,7 @@ from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
-QUICK = ["num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9"]
+QUICK = ["device=cpu", "num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9"]
 
 # tests.models: hidden 32, MLP 48, 4 heads and 2 groups of 8, 2 layers; float32
 LAYER = 4 * (32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32)
@@ -40,11 +40,10 @@ def small_bandwidth() -> Any:
         yield
 
 
-def decoder_of(kind: str, parallel: bool = False, k: int = 3) -> SpeculativeDecoder:
-    model, passes = shared_model("llama"), {"parallel_draft": {"enabled": parallel}}
-    if kind == "eagle3":
-        return compiled(model, kind, k, draft=HEADS[parallel], passes=passes)  # type: ignore[arg-type]
-    return compiled(model, kind, k, draft=shared_model("llama", 1) if kind == "draft_model" else None)
+def decoder_of(kind: str, parallel: bool = False, k: int = 3, **extra: Any) -> SpeculativeDecoder:
+    extra |= {"passes": {"parallel_draft": {"enabled": parallel}}, "debug": {"self_check": False}}
+    draft: Any = {"eagle3": HEADS[parallel], "draft_model": shared_model("llama", 1)}.get(kind)
+    return compiled(shared_model("llama"), kind, k, draft=draft, **extra)
 
 
 HEADS = {parallel: make_head(shared_model("llama"), vocab=50) for parallel in (False, True)}
@@ -75,7 +74,7 @@ def test_bytes_of_a_step(kind: str, parallel: bool, draft: int, cached_layers: i
 
 def test_a_window_bounds_what_is_read_and_a_tied_head_counts() -> None:
     model = make_model("mistral", tie_word_embeddings=True)
-    program = compiled(model, "none").stages["insert_verify"]
+    program = compiled(model, "none", debug={"self_check": False}).stages["insert_verify"]
     traffic = step_traffic(program, 1, 100.0)
     assert traffic.cache == 2 * PER_TOKEN * model.config.sliding_window
     assert traffic.target_weights == TARGET + ROTARY
@@ -118,8 +117,7 @@ def test_random_weights_repeat_and_leave_the_callers_numbers_alone() -> None:
 
 def test_steps_that_are_timed_are_decode_steps() -> None:
     """Every draft accepted: K + 1 tokens in each; the context grows by as many."""
-    decoder = compiled(shared_model("llama"), "eagle3", 3, draft=HEADS[False],
-                       verify={"rule": "synthetic", "acceptance_rate": 1.0})  # fmt: skip
+    decoder = decoder_of("eagle3", verify={"rule": "synthetic", "acceptance_rate": 1.0})
     options = BenchConfig(target="x", prompt_length=11, steps=4, warmup=2)
     prompts = steps.random_prompts(VOCAB, 2, 11)
     timed = steps.time_steps(decoder, prompts, 3, options, options)
@@ -171,7 +169,7 @@ def test_a_model_and_its_draft_by_path(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "kernels.json"
-    given = ["target=tiny-shape", "batch_sizes=[2]", *QUICK, "device=cpu", f"json={written}"]
+    given = ["target=tiny-shape", "batch_sizes=[2]", *QUICK, f"json={written}"]
     assert main(["bench", "kernels", *given]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in KERNEL_COLUMNS.values())
@@ -180,6 +178,8 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
     rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
     assert rows["linear", "qkv 128x64, 6 rows"] == 4 * (128 * 64 + 6 * 64 + 6 * 128)
+    assert rows["linear", "qkv with norm, 128x64, 2 rows"] == 4 * (128 * 64 + 2 * 64 + 64 + 2 * 128)
+    assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 64 + 2 * 192)
     assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
     assert rows["gated_activation", "192 wide, 6 rows"] == 4 * 6 * 3 * 192
     assert rows["verify", "batch 2, K = 2, 512 tokens"] == 4 * 2 * 3 * 512

@@ -123,6 +123,7 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     for rows in sorted({batch * width for batch, width in shapes}):
         if _has("linear"):
             yield from (_linear(place, name, *size, rows) for name, size in sizes.linears.items())
+            yield from (_fused_linear(place, name, *sizes.linears[name], rows) for name in ("qkv", "gate_up"))
         if _has("rms_norm", "norm"):
             yield _norm(place, sizes.hidden, rows)
         if _has("gated_activation", "activation"):
@@ -173,6 +174,29 @@ def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> C
 
     moved = place.size(outputs * inputs, rows * inputs, rows * outputs)
     return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make)
+
+
+def _fused_linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+    """With the norm before the product, and behind that of gate and up their product, as a lowered step has them."""
+    gated = name == "gate_up"
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        x, scale = place.random(1, rows, inputs), place.random(inputs)
+        weight = place.random(outputs, inputs, scale=inputs**-0.5)
+
+        def separate() -> Tensor:
+            out = functional.linear(functional.rms_norm(x, (inputs,), scale, 1e-5), weight)
+            gate, up = out.chunk(2, dim=-1)
+            return functional.silu(gate) * up if gated else out
+
+        activation = "silu_mul" if gated else "none"
+        fused = functools.partial(torch.ops.specgraph.linear, norm_weight=scale, norm_eps=1e-5, activation=activation)
+        return lambda: fused(x, weight), {"torch, separate": separate}
+
+    width = outputs // 2 if gated else outputs
+    moved = place.size(outputs * inputs, rows * inputs, inputs, rows * width)
+    what = "norm, silu" if gated else "norm"
+    return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make)
 
 
 def _norm(place: _Place, width: int, rows: int) -> Case:

@@ -1,0 +1,37 @@
+"""The bench command runs on a GPU; what it measures is not judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specgraph.bench.timing import measure_bandwidth, median_seconds
+from specgraph.cli import main
+
+SMALL = ["target=llama-3.2-1b-shape", "batch_sizes=[1,4]", "num_speculative_tokens=[3]", "steps=5", "warmup=2"]
+
+
+def test_bandwidth_and_captured_calls() -> None:
+    device = torch.device("cuda")
+    assert measure_bandwidth(device, 2**26) > 0
+    values = [torch.randn(1000, device=device) for _ in range(3)]
+    assert median_seconds(device, [lambda x=x: x.sum() for x in values], repeats=3, warmup=1) > 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "eagle3", "peagle"])
+def test_steps(draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *SMALL, f"draft={draft}", f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [row["batch"] for row in found["rows"]] == [1, 4]
+    assert found["dtype"] == "bfloat16"
+    assert all(row["ms"] > 0 and row["peak_bytes"] > row["target_bytes"] for row in found["rows"])
+
+
+def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", *SMALL, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert {row["kernel"] for row in rows} == {"linear", "rms_norm", "gated_activation", "paged_attention", "verify"}
+    assert all(row["us"] > 0 and row["library_us"] for row in rows)
