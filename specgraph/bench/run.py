@@ -43,7 +43,7 @@ def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> l
     bandwidth = measure_bandwidth(device)
     about = _about(options, device, model.dtype, bandwidth) | {
         "draft": _draft(config), "verify": config.verify.rule, "acceptance_rate": config.verify.acceptance_rate,
-        "lowering": config.lowering.name,
+        "lowering": config.lowering.name, "numerics": config.numerics,
     }  # fmt: skip
     found: list[StepRow] = []
     for row in bench_steps(model, options, config, bandwidth):
