@@ -122,12 +122,19 @@ def summation(out_features: int, in_features: int, itemsize: int = 2) -> tuple[i
 
 
 def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
-    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``; a plain table, nothing is timed."""
+    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``: a plain table, measured on an H200 (see
+    docs/performance.md); nothing is timed at run time."""
     block_k, pieces = summation(out_features, in_features, itemsize)
     if itemsize == 4:  # no matrix instruction for exact float32: small tiles fit the registers
         return Tiles(64, 16 if rows <= 16 else 32, block_k, pieces, rows > 256, 4, 3)
+    if rows <= 16 and pieces == 1:
+        return Tiles(128, 16, block_k, pieces, False, 4, 3)
+    if rows <= 16:
+        return Tiles(64, 16, block_k, pieces, False, 4, 3 if out_features >= 6144 else 4)
+    if rows <= 32:
+        return Tiles(64, 32, block_k, pieces, False, 4, 4)
     if rows <= 64:
-        return Tiles(64, max(16, triton.next_power_of_2(rows)), block_k, pieces, False, 4, 4)
+        return Tiles(128, 64, block_k, pieces, False, 8, 4 if pieces == 1 else 3)
     return Tiles(128, 128, block_k, pieces, rows > 256, 8, 3, norm_inside=False)
 
 

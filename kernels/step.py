@@ -23,6 +23,7 @@ torch.library.define(
     "specgraph::row_slots",
     "(Tensor positions, Tensor num_rows, Tensor block_table, Tensor max_length, *, int block_size) -> Tensor",
 )
+torch.library.define("specgraph::nan_rows", "(Tensor logits, Tensor num_rows, Tensor num_forced, int width) -> Tensor")
 torch.library.define("specgraph::cut_at_eos", "(Tensor emitted, Tensor num_forced, Tensor eos_ids) -> Tensor")
 torch.library.define(
     "specgraph::advance",
@@ -96,8 +97,14 @@ def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tenso
 
     ``window`` ``[B, T]`` gives the number of rows ``T`` of the whole block, which places the ``R`` rows in it.
     """
+    bad: Tensor = torch.ops.specgraph.nan_rows(logits, num_rows, num_forced, window.shape[1])
+    return bad
+
+
+def nan_rows_reference(logits: Tensor, num_rows: Tensor, num_forced: Tensor, width: int) -> Tensor:
+    """:func:`nan_rows` of a block of ``width`` rows, in plain PyTorch."""
     rows = logits.shape[1]
-    first = num_forced.clamp(max=window.shape[1] - rows)
+    first = num_forced.clamp(max=width - rows)
     row = first.unsqueeze(1) + torch.arange(rows, device=logits.device)
     real = (row < num_rows.unsqueeze(1)) & (row >= num_forced.unsqueeze(1))
     return (logits.isnan().any(-1) & real).any(-1)
@@ -296,6 +303,18 @@ def advance_reference(
 
 
 @triton.jit
+def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
+    b, r = tl.program_id(0) // rows, tl.program_id(0) % rows
+    forced = tl.load(num_forced + b)
+    row = tl.minimum(forced, width - rows) + r
+    if (row < tl.load(num_rows + b)) & (row >= forced):
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(logits + tl.program_id(0).to(tl.int64) * vocab + token, mask=token < vocab, other=0.0)
+        if tl.max((values != values).to(tl.int32), axis=0) > 0:
+            tl.store(bad + b, 1)  # several programs may, all of them this value
+
+
+@triton.jit
 def _row_slots_kernel(
     slots, positions, num_rows, block_table, max_length, width, pages, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -381,6 +400,18 @@ def _row_slots(
     return slots
 
 
+def _nan_rows(logits: Tensor, num_rows: Tensor, num_forced: Tensor, width: int) -> Tensor:
+    """:func:`nan_rows_reference` in one kernel that reads the rows in question once."""
+    batch, rows, vocab = logits.shape
+    bad = torch.zeros(batch, dtype=torch.uint8, device=logits.device)
+    block = min(triton.next_power_of_2(vocab), 8192)
+    if bad.numel() and vocab:
+        _nan_rows_kernel[(batch * rows, triton.cdiv(vocab, block))](
+            bad, logits.contiguous(), num_rows.contiguous(), num_forced.contiguous(), width, rows, vocab, BLOCK=block,
+        )  # fmt: skip
+    return bad.view(torch.bool)
+
+
 def _cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     """:func:`cut_at_eos_reference` in one kernel."""
     cut = emitted.new_empty(emitted.shape)
@@ -423,6 +454,13 @@ def _row_slots_fake(
     return positions.new_empty(positions.shape)
 
 
+def _nan_rows_fake(logits: Tensor, num_rows: Tensor, num_forced: Tensor, width: int) -> Tensor:
+    require(logits.dim() == 3, lambda: "logits must be [B, R, V]")
+    for name, values in (("num_rows", num_rows), ("num_forced", num_forced)):
+        _check_batch(name, values, logits.shape[0])
+    return logits.new_empty(logits.shape[0], dtype=torch.bool)
+
+
 def _cut_at_eos_fake(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     require(emitted.dim() == 2 and eos_ids.dim() == 1, lambda: "emitted must be [B, T], eos_ids [E]")
     _check_batch("num_forced", num_forced, emitted.shape[0])
@@ -448,6 +486,9 @@ def _check_batch(name: str, values: Tensor, batch: int) -> None:
 torch.library.impl("specgraph::row_slots", "cpu")(row_slots_reference)
 torch.library.impl("specgraph::row_slots", "cuda")(_row_slots)
 torch.library.register_fake("specgraph::row_slots")(_row_slots_fake)
+torch.library.impl("specgraph::nan_rows", "cpu")(nan_rows_reference)
+torch.library.impl("specgraph::nan_rows", "cuda")(_nan_rows)
+torch.library.register_fake("specgraph::nan_rows")(_nan_rows_fake)
 torch.library.impl("specgraph::cut_at_eos", "cpu")(cut_at_eos_reference)
 torch.library.impl("specgraph::cut_at_eos", "cuda")(_cut_at_eos)
 torch.library.register_fake("specgraph::cut_at_eos")(_cut_at_eos_fake)

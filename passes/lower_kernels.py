@@ -189,10 +189,10 @@ def _take_residual(linear: _Linear) -> str | None:
 
 
 def _lower_reductions(module: fx.GraphModule, chosen: Counter[str]) -> None:
-    """Means of the last dimension, layer norms, and sums of a few terms."""
+    """What :data:`_REDUCTIONS` has a form for."""
     graph = module.graph
     for node in list(graph.nodes):
-        rule = {aten.mean.dim: _mean, aten.layer_norm.default: _layer_norm, aten.sum.dim_IntList: _sum}.get(node.target)
+        rule = _REDUCTIONS.get(node.target)
         if rule is None:
             continue
         with graph.inserting_before(node):
@@ -227,6 +227,20 @@ def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     for term in others:
         total = graph.call_function(aten.add.Tensor, (total, term))
     return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
+
+
+def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A product that sums one term, as rotary embeddings spell the angles of all positions."""
+    a, b = node.args
+    if a.meta["val"].dim() < 2 or a.meta["val"].shape[-1] != 1:  # type: ignore[union-attr]
+        return None
+    return graph.call_function(aten.mul.Tensor, (a, b))
+
+
+_REDUCTIONS = {
+    aten.mean.dim: _mean, aten.layer_norm.default: _layer_norm, aten.sum.dim_IntList: _sum, aten.matmul.default: _outer,
+    aten.bmm.default: _outer,
+}  # fmt: skip
 
 
 def _check_rows(name: str, module: fx.GraphModule) -> None:

@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +21,8 @@ from specgraph.config_errors import check_keys, did_you_mean, explain, unknown_k
 from specgraph.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from specgraph.passes.base import Pass
 
 DRAFTERS = ("none", "ngram", "draft_model", "eagle3")
@@ -167,13 +168,13 @@ def load_config(given: ConfigLike = None) -> Config:
     return config
 
 
-def settle_lowering(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Config:
+def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dtype | None = None) -> Config:
     """A copy in which ``lowering`` says what happens to a target on ``device``, nothing left to choose.
 
     float64 is for checking, and the kernels leave it to the reference ops: ``auto`` is eager there.
     """
     given = config.lowering
-    fast = device.type == "cuda" and dtype != torch.float64
+    fast = str(device).startswith("cuda") and str(dtype) != "torch.float64"
     name = given.name if given.name != "auto" else "gpu" if fast else "eager"
     settled = LoweringConfig(
         name=name,
@@ -296,7 +297,7 @@ def build_passes(config: Config, device: torch.device | str = "cpu") -> list[Pas
     """
     from specgraph.passes import PASSES
 
-    settled = OmegaConf.structured(settle_lowering(config, torch.device(device)))
+    settled = OmegaConf.structured(settle_lowering(config, device))
     wanted = cast(dict[str, Any], OmegaConf.to_container(settled.passes, resolve=True))
     own = [name for name, options in wanted.items() if isinstance(options, dict) and "_target_" in options]
     known = [*PASSES, *own]

@@ -102,6 +102,8 @@ def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
             taken = step.needed_rows(hidden, ids(forced), count)
             bad = step.nan_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
             assert bad.tolist() == [forced <= row < forced + count]
+            in_triton = step._nan_rows(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
+            assert torch.equal(in_triton.cpu(), bad)
 
 
 def test_everything_after_the_first_unforced_eos_is_cut():
