@@ -1,0 +1,127 @@
+"""``numerics: bitwise``: tokens and log-probabilities of speculation are those of plain decoding, bit for bit.
+
+The trained tiny-math models in bf16, through the default pipeline of a GPU: kernels, one CUDA graph per bucket, results
+read one step behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import specgraph
+from specgraph import GenerateOutput, SpeculativeDecoder
+from specgraph.runner import GraphRunner
+from tests.gpu.capture import no_synchronisation
+
+ROOT = Path(__file__).parents[2] / "examples"
+MODELS = ROOT / "models" / "tiny-math"
+PROMPTS, NEW_TOKENS = 100, 512
+
+
+@functools.cache
+def prompts() -> list[Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    lines = (ROOT / "data" / "gsm8k_test_200.jsonl").read_text().splitlines()[:PROMPTS]
+    texts = [f"Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
+    return [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+
+
+def decoder(kind: str, k: int = 1, **extra: Any) -> SpeculativeDecoder:
+    target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16).cuda()
+    loaded = kind not in ("none", "ngram")
+    draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if loaded else {"kind": kind})
+    config = {"draft": draft, "debug": {"self_check": False}, **extra}
+    return specgraph.compile_speculative(target, config, draft=MODELS / kind if loaded else None)
+
+
+def run(compiled: SpeculativeDecoder, count: int, batch: int, temperature: float) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and log-probabilities of the first ``count`` prompts, ``batch`` at a time, to the last token asked for."""
+    found = []
+    for begin in range(0, count, batch):
+        rows = range(begin, min(begin + batch, count))
+        out: GenerateOutput = compiled.generate(
+            [prompts()[row] for row in rows], max_new_tokens=NEW_TOKENS, eos_token_id=[], temperature=temperature,
+            seed=list(rows), return_logprobs=True,
+        )  # fmt: skip
+        assert out.logprobs is not None
+        found += list(zip(out.new_tokens, out.logprobs, strict=True))
+    return found
+
+
+@functools.cache
+def plain(temperature: float) -> list[tuple[Tensor, Tensor]]:
+    return run(decoder("none"), PROMPTS, 50, temperature)
+
+
+def assert_same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> None:
+    tokens = [row for row, (a, b) in enumerate(zip(found, expected, strict=False)) if not torch.equal(a[0], b[0])]
+    values = [row for row, (a, b) in enumerate(zip(found, expected, strict=False)) if not torch.equal(a[1], b[1])]
+    assert not tokens and not values, f"tokens differ in {tokens}, log-probabilities in {values} of {len(found)}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "k", "count", "batch"),
+    [
+        ("none", 1, 24, 8), ("none", 1, 3, 1), ("eagle3", 3, 100, 50), ("eagle3", 8, 64, 64), ("eagle3", 1, 16, 16),
+        ("eagle3", 7, 3, 1), ("peagle", 5, 100, 64), ("peagle", 2, 16, 5), ("ngram", 4, 100, 50), ("draft", 6, 33, 33),
+    ],
+)  # fmt: skip
+def test_speculation_changes_no_bit(kind: str, k: int, count: int, batch: int, temperature: float) -> None:
+    assert_same(run(decoder(kind, k), count, batch, temperature), plain(temperature))
+
+
+@pytest.mark.parametrize("chunk", [16, 37, 64, 512])
+def test_chunks_of_a_prompt_change_no_bit(chunk: int) -> None:
+    found = run(decoder("ngram", 4, cache={"prefill_chunk": chunk}), 16, 16, 0.0)
+    assert_same(found, plain(0.0))
+
+
+def test_the_steady_loop_waits_for_nothing_but_its_results() -> None:
+    """No call of the loop synchronises: replays, copies to pinned memory, and an event that the host waits for."""
+    compiled = decoder("eagle3", 3)
+    some = prompts()[:4]
+    compiled.generate(some, max_new_tokens=32, eos_token_id=[])
+    steps = compiled.stream(some, max_new_tokens=200, eos_token_id=[])
+    next(steps)  # the prompts
+    with no_synchronisation():
+        count = sum(1 for _ in zip(range(20), steps, strict=False))
+    assert count == 20
+    steps.close()
+
+
+def test_a_bucket_is_captured_once_and_serves_smaller_batches() -> None:
+    compiled = decoder("eagle3", 3)
+    first = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
+    (runner,) = compiled._runners._idle.values()
+    again = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
+    compiled.generate(prompts()[:6], max_new_tokens=40, eos_token_id=[])
+    assert isinstance(runner, GraphRunner) and runner in compiled._runners._idle.values()
+    assert all(map(torch.equal, first.new_tokens, again.new_tokens))
+
+
+def test_two_streams_side_by_side_do_not_disturb_each_other() -> None:
+    compiled = decoder("eagle3", 3)
+    expected = compiled.generate(prompts()[:2], max_new_tokens=60, eos_token_id=[]).new_tokens
+    streams = [compiled.stream([prompts()[row]], max_new_tokens=60, eos_token_id=[]) for row in range(2)]
+    found: list[list[int]] = [[], []]
+    for chunks in zip(*streams, strict=False):
+        for row, chunk in enumerate(chunks):
+            found[row] += chunk.tokens[0]
+    assert all(len(f) > 20 and f == e.tolist()[: len(f)] for f, e in zip(found, expected, strict=True))
+
+
+def test_a_sequence_that_ends_early_changes_nothing_for_the_others() -> None:
+    compiled = decoder("eagle3", 3)
+    alone = [compiled.generate([p], max_new_tokens=120).new_tokens[0] for p in prompts()[:5]]
+    together = compiled.generate(prompts()[:5], max_new_tokens=120)
+    assert all(map(torch.equal, together.new_tokens, alone))
+    assert together.stats.steps == sum(1 for _ in compiled.stream(prompts()[:5], max_new_tokens=120))
