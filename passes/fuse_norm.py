@@ -64,7 +64,7 @@ class FuseNorm(Pass):
         for name, module in program.modules.items():
             for node in list(calls(module.graph, aten.rsqrt.default)):
                 try:
-                    _fuse(module.graph, _match(node))
+                    _fuse(module.graph, _match(node, program.target.dtype))
                     matches += 1
                 except Mismatch as reason:
                     misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
@@ -72,7 +72,8 @@ class FuseNorm(Pass):
         return PassResult(matches, near_misses=tuple(misses))
 
 
-def _match(rsqrt: fx.Node) -> _Norm:
+def _match(rsqrt: fx.Node, dtype: torch.dtype) -> _Norm:
+    """The norm around ``rsqrt``; ``dtype`` is that of inputs that passes have made, whose values were never seen."""
     shifted = producer(rsqrt.args[0], aten.add.Tensor)
     if shifted is None or not isinstance(shifted.args[1], float):
         raise Mismatch(f"{rsqrt.name} has no epsilon under the root")
@@ -84,9 +85,10 @@ def _match(rsqrt: fx.Node) -> _Norm:
     if normed is None or normed.target is not aten.mul.Tensor or set(normed.args) != {wide, rsqrt}:
         raise Mismatch(f"{rsqrt.name} does not scale what was squared")
     x = before_cast(wide)
-    end, weight, offset = _weighted(normed, x)
-    if dtype_of(end) != dtype_of(x):
-        raise Mismatch(f"{end.name} is {dtype_of(end)}, but {x.name} is {dtype_of(x)}")
+    dtype = dtype_of(x) or dtype
+    end, weight, offset = _weighted(normed, dtype)
+    if dtype_of(end) != dtype:
+        raise Mismatch(f"{end.name} is {dtype_of(end)}, but {x.name} is {dtype}")
     return _Norm(x, end, weight, shifted.args[1], offset)
 
 
@@ -104,7 +106,7 @@ def _squared(value: Any) -> fx.Node:
     raise Mismatch(f"{value} is not a square")
 
 
-def _weighted(normed: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
+def _weighted(normed: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None, float]:
     """Follow casts and one multiplication with a weight, as long as nothing else reads what is in between."""
     end, weight, offset = normed, None, 0.0
     while (user := only_user(end)) is not None:
@@ -115,7 +117,7 @@ def _weighted(normed: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, flo
         else:
             break
     # A cast that something else wants of the result, to another dtype, is not the norm's.
-    while dtype_of(end) != dtype_of(x) and end.target in CASTS:
+    while dtype_of(end) != dtype and end.target in CASTS:
         end = end.all_input_nodes[0]
     return end, weight, offset
 

@@ -227,11 +227,11 @@ class SpeculativeDecoder:
             return
         mode = (request.logprobs, self._unused_inputs(request.sampling))
         with self._plain_mode():
-            key, runner = self._runners.take(self._make_step(*mode), request, mode)
+            runner = self._runners.take(self._make_step(*mode), request, mode)
         try:
             yield from self._steps_of(runner, prefill, len(request.prompts))
         finally:
-            self._runners.give_back(key, runner)
+            self._runners.give_back(runner)
 
     def _steps_of(self, runner: Runner, prefill: Prefill, count: int) -> Iterator[_Step]:
         """Enqueue steps and read them ``runner.lag`` steps later, in order."""

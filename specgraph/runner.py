@@ -20,7 +20,8 @@ from specgraph.requests import Request
 from specgraph.state import State, allocate, fill_state, state_sizes
 
 Step = Callable[..., tuple[Tensor, ...]]
-Key = tuple[tuple[tuple[str, int], ...], str, tuple[str, ...]]
+Mode = tuple[str, tuple[str, ...]]
+"""What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
 
 
 @dataclass
@@ -72,13 +73,18 @@ class GraphRunner(Runner):
 
     lag = 1
 
-    def __init__(self, step: Step, state: State, device: torch.device) -> None:
+    def __init__(self, step: Step, state: State, device: torch.device, sizes: Mapping[str, int], mode: Mode) -> None:
         super().__init__(step, state)
-        self._device = device
+        self._device, self._sizes, self._mode = device, sizes, mode
         self._graph = torch.cuda.CUDAGraph()
         self._outputs = self._capture()
         self._pinned: dict[tuple[int, tuple[torch.Size, ...]], tuple[Tensor, ...]] = {}
         self._count = 0
+
+    def fits(self, sizes: Mapping[str, int], mode: Mode) -> bool:
+        """Whether a request of these sizes can run here: the same batch, and room for everything else."""
+        room = all(self._sizes[name] >= size for name, size in sizes.items())
+        return room and self._sizes["B"] == sizes["B"] and self._mode == mode
 
     def decode(self) -> tuple[Tensor, ...]:
         """Replay; the outputs are overwritten by the next replay, so they are fetched before it."""
@@ -117,39 +123,36 @@ class GraphRunner(Runner):
 
 @dataclass
 class Runners:
-    """Hands out a runner per request. A captured one is kept for the next request of its bucket, the last used alone:
-    with it goes a whole KV cache."""
+    """Hands out a runner per request. The last captured one is kept for the next request that fits in; the last alone,
+    because with it goes a whole KV cache."""
 
     program: Program
     max_batch_size: int
-    _idle: dict[Key, GraphRunner] = field(default_factory=dict)
+    _idle: GraphRunner | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, step: Step, request: Request, mode: tuple[str, tuple[str, ...]]) -> tuple[Key, Runner]:
+    def take(self, step: Step, request: Request, mode: Mode) -> Runner:
         """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
         device, sizes = self.program.target.device, state_sizes(self.program, request)
         if not self.program.captured:
-            state = allocate(self.program, sizes, device)
-            fill_state(self.program, state, request)
-            return (tuple(sizes.items()), *mode), Runner(step, state)
-        sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
-        key = (tuple(sizes.items()), *mode)
-        with self._lock:
-            runner = self._idle.pop(key, None)
-            if runner is None:
-                self._idle.clear()
-        if runner is None:
-            runner = GraphRunner(step, allocate(self.program, sizes, device), device)
+            runner = Runner(step, allocate(self.program, sizes, device))
+        else:
+            sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
+            with self._lock:
+                kept, self._idle = self._idle, None
+            fits = kept is not None and kept.fits(sizes, mode)
+            # Freed before the next one is allocated.
+            kept = kept if fits else None
+            runner = kept or GraphRunner(step, allocate(self.program, sizes, device), device, sizes, mode)
         fill_state(self.program, runner.state, request)
-        return key, runner
+        return runner
 
-    def give_back(self, key: Key, runner: Runner) -> None:
+    def give_back(self, runner: Runner) -> None:
         """A request has ended, well or not."""
         runner.close()
         if isinstance(runner, GraphRunner):
             with self._lock:
-                self._idle.clear()
-                self._idle[key] = runner
+                self._idle = runner
 
 
 def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests on a GPU machine without a network.
 #
-#   pip wheel --no-deps -w .whl hydra-core omegaconf antlr4-python3-runtime pytest pluggy iniconfig setuptools wheel
+#   pip wheel --no-deps -w .whl hydra-core omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 accelerate \
+#       pytest pytest-xdist execnet pluggy iniconfig packaging setuptools wheel
 #                                                                            # where there is a network
 #   bash tests/gpu/run_offline.sh [pytest arguments]                         # on the GPU machine
 #

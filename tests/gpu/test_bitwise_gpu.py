@@ -98,14 +98,17 @@ def test_the_steady_loop_waits_for_nothing_but_its_results() -> None:
     steps.close()
 
 
-def test_a_bucket_is_captured_once_and_serves_smaller_batches() -> None:
+def test_one_capture_serves_every_request_that_fits_in() -> None:
     compiled = decoder("eagle3", 3)
     first = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
-    (runner,) = compiled._runners._idle.values()
+    runner = compiled._runners._idle
     again = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
-    compiled.generate(prompts()[:6], max_new_tokens=40, eos_token_id=[])
-    assert isinstance(runner, GraphRunner) and runner in compiled._runners._idle.values()
+    fewer = compiled.generate(prompts()[:6], max_new_tokens=20, eos_token_id=[])
+    assert isinstance(runner, GraphRunner) and compiled._runners._idle is runner
     assert all(map(torch.equal, first.new_tokens, again.new_tokens))
+    assert all(torch.equal(a[:20], b) for a, b in zip(first.new_tokens, fewer.new_tokens, strict=False))
+    compiled.generate(prompts()[:3], max_new_tokens=20, eos_token_id=[])
+    assert compiled._runners._idle is not runner
 
 
 def test_two_streams_side_by_side_do_not_disturb_each_other() -> None:

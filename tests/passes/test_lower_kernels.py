@@ -287,12 +287,11 @@ def test_other_architectures_have_a_bitwise_form_as_well(architecture: str) -> N
 def test_a_head_is_lowered_with_its_target() -> None:
     model, prompts = make_model("llama", dtype=torch.float64), ragged_prompts((3, 9))
     head = make_head(model)
-    eager, lowered = (
-        compiled(model, "eagle3", 3, head, lowering={"name": name}).generate(prompts, max_new_tokens=10)
-        for name in ("eager", "gpu")
-    )
+    decoders = [compiled(model, "eagle3", 3, head, lowering={"name": name}) for name in ("eager", "gpu")]
+    eager, lowered = (decoder.generate(prompts, max_new_tokens=10) for decoder in decoders)
     assert all(map(torch.equal, eager.new_tokens, lowered.new_tokens))
     assert eager.stats.emitted_per_step == lowered.stats.emitted_per_step
+    assert not any(name.startswith("aten.rsqrt") for name in targets(decoders[1].stages["lower_kernels"], "draft"))
 
 
 def test_a_cpu_replays_no_graph() -> None:
