@@ -216,6 +216,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
         require(sinks.shape == (q.shape[1],), lambda: f"sinks must be [{q.shape[1]}], not {tuple(sinks.shape)}")
 
 
+def _check_angles(name: str, angles: Tensor, q: Tensor) -> None:
+    require(angles.dim() == 3, lambda: f"{name} must be [B, T, D]")
+    require(angles.shape[1:] == (q.shape[2], q.shape[3]), lambda: f"{name} must agree with q in T and D")
+    require(angles.shape[0] in (1, q.shape[0]), lambda: f"{name} must be for B sequences or for one")
+
+
 def _check_cache(name: str, cache: Tensor, new: Tensor) -> None:
     wanted = (new.shape[1], new.shape[3])
     require(cache.dim() == 4 and cache.shape[2:] == wanted, lambda: f"{name} must end in {wanted}")
@@ -251,10 +257,8 @@ def _rotary_attention_fake(
     softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     require(q.shape[3] % 2 == 0, lambda: f"a head of {q.shape[3]} has no halves to rotate")
-    for name, angles in (("cos", cos), ("sin", sin)):
-        require(angles.dim() == 3, lambda name=name: f"{name} must be [B, T, D]")
-        require(angles.shape[1:] == (q.shape[2], q.shape[3]), lambda name=name: f"{name} must agree with q in T and D")
-        require(angles.shape[0] in (1, q.shape[0]), lambda name=name: f"{name} must be for B sequences or for one")
+    _check_angles("cos", cos, q)
+    _check_angles("sin", sin, q)
     return _paged_attention_fake(
         q, k, v, k_cache, v_cache, slots, block_table, positions, sinks, scale=scale, window=window, softcap=softcap
     )

@@ -17,7 +17,7 @@ from specgraph.program import Program
 class CaptureCudaGraph(Pass):
     """Options: ``enabled``."""
 
-    enabled: bool | None = True
+    enabled: bool | None = False
 
     name: ClassVar[str] = "capture_cuda_graph"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "draft", "kv_cache"})

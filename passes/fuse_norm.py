@@ -144,6 +144,6 @@ def _fuse(graph: fx.Graph, norm: _Norm) -> None:
         if norm.weight is not None:
             weight = graph.get_attr(str(norm.weight.target))
             weight.meta.update(norm.weight.meta)
-        options = {"eps": norm.eps, "offset": norm.offset}
+        options: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset}
         fused = graph.create_node("call_function", RMS_NORM, (norm.x, weight), options, name="rms_norm")
     replace(graph, norm.end, fused)

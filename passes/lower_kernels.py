@@ -116,7 +116,8 @@ def _turn_weights(module: fx.GraphModule) -> None:
 def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
     graph = module.graph
     for node in list(calls(graph, aten.linear.default)):
-        linear = _Linear(node, *node.args)
+        x, weight, bias = (*node.args, None)[:3]
+        linear = _Linear(node, x, weight, bias)
         parts = [part for part in (_take_norm(linear), _take_activation(linear), _take_residual(linear)) if part]
         with graph.inserting_before(linear.end):
             arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.norm_weight)
@@ -203,27 +204,30 @@ def _lower_reductions(module: fx.GraphModule, chosen: Counter[str]) -> None:
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    x, dims, *keep = node.args
-    last = x.meta["val"].dim() - 1  # type: ignore[union-attr]
+    arguments: Any = node.args
+    x, dims, *keep = arguments
+    last = x.meta["val"].dim() - 1
     if dims not in ([-1], [last]) or keep[:1] != [True]:
         return None
     return graph.call_function(torch.ops.specgraph.row_mean.default, (x,))
 
 
 def _layer_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    x, shape, *rest = node.args
+    arguments: Any = node.args
+    x, shape, *rest = arguments
     weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
-    if len(shape) != 1:  # type: ignore[arg-type]
+    if len(shape) != 1:
         return None
     return graph.call_function(torch.ops.specgraph.layer_norm.default, (x, weight, bias), {"eps": eps})
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    x, dims, *keep = node.args
-    terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None  # type: ignore[union-attr, index, arg-type]
+    arguments: Any = node.args
+    x, dims, *keep = arguments
+    terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None
     if not isinstance(terms, int) or terms > MAX_TERMS or node.kwargs:
         return None
-    total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))  # type: ignore[index]
+    total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))
     for term in others:
         total = graph.call_function(aten.add.Tensor, (total, term))
     return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
@@ -231,8 +235,9 @@ def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """A product that sums one term, as rotary embeddings spell the angles of all positions."""
-    a, b = node.args
-    if a.meta["val"].dim() < 2 or a.meta["val"].shape[-1] != 1:  # type: ignore[union-attr]
+    arguments: Any = node.args
+    a, b = arguments
+    if a.meta["val"].dim() < 2 or a.meta["val"].shape[-1] != 1:
         return None
     return graph.call_function(aten.mul.Tensor, (a, b))
 

@@ -71,7 +71,7 @@ def _groups(module: fx.GraphModule) -> list[list[fx.Node]]:
     by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in calls(module.graph, LINEAR):
         if weight_name(node.args[1]) is not None:
-            by_input[node.args[0]].append(node)
+            by_input[node.all_input_nodes[0]].append(node)
     return [group for group in by_input.values() if len(group) > 1]
 
 
@@ -148,8 +148,10 @@ def merge_storage(tensors: list[Tensor]) -> nn.Parameter:
     merged = _adjacent(tensors)
     if merged is None:
         merged = torch.cat([tensor.detach() for tensor in tensors])
-        for tensor, part in zip(tensors, merged.split([len(t) for t in tensors]), strict=True):
-            tensor.data = part
+        begin = 0
+        for tensor in tensors:
+            tensor.data = merged[begin : begin + len(tensor)]
+            begin += len(tensor)
     return nn.Parameter(merged, requires_grad=False)
 
 

@@ -39,7 +39,7 @@ class DraftConfig:
     num_speculative_tokens: int = 4
     """K, drafts per step and sequence (the kind `none` ignores it)."""
     model: str | None = None
-    """draft_model, eagle3: the folder of a checkpoint, or the name of a causal LM; `draft=` takes a path or a loaded one, too."""
+    """draft_model, eagle3: the folder of a checkpoint, or the name of a causal LM; `draft=` takes either."""
     parallel: bool | None = None
     """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
     mask_token_id: int | None = None

@@ -101,7 +101,7 @@ class GraphRunner(Runner):
             self._pinned[key] = tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in sent)
         for there, here in zip(self._pinned[key], sent, strict=True):
             there.copy_(here, non_blocking=True)
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(self._device))
         return Results(self._pinned[key], ready)
 
@@ -112,7 +112,7 @@ class GraphRunner(Runner):
     def _capture(self) -> tuple[Tensor, ...]:
         """Run once so that kernels are compiled and memory is planned, then record; no row is active."""
         with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 super().decode()
