@@ -8,7 +8,7 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from specgraph.config import Config, ConfigLike, build_passes, load_config, settle_lowering
-from specgraph.decoder import SpeculativeDecoder
+from specgraph.decoder import SpeculativeDecoder, current
 from specgraph.defaults import read_generation_config
 from specgraph.drafts import DraftLike, make_draft, with_draft
 from specgraph.errors import ConfigError
@@ -31,7 +31,8 @@ def compile_speculative(
 ) -> SpeculativeDecoder:
     """Compile a causal LM of transformers into a lossless speculative decoder.
 
-    The model itself is not changed, and its weights are not copied.
+    The model computes what it did before, and its weights are not copied. (On a GPU, weights of layers that read the
+    same input move into one tensor, and the model's own parameters become views of it.)
 
     Args:
         model: the target, on its device and in its dtype; both are fixed by compiling.
@@ -50,7 +51,7 @@ def compile_speculative(
     config = settle_lowering(config, model.device, model.dtype)
     defaults = read_generation_config(model)
     passes = build_passes(config, model.device)
-    with Progress("compile", len(passes) + 3, config.debug.progress) as progress:
+    with Progress("compile", len(passes) + 3, config.debug.progress) as progress, current(model.device):
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
         target = trace(model)

@@ -267,9 +267,17 @@ def _enqueue(runner: Runner, prefill: Prefill, progress: Progress) -> _UnderWay:
 
 @contextlib.contextmanager
 def plain_mode(device: torch.device) -> Iterator[None]:
-    """Neither autocast, nor inference mode, nor gradients: a caller's modes must not change tokens or the state."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    """Neither autocast, nor inference mode, nor gradients: a caller's modes must not change tokens or the state.
+
+    ``device`` is the current one inside: kernels are launched there, whichever GPU the caller has chosen.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
         yield
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """``device`` as the current GPU, if it is one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, bool]:

@@ -111,14 +111,13 @@ class GraphRunner(Runner):
 
     def _capture(self) -> tuple[Tensor, ...]:
         """Run once so that kernels are compiled and memory is planned, then record; no row is active."""
-        with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                super().decode()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self._graph):
-                return super().decode()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            super().decode()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self._graph):
+            return super().decode()
 
 
 @dataclass
