@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from transformers import AutoModelForCausalLM
 
 from specgraph.drafters.base import Drafter
 from specgraph.errors import ConfigError, PassError
@@ -106,6 +108,18 @@ def test_merged_parameters_are_views_and_the_model_still_works() -> None:
     }
     held |= {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(held.values()) == sum(p.numel() * 8 for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_lowered_model_can_still_be_saved(architecture: str, tmp_path: Path) -> None:
+    model = make_model(architecture, num_hidden_layers=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled(model, lowering={"name": "gpu"})
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+    file_size = (tmp_path / "model.safetensors").stat().st_size
+    assert file_size < 1.1 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def test_a_second_decoder_finds_them_merged() -> None:
