@@ -99,7 +99,7 @@ BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "K": (lambda: compiled(llama(), k=0), ConfigError, "draft.num_speculative_tokens must be at least 1, got 0"),
     "drafter": (lambda: compiled(llama(), "eagle9"), ConfigError, "draft.kind is one of none, ngram, draft_model"),
     "rule": (lambda: compiled(llama(), verify={"rule": "strickt"}), ConfigError, "verify.rule: .*strict"),
-    "lowering": (lambda: compiled(llama(), lowering={"name": "cuda"}), ConfigError, "lowering.name is one of auto, eager, inductor, gpu"),
+    "lowering": (lambda: compiled(llama(), lowering={"name": "cuda"}), ConfigError, "lowering.name is one of auto, "),
     "preset": (lambda: specgraph.compile_speculative(llama(), "eagle7"), ConfigError, "Unknown preset 'eagle7'"),
     "yaml": (lambda: specgraph.compile_speculative(llama(), "no.yaml"), ConfigError, "no configuration file 'no.yaml'"),
     "key": (lambda: compiled(llama(), drafts={}), ConfigError, "Unknown configuration key 'drafts': did you"),
