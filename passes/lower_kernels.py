@@ -33,7 +33,7 @@ MAX_TERMS = 32
 ROW_WISE = frozenset({
     # They move elements and compute none.
     "cat", "clone", "constant_pad_nd", "copy", "embedding", "flip", "gather", "index", "index_select", "pad", "repeat",
-    "repeat_interleave", "roll", "scatter", "slice_scatter", "stack", "to", "_to_copy", "type_as",
+    "repeat_interleave", "roll", "scatter", "slice_scatter", "stack", "to", "_to_copy", "type_as", "_unsafe_view",
     # They make tensors of constants.
     "arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot",
     "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
