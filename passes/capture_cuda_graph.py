@@ -1,12 +1,14 @@
 """The whole step, target, verification, draft and state, is to run as one CUDA graph.
 
-The graphs of nodes stay as they are; the decoder captures one CUDA graph per batch-size bucket when it first needs it.
+The graphs of nodes stay as they are; the decoder captures when it first needs a graph for a bucket of state sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from specgraph.errors import PassError
 from specgraph.passes.base import Pass, PassResult
@@ -34,6 +36,11 @@ class CaptureCudaGraph(Pass):
             raise PassError(
                 f"capture_cuda_graph: the target is on {program.target.device}, and only a GPU replays graphs; move "
                 "the model there, or set lowering.cuda_graph=false."
+            )
+        if program.target.dtype == torch.float64:
+            raise PassError(
+                "capture_cuda_graph: float64 runs through the reference ops, which wait for the host; set "
+                "lowering.cuda_graph=false."
             )
         program.captured = True
         return PassResult(1, expected=1)

@@ -109,10 +109,11 @@ def _squared(value: Any) -> fx.Node:
 def _weighted(normed: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None, float]:
     """Follow casts and one multiplication with a weight, as long as nothing else reads what is in between."""
     end, weight, offset = normed, None, 0.0
+    size = normed.meta["val"].shape[-1]
     while (user := only_user(end)) is not None:
         if user.target in CASTS and user.args[0] is end:
             end = user
-        elif weight is None and (found := _weight(user, end)) is not None:
+        elif weight is None and (found := _weight(user, end, size)) is not None:
             end, (weight, offset) = user, found
         else:
             break
@@ -122,8 +123,8 @@ def _weighted(normed: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | N
     return end, weight, offset
 
 
-def _weight(user: fx.Node, normed: fx.Node) -> tuple[fx.Node, float] | None:
-    """The weight that ``user`` multiplies ``normed`` with, and what is added to it."""
+def _weight(user: fx.Node, normed: fx.Node, size: int) -> tuple[fx.Node, float] | None:
+    """The weight ``[size]`` that ``user`` multiplies ``normed`` with, and what is added to it."""
     if user.target is not aten.mul.Tensor or normed not in user.args:
         return None
     other = user.args[1] if user.args[0] is normed else user.args[0]
@@ -134,7 +135,7 @@ def _weight(user: fx.Node, normed: fx.Node) -> tuple[fx.Node, float] | None:
     elif plus is not None and isinstance(plus.args[0], int | float):
         other, offset = plus.args[1], float(plus.args[0])
     other = before_cast(other)
-    known = isinstance(other, fx.Node) and weight_name(other) is not None and other.meta["val"].dim() == 1
+    known = isinstance(other, fx.Node) and weight_name(other) is not None and tuple(other.meta["val"].shape) == (size,)
     return (other, offset) if known else None
 
 

@@ -94,6 +94,8 @@ def _halves(cat: fx.Node) -> fx.Node | None:
     lower = producer(parts[1], aten.slice.Tensor)
     if upper is None or lower is None or upper.args[0] is not lower.args[0]:
         return None
+    if cat.args[1:] not in ((-1,), (3,)) or any(len(s.args) != 4 or s.args[1] not in (-1, 3) for s in (upper, lower)):
+        return None
     x = upper.args[0]
     if not isinstance(x, fx.Node) or "val" not in x.meta:
         return None

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import specgraph.kernels.experts
-import specgraph.kernels.linear
-import specgraph.kernels.norm  # noqa: F401  (each registers ops)
+import specgraph.kernels.norm  # noqa: F401  (both register ops)
 from specgraph.errors import ConfigError, PassError
 from specgraph.graphs import calls, get_attribute, set_attribute
+from specgraph.kernels.linear import ACTIVATIONS
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.patterns import aten, dtype_of, only_user, producer, replace, weight_name
 from specgraph.program import Program
@@ -129,7 +129,8 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
 def _take_norm(linear: _Linear) -> str | None:
     """The norm in front, if nothing but linears read it."""
     norm = producer(linear.x, RMS_NORM)
-    if norm is None or norm.args[1] is None:
+    # In float16 the weight times the input, before it is scaled down, could overflow.
+    if norm is None or norm.args[1] is None or dtype_of(norm) == torch.float16:
         return None
     if any(user.target not in (aten.linear.default, LINEAR) or user.args[0] is not norm for user in norm.users):
         return None
@@ -154,13 +155,17 @@ def _take_activation(linear: _Linear) -> str | None:
 
 def _take_gate(linear: _Linear, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
-    sizes = split.args[1]
+    sizes, dim = split.args[1], split.args[2:] or (0,)
+    if dim[0] not in (-1, linear.end.meta["val"].dim() - 1):
+        return None
     if set(parts) != {0, 1} or not isinstance(sizes, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
         return None
     act = only_user(parts[0])
     name = None if act is None else _activation(act)
     product = None if act is None else only_user(act)
     if name is None or product is None or product is not only_user(parts[1]) or product.target is not aten.mul.Tensor:
+        return None
+    if f"{name}_mul" not in ACTIVATIONS:
         return None
     linear.end = product
     linear.options["activation"] = f"{name}_mul"
@@ -194,7 +199,7 @@ def _lower_reductions(module: fx.GraphModule, chosen: Counter[str]) -> None:
     graph = module.graph
     for node in list(graph.nodes):
         rule = _REDUCTIONS.get(node.target)
-        if rule is None:
+        if rule is None or node.kwargs or not _is_float(node) or not all(map(_is_float, node.all_input_nodes)):
             continue
         with graph.inserting_before(node):
             new = rule(graph, node)
@@ -225,11 +230,15 @@ def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     arguments: Any = node.args
     x, dims, *keep = arguments
     terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None
-    if not isinstance(terms, int) or terms > MAX_TERMS or node.kwargs:
+    if not isinstance(terms, int) or terms > MAX_TERMS:
         return None
+    dtype = x.meta["val"].dtype
+    wide = dtype if dtype.itemsize > 2 else torch.float32  # rounded once, as the sum is
+    x = x if wide == dtype else graph.call_function(aten.to.dtype, (x, wide))
     total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))
     for term in others:
         total = graph.call_function(aten.add.Tensor, (total, term))
+    total = total if wide == dtype else graph.call_function(aten.to.dtype, (total, dtype))
     return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
 
 
@@ -237,7 +246,7 @@ def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """A product that sums one term, as rotary embeddings spell the angles of all positions."""
     arguments: Any = node.args
     a, b = arguments
-    if a.meta["val"].dim() < 2 or a.meta["val"].shape[-1] != 1:
+    if min(a.meta["val"].dim(), b.meta["val"].dim()) < 2 or a.meta["val"].shape[-1] != 1:
         return None
     return graph.call_function(aten.mul.Tensor, (a, b))
 
@@ -259,13 +268,14 @@ def _check_rows(name: str, module: fx.GraphModule) -> None:
 
 
 def _is_float(node: fx.Node) -> bool:
-    dtype = dtype_of(node)
-    return dtype is not None and dtype.is_floating_point
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
 def _row_wise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
-        return True
+        return target is operator.getitem or str(getattr(target, "__module__", "")).startswith("specgraph.")
     pointwise = torch.Tag.pointwise in target.tags or target.is_view
     own = target.namespace == "specgraph"
     return pointwise or own or target._schema.name.split("::")[1] in ROW_WISE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,9 +19,11 @@ class Mismatch(Exception):
 
 
 def producer(value: Any, *targets: object) -> fx.Node | None:
-    """``value`` if it is a node that calls one of ``targets``."""
-    found = isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
-    return cast(fx.Node, value) if found else None
+    """``value`` if it is a node that calls one of ``targets``; no ATen op with keywords, which change what it does."""
+    if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in targets:
+        return None
+    keywords = value.kwargs and value.target not in CASTS and getattr(value.target, "namespace", "") == "aten"
+    return None if keywords else value
 
 
 def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:
@@ -55,7 +57,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
-    """The dtype that the last propagation of shapes, or tracing, found."""
+    """The dtype that tracing found; None for a node that a pass has made, unless it stands for one that was there."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.dtype if isinstance(value, Tensor) else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 
 from specgraph.config import Config, ConfigLike, build_passes, load_config, settle_lowering
@@ -32,7 +33,7 @@ def compile_speculative(
     """Compile a causal LM of transformers into a lossless speculative decoder.
 
     The model computes what it did before, and its weights are not copied. (On a GPU, weights of layers that read the
-    same input move into one tensor, and the model's own parameters become views of it.)
+    same input move into one tensor, and the model's own parameters become views of it, even if compiling fails later.)
 
     Args:
         model: the target, on its device and in its dtype; both are fixed by compiling.
@@ -51,7 +52,11 @@ def compile_speculative(
     config = settle_lowering(config, model.device, model.dtype)
     defaults = read_generation_config(model)
     passes = build_passes(config, model.device)
-    with Progress("compile", len(passes) + 3, config.debug.progress) as progress, current(model.device):
+    with (
+        Progress("compile", len(passes) + 3, config.debug.progress) as progress,
+        torch.inference_mode(False),
+        current(model.device),
+    ):
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
         target = trace(model)

@@ -1,25 +1,25 @@
 """Runs a compiled step over the state of one request: call by call, or as a CUDA graph that is replayed.
 
-A wide step (prompt chunks) is always a call. The decode step, which has the same shapes every time, is captured once
-per bucket of state sizes with no active row, so that warming up and capturing change nothing. The host enqueues a step
-before it has read the one before: results travel to pinned memory, and an event tells when they are there.
+A wide step (prompt chunks) is always a call. The decode step, which has the same shapes every time, is captured with no
+active row, so that warming up and capturing change nothing; state sizes are rounded up to buckets, so that the next
+request often fits. The host enqueues a step before it has read the one before: results travel to pinned memory, and an
+event tells when they are there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from specgraph.program import Program
 from specgraph.requests import Request
 from specgraph.state import State, allocate, fill_state, state_sizes
 
-Step = Callable[..., tuple[Tensor, ...]]
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
 
@@ -48,17 +48,18 @@ class Runner:
 
     lag = 0
 
-    def __init__(self, step: Step, state: State) -> None:
+    def __init__(self, step: fx.GraphModule, state: State) -> None:
         self._step = step
         self.state = state
 
     def wide(self, window: Tensor) -> tuple[Tensor, ...]:
         """A step over a window that holds prompt tokens."""
-        return self._step(window=window, **self.state)
+        outputs: tuple[Tensor, ...] = self._step(window=window, **self.state)
+        return outputs
 
     def decode(self) -> tuple[Tensor, ...]:
         """A step over the window that the step before has laid out."""
-        return self._step(window=self.state["next_window"], **self.state)
+        return self.wide(self.state["next_window"])
 
     def fetch(self, outputs: Sequence[Tensor]) -> Results:
         """Send outputs to the host, and with them the number of rows of the next step, which is 0 at the end."""
@@ -73,9 +74,13 @@ class GraphRunner(Runner):
 
     lag = 1
 
-    def __init__(self, step: Step, state: State, device: torch.device, sizes: Mapping[str, int], mode: Mode) -> None:
+    def __init__(
+        self, step: fx.GraphModule, state: State, device: torch.device, sizes: Mapping[str, int], mode: Mode
+    ) -> None:
         super().__init__(step, state)
         self._device, self._sizes, self._mode = device, sizes, mode
+        # The graph knows addresses alone, and another decoder of this model may move its parameters to other storage.
+        self._weights = [tensor.detach() for tensor in (*step.parameters(), *step.buffers())]
         self._graph = torch.cuda.CUDAGraph()
         self._outputs = self._capture()
         self._pinned: dict[tuple[int, tuple[torch.Size, ...]], tuple[Tensor, ...]] = {}
@@ -130,7 +135,7 @@ class Runners:
     _idle: GraphRunner | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, step: Step, request: Request, mode: Mode) -> Runner:
+    def take(self, step: fx.GraphModule, request: Request, mode: Mode) -> Runner:
         """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
         device, sizes = self.program.target.device, state_sizes(self.program, request)
         if not self.program.captured:

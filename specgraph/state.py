@@ -106,7 +106,7 @@ class Prefill:
         return [row for row, done in self._done.items() if done < self._prompts[row].numel()]
 
     def chunk(self, state: State) -> Chunk:
-        """The next wide window; sets the row counts in ``state``. Nothing waits for the device.
+        """The next wide window; sets the row counts in ``state``.
 
         Sequences past their prompt keep the window and the counts the step graph left for them.
         """

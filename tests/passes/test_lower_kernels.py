@@ -251,6 +251,14 @@ def test_a_linear_takes_along_what_it_can(tail: Callable[[Tensor, Tensor], Tenso
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_gates_of_other_activations_compile(activation: str) -> None:
+    program = last(first(target=trace(make_model("llama", hidden_act=activation))), [InsertKVCache(4), *LOWERING])
+    verify_program(program)
+    counts = targets(program)
+    assert counts["specgraph.linear"] == 8 and (activation == "gelu" or counts["aten.mul.Tensor"] >= 2)
+
+
 class Reductions(nn.Module):
     """Sums whose order a library may choose by the number of rows."""
 
@@ -268,6 +276,48 @@ def test_reductions_get_an_order_of_their_own() -> None:
         name.split(".")[1] in ("sum", "mean", "layer_norm", "matmul") for name in counts if name.startswith("aten")
     )
     torch.testing.assert_close(actual, expected)
+
+
+class Counts(nn.Module):
+    """Sums that are no sums of floats, or of which the dtype matters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = (x.view(x.shape[0], 4, 2) > 0).sum(1)
+        return torch.cat([positive.to(x.dtype), x.mean(-1, keepdim=True, dtype=torch.float64).to(x.dtype)], -1)
+
+
+def test_only_sums_of_floats_are_written_out() -> None:
+    with pytest.raises(PassError, match=r"toy\.mean"):
+        last(toy(Counts(), torch.randn(5, 8)), [LowerKernels()])
+
+
+class SumOfMany(nn.Module):
+    """A sum in half precision, which is rounded once, and one of truth values, which counts them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = x.view(x.shape[0], 8, 1)
+        return terms.sum(1) + (terms > 9).sum(1)
+
+
+def test_sums_in_half_precision_are_rounded_once() -> None:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    program, expected, actual = run_both(SumOfMany(), x, [LowerKernels()])
+    exact = x.double().sum(1, keepdim=True)
+    assert float((actual.double() - exact).norm()) <= 1.01 * float((expected.double() - exact).norm())
+    assert torch.equal(program.modules["toy"](x + 20), SumOfMany()(x + 20))
+
+
+class Spread(nn.Module):
+    """A reduction with two results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, -1, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + 1e-5)
+
+
+def test_nodes_of_several_results_are_looked_at() -> None:
+    with pytest.raises(PassError, match=r"var_mean.*numerics=bitwise"):
+        last(toy(Spread(), torch.randn(5, 8)), [LowerKernels()])
 
 
 class Product(nn.Module):
