@@ -79,3 +79,17 @@ class Pass(ABC):
     @abstractmethod
     def apply(self, program: Program) -> PassResult:
         """Rewrite ``program`` in place; the caller passes a copy and drops it if this raises."""
+
+
+@dataclass(frozen=True)
+class LoweringPass(Pass):
+    """A pass that runs where lowering uses our own kernels. Option: ``enabled``."""
+
+    enabled: bool | None = True
+
+    exact: ClassVar[bool] = False
+
+    @property
+    def skipped(self) -> str | None:
+        """Whether lowering asks for it."""
+        return None if self.enabled else "lowering runs no kernels"

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 import specgraph.kernels.norm  # noqa: F401  (registers the op)
-from specgraph.graphs import calls
-from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
     CASTS,
     Mismatch,
@@ -24,6 +23,7 @@ from specgraph.passes.patterns import (
     only_user,
     producer,
     replace,
+    rewrite,
     weight_name,
 )
 from specgraph.program import Program
@@ -43,33 +43,17 @@ class _Norm:
 
 
 @dataclass(frozen=True)
-class FuseNorm(Pass):
+class FuseNorm(LoweringPass):
     """Options: ``enabled``."""
-
-    enabled: bool | None = True
 
     name: ClassVar[str] = "fuse_norm"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
     ensures: ClassVar[frozenset[str]] = frozenset({"norms_fused"})
-    exact: ClassVar[bool] = False
-
-    @property
-    def skipped(self) -> str | None:
-        """Whether lowering asks for it."""
-        return None if self.enabled else "lowering runs no kernels"
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every norm of every module."""
-        matches, misses = 0, []
-        for name, module in program.modules.items():
-            for node in list(calls(module.graph, aten.rsqrt.default)):
-                try:
-                    _fuse(module.graph, _match(node, program.target.dtype))
-                    matches += 1
-                except Mismatch as reason:
-                    misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
-            module.recompile()
-        return PassResult(matches, near_misses=tuple(misses))
+        dtype = program.target.dtype
+        return rewrite(program, aten.rsqrt.default, lambda graph, node: _fuse(graph, _match(node, dtype)))
 
 
 def _match(rsqrt: fx.Node, dtype: torch.dtype) -> _Norm:

@@ -13,42 +13,24 @@ import torch
 from torch import fx
 
 import specgraph.kernels.attention  # noqa: F401  (registers the ops)
-from specgraph.graphs import calls
-from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.patterns import Mismatch, aten, erase_unused, operands, producer
+from specgraph.passes.base import LoweringPass, PassResult
+from specgraph.passes.patterns import Mismatch, aten, erase_unused, keep_meta, operands, producer, rewrite
 from specgraph.program import Program
 
 PAGED = torch.ops.specgraph.paged_attention.default
 
 
 @dataclass(frozen=True)
-class FuseRotaryCache(Pass):
+class FuseRotaryCache(LoweringPass):
     """Options: ``enabled``."""
-
-    enabled: bool | None = True
 
     name: ClassVar[str] = "fuse_rotary_cache"
     requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
     ensures: ClassVar[frozenset[str]] = frozenset({"rotary_fused"})
-    exact: ClassVar[bool] = False
-
-    @property
-    def skipped(self) -> str | None:
-        """Whether lowering asks for it."""
-        return None if self.enabled else "lowering runs no kernels"
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated."""
-        matches, misses = 0, []
-        for name, module in program.modules.items():
-            for node in list(calls(module.graph, PAGED)):
-                try:
-                    _fuse(module.graph, node)
-                    matches += 1
-                except Mismatch as reason:
-                    misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
-            module.recompile()
-        return PassResult(matches, near_misses=tuple(misses))
+        return rewrite(program, PAGED, _fuse)
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
@@ -62,8 +44,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
                                   dict(node.kwargs), name="rotary_attention")  # fmt: skip
     # The node writes caches, so it counts as used; what led to it is dropped by hand.
     inputs = node.all_input_nodes
-    node.replace_all_uses_with(fused)
-    fused.meta.update({key: node.meta[key] for key in ("hidden_state", "val") if key in node.meta})
+    node.replace_all_uses_with(keep_meta(fused, node))
     graph.erase_node(node)
     for value in inputs:
         erase_unused(graph, value)

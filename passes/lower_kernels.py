@@ -20,7 +20,7 @@ import specgraph.kernels.norm  # noqa: F401  (both register ops)
 from specgraph.errors import ConfigError, PassError
 from specgraph.graphs import calls, get_attribute, set_attribute
 from specgraph.kernels.linear import ACTIVATIONS
-from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import aten, dtype_of, only_user, producer, replace, weight_name
 from specgraph.program import Program
 
@@ -57,25 +57,18 @@ class _Linear:
 
 
 @dataclass(frozen=True)
-class LowerKernels(Pass):
+class LowerKernels(LoweringPass):
     """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast`` (library kernels for linears)."""
 
-    enabled: bool | None = True
     numerics: str = "bitwise"
 
     name: ClassVar[str] = "lower_kernels"
     requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
     ensures: ClassVar[frozenset[str]] = frozenset({"lowered"})
-    exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"lower_kernels: numerics is one of {', '.join(NUMERICS)}, not {self.numerics!r}.")
-
-    @property
-    def skipped(self) -> str | None:
-        """Whether lowering asks for it."""
-        return None if self.enabled else "lowering runs no kernels"
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module; refuse what has no form that ``bitwise`` allows."""

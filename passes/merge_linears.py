@@ -17,28 +17,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from specgraph.graphs import calls, get_attribute, set_attribute
-from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.patterns import aten, weight_name
+from specgraph.passes.base import LoweringPass, NearMiss, PassResult
+from specgraph.passes.patterns import aten, weight, weight_name
 from specgraph.program import Program
 
 LINEAR = aten.linear.default
 
 
 @dataclass(frozen=True)
-class MergeLinears(Pass):
+class MergeLinears(LoweringPass):
     """Options: ``enabled``."""
-
-    enabled: bool | None = True
 
     name: ClassVar[str] = "merge_linears"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
     ensures: ClassVar[frozenset[str]] = frozenset({"linears_merged"})
-    exact: ClassVar[bool] = False
-
-    @property
-    def skipped(self) -> str | None:
-        """Whether lowering asks for it."""
-        return None if self.enabled else "lowering runs no kernels"
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""
@@ -92,8 +84,7 @@ def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, in
 
 
 def _bias(module: fx.GraphModule, node: fx.Node) -> Tensor | None:
-    value = node.args[2] if len(node.args) > 2 else None
-    return None if value is None else get_attribute(module, str(value.target))  # type: ignore[union-attr]
+    return weight(module, node.args[2]) if len(node.args) > 2 else None
 
 
 def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:

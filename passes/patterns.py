@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from specgraph.graphs import get_attribute
+from specgraph.graphs import calls, get_attribute
+from specgraph.passes.base import NearMiss, PassResult
+from specgraph.program import Program
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
@@ -16,6 +18,23 @@ CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
 
 class Mismatch(Exception):
     """Why a candidate is not the pattern; becomes the reason of a near miss."""
+
+
+def rewrite(program: Program, target: object, fuse: Callable[[fx.Graph, fx.Node], None]) -> PassResult:
+    """Call ``fuse`` on every node of the modules that calls ``target``.
+
+    Where it raises :class:`Mismatch` it has changed nothing, and the reason is reported.
+    """
+    matches, misses = 0, []
+    for name, module in program.modules.items():
+        for node in list(calls(module.graph, target)):
+            try:
+                fuse(module.graph, node)
+                matches += 1
+            except Mismatch as reason:
+                misses.append(NearMiss(f"{name}.{node.name}", str(reason)))
+        module.recompile()
+    return PassResult(matches, near_misses=tuple(misses))
 
 
 def producer(value: Any, *targets: object) -> fx.Node | None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from specgraph.program import Program
 from specgraph.requests import Request
-from specgraph.state import State, allocate, fill_state, state_sizes
+from specgraph.state import State, allocate, fill_state, new_state, state_sizes
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
@@ -137,17 +137,17 @@ class Runners:
 
     def take(self, step: fx.GraphModule, request: Request, mode: Mode) -> Runner:
         """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
-        device, sizes = self.program.target.device, state_sizes(self.program, request)
+        device = self.program.target.device
         if not self.program.captured:
-            runner = Runner(step, allocate(self.program, sizes, device))
-        else:
-            sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
-            with self._lock:
-                kept, self._idle = self._idle, None
-            fits = kept is not None and kept.fits(sizes, mode)
-            # Freed before the next one is allocated.
-            kept = kept if fits else None
-            runner = kept or GraphRunner(step, allocate(self.program, sizes, device), device, sizes, mode)
+            return Runner(step, new_state(self.program, request, device))
+        sizes = state_sizes(self.program, request)
+        sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
+        with self._lock:
+            kept, self._idle = self._idle, None
+        fits = kept is not None and kept.fits(sizes, mode)
+        # Freed before the next one is allocated.
+        kept = kept if fits else None
+        runner = kept or GraphRunner(step, allocate(self.program, sizes, device), device, sizes, mode)
         fill_state(self.program, runner.state, request)
         return runner
 
