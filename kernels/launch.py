@@ -15,7 +15,10 @@ Both calls sit behind a ``tl.constexpr`` switch, because Triton's interpreter ha
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ import triton
 from torch import Tensor
 
 MAX_COUNTERS = 1 << 14
+_own_counters: ContextVar[Tensor | None] = ContextVar("own_counters", default=None)
 
 
 @functools.cache
@@ -38,14 +42,38 @@ def launch_options(pdl: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if pdl else {}
 
 
-@functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
     """``MAX_COUNTERS`` int32 zeros for "the last program to arrive does the rest"; that one sets its counter back to 0.
 
-    One buffer serves every launch, which spares each of them a fill: kernels that use it must follow one another on one
-    stream, as those of a step do. It must exist before a CUDA graph is captured, or its zeros would be part of that
-    graph.
+    One buffer serves every launch, which spares each of them a fill: kernels that use it must follow one another, as
+    those of a step do. Inside of :func:`own_counters` it is the buffer given there; elsewhere all launches on a device
+    share one, and so must be on one stream. It must exist before a CUDA graph is captured, or its zeros would be part
+    of that graph.
     """
+    own = _own_counters.get()
+    return _shared_counters(device) if own is None or own.device != device else own
+
+
+def new_counters(device: torch.device) -> Tensor:
+    """A fresh buffer for :func:`own_counters`."""
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+@contextlib.contextmanager
+def own_counters(counters: Tensor | None) -> Iterator[None]:
+    """Launches of this thread count arrivals in ``counters`` for a while; None changes nothing.
+
+    For a CUDA graph, which keeps the address and may be replayed while kernels on another stream run.
+    """
+    token = _own_counters.set(counters if counters is not None else _own_counters.get())
+    try:
+        yield
+    finally:
+        _own_counters.reset(token)
+
+
+@functools.cache
+def _shared_counters(device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("The first run of a kernel cannot be captured: run it once before the CUDA graph.")
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    return new_counters(device)

@@ -1,0 +1,140 @@
+"""``specgraph::pack_results``: all that the host reads of a step in one small tensor, so that one copy takes it there.
+
+``B`` sequences, ``T`` rows of the call, ``W`` rows of a decode step. A row of the packed tensor, int32
+``[B, 2 W + 3]``, is: the last ``min(num_emitted, W)`` tokens that the sequence emitted (the rest is padding), the bits
+of their float32 log-probabilities, the number of tokens emitted, whether the logits were NaN, and the number of rows of
+the next step. More than ``W`` tokens are emitted in a prompt's chunk alone, and those before the last ``W`` are then
+the prompt's own.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+
+NUM_COUNTS = 3
+
+torch.library.define(
+    "specgraph::pack_results",
+    "(Tensor emitted, Tensor num_emitted, Tensor logprobs, Tensor bad, Tensor num_rows, int width) -> Tensor",
+)
+
+
+class Unpacked(NamedTuple):
+    """A packed tensor as lists: per sequence its last tokens and their log-probabilities, and the three counts."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    num_emitted: list[int]
+    bad: list[bool]
+    num_rows: list[int]
+
+
+def pack_results(
+    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
+) -> Tensor:
+    """Pack what a step returns, see above.
+
+    Args:
+        emitted: int64 ``[B, T]``, each row's first ``num_emitted`` ``[B]`` are tokens.
+        logprobs: float ``[B, T]`` beside them, or ``[B, 0]`` for none, which come out as 0.
+        bad: bool ``[B]``.
+        num_rows: int64 ``[B]``, as the step leaves it.
+        width: ``W``, at most ``T``.
+    """
+    packed: Tensor = torch.ops.specgraph.pack_results(emitted, num_emitted, logprobs, bad, num_rows, width)
+    return packed
+
+
+def unpack_results(packed: Tensor) -> Unpacked:
+    """The lists in a packed tensor ``[B, 2 W + 3]`` on the host; of tokens, those that were emitted."""
+    width = (packed.shape[1] - NUM_COUNTS) // 2
+    rows, values = packed.tolist(), packed[:, width : 2 * width].view(torch.float32).tolist()
+    counts = [min(row[-3], width) for row in rows]
+    return Unpacked(
+        [row[:count] for row, count in zip(rows, counts, strict=True)],
+        [row[:count] for row, count in zip(values, counts, strict=True)],
+        [row[-3] for row in rows],
+        [row[-2] != 0 for row in rows],
+        [row[-1] for row in rows],
+    )
+
+
+def pack_results_reference(
+    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
+) -> Tensor:
+    """:func:`pack_results` in plain PyTorch."""
+    row = torch.arange(width, device=emitted.device) + (num_emitted - width).clamp_min(0).unsqueeze(1)
+    real = row < num_emitted.unsqueeze(1)
+    row = row.clamp(max=emitted.shape[1] - 1)
+    tokens = torch.where(real, emitted.gather(1, row), -1).int()
+    values = torch.zeros(tokens.shape, dtype=torch.float32, device=emitted.device)
+    if logprobs.shape[1]:
+        values = torch.where(real, logprobs.gather(1, row).float(), values)
+    counts = torch.stack([num_emitted, bad.long(), num_rows], dim=1).int()
+    return torch.cat([tokens, values.view(torch.int32), counts], dim=1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _pack_results_kernel(
+    packed, emitted, num_emitted, logprobs, bad, num_rows, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    LOGPROBS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_emitted + b)
+    column = tl.arange(0, BLOCK)
+    row = tl.maximum(count - WIDTH, 0) + column
+    real = (column < WIDTH) & (row < count)
+    token = tl.load(emitted + b * rows + row, mask=real, other=-1).to(tl.int32)
+    value = tl.zeros([BLOCK], tl.int32)
+    if LOGPROBS:
+        value = tl.load(logprobs + b * rows + row, mask=real, other=0)
+    broken, left = tl.load(bad + b), tl.load(num_rows + b)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = packed + b * (2 * WIDTH + 3)
+    tl.store(out + column, token, mask=column < WIDTH)
+    tl.store(out + WIDTH + column, value, mask=column < WIDTH)
+    tl.store(out + 2 * WIDTH, count.to(tl.int32))
+    tl.store(out + 2 * WIDTH + 1, broken.to(tl.int32))
+    tl.store(out + 2 * WIDTH + 2, left.to(tl.int32))
+
+
+def _pack_results(
+    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
+) -> Tensor:
+    """:func:`pack_results_reference` in one kernel."""
+    batch, rows = emitted.shape
+    packed = torch.empty(batch, 2 * width + NUM_COUNTS, dtype=torch.int32, device=emitted.device)
+    if batch == 0:
+        return packed
+    bits = logprobs.float().contiguous().view(torch.int32)
+    pdl = supports_pdl(emitted.device)
+    _pack_results_kernel[(batch,)](
+        packed, emitted.contiguous(), num_emitted.contiguous(), bits, bad.contiguous().view(torch.uint8),
+        num_rows.contiguous(), rows, WIDTH=width, BLOCK=triton.next_power_of_2(width), LOGPROBS=bits.shape[1] > 0,
+        PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return packed
+
+
+def _pack_results_fake(
+    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
+) -> Tensor:
+    return emitted.new_empty(emitted.shape[0], 2 * width + NUM_COUNTS, dtype=torch.int32)
+
+
+torch.library.impl("specgraph::pack_results", "cpu")(pack_results_reference)
+torch.library.impl("specgraph::pack_results", "cuda")(_pack_results)
+torch.library.register_fake("specgraph::pack_results")(_pack_results_fake)
