@@ -163,7 +163,8 @@ def process_logits(
         top_k: int64 ``[B]``, keep the k largest and ties with the k-th; 0 is off. None: off for all.
         top_p: float ``[B]`` in (0, 1], keep the smallest set of most likely tokens that holds this mass, and ties with
             its last one (transformers keeps some of those, as its sort happens to fall); 1 is off.
-        min_p: float ``[B]`` in [0, 1], keep tokens at least this fraction as likely as the top one; 0 is off.
+        min_p: float ``[B]`` in [0, 1], keep tokens at least this fraction as likely as the top one; 0 is off. Both are
+            compared as logarithms: the floor is the largest log-weight plus ``log(min_p)``.
 
     Returns:
         ``[B, R, V]`` float32, or float64 if ``logits`` are: unnormalised log-weights, -inf where cut.
@@ -177,9 +178,8 @@ def process_logits(
     if top_k is not None or top_p is not None:
         weights = _keep_top(weights, top_k, top_p)
     if min_p is not None:
-        probs = weights.softmax(-1)
-        floor = min_p.to(probs.dtype).view(-1, 1, 1) * probs.amax(-1, keepdim=True)
-        weights = weights.masked_fill(probs < floor, -torch.inf)
+        floor = weights.amax(-1, keepdim=True) + min_p.double().log().to(weights.dtype).view(-1, 1, 1)
+        weights = weights.masked_fill(weights < floor, -torch.inf)
     return weights
 
 
@@ -193,9 +193,9 @@ def _keep_top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
         weights = weights.masked_fill(weights < floor, -torch.inf)
         ordered = ordered.masked_fill(ordered < floor, -torch.inf)
     if top_p is not None:
-        wanted = top_p.to(weights.dtype).view(-1, 1, 1)
-        # At 1 the sum's rounding could still cut the smallest weights, and "off" has to mean untouched.
-        cut = (ordered.softmax(-1).cumsum(-1) <= 1 - wanted) & (wanted < 1)
+        # In float64, whose rounding decides nothing. At 1 it still could, and "off" has to mean untouched.
+        wanted = top_p.double().view(-1, 1, 1)
+        cut = (ordered.double().softmax(-1).cumsum(-1) <= 1 - wanted) & (wanted < 1)
         first_kept = cut[..., :-1].sum(-1, keepdim=True)
         weights = weights.masked_fill(weights < ordered.gather(-1, first_kept), -torch.inf)
     return weights
