@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from specgraph.config import Config, ConfigLike, build_passes, load_config, sett
 from specgraph.decoder import SpeculativeDecoder, current
 from specgraph.defaults import read_generation_config
 from specgraph.drafts import DraftLike, make_draft, with_draft
-from specgraph.errors import ConfigError
+from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend import first_program
 from specgraph.numerics import NumericsCallback
 from specgraph.passes.base import Pass
@@ -48,6 +49,7 @@ def compile_speculative(
         NumericsError: with ``check_numerics``, two stages differ.
     """
     check_is_causal_lm(model)
+    check_one_device(model)
     config, draft = with_draft(load_config(cfg), draft)
     config = settle_lowering(config, model.device, model.dtype)
     defaults = read_generation_config(model)
@@ -56,6 +58,7 @@ def compile_speculative(
         Progress("compile", len(passes) + 3, config.debug.progress) as progress,
         torch.inference_mode(False),
         current(model.device),
+        _host_default(),
     ):
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
@@ -79,6 +82,21 @@ def compile_speculative(
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder
+
+
+def check_one_device(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights are on several devices, or were never loaded."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or "meta" in devices:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has weights on {', '.join(devices)}, and specgraph runs a model on one device "
+            '(meta holds none); load it on one, as by from_pretrained(..., device_map={"": 0}), or use a smaller model.'
+        )
+
+
+def _host_default() -> contextlib.AbstractContextManager[object]:
+    """Tensors made without a device are on the host, whatever a caller's ``torch.set_default_device`` says."""
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def check_complete(program: Program) -> None:

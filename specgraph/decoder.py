@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.config import Config
+from specgraph.cuda_graphs import Results
 from specgraph.defaults import GenerationDefaults
 from specgraph.errors import NumericsError
 from specgraph.kernels.verify import LOSSLESS_RULES
@@ -33,7 +34,7 @@ from specgraph.requests import (
     read_prompts,
     read_sampling,
 )
-from specgraph.runner import Results, Runner, Runners
+from specgraph.runner import Runner, Runners
 from specgraph.state import Prefill
 
 
@@ -131,8 +132,10 @@ class SpeculativeDecoder:
             for row, new in enumerate(step.emitted):
                 tokens[row] += new
                 logprobs[row] += step.logprobs[row]
-        new_tokens = [torch.tensor(row, dtype=torch.int64) for row in tokens]
-        values = None if request.logprobs == "none" else [torch.tensor(row, dtype=torch.float32) for row in logprobs]
+        new_tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in tokens]
+        values = None
+        if request.logprobs != "none":
+            values = [torch.tensor(row, dtype=torch.float32, device="cpu") for row in logprobs]
         return GenerateOutput(_pad(request, new_tokens), new_tokens, values, stats)
 
     def stream(
@@ -239,7 +242,7 @@ class SpeculativeDecoder:
         begin = time.perf_counter()
         with Progress("prefill", prefill.total(), self.config.debug.progress) as progress:
             while True:
-                with self._plain_mode():
+                with self._plain_mode(), runner.active():
                     under_way.append(_enqueue(runner, prefill, progress))
                 if len(under_way) <= runner.lag:
                     continue
@@ -258,11 +261,11 @@ def _enqueue(runner: Runner, prefill: Prefill, progress: Progress) -> _UnderWay:
     """One more step: over a chunk of the prompts as long as there are any, then over what the last one laid out."""
     pending = prefill.pending()
     if not pending:
-        return _UnderWay(runner.fetch(runner.decode()), [], [])
+        return _UnderWay(runner.decode(), [], [])
     chunk = prefill.chunk(runner.state)
-    outputs = runner.wide(chunk.window)
+    results = runner.wide(chunk.window)
     progress.advance(chunk.num_tokens)
-    return _UnderWay(runner.fetch(outputs), chunk.forced, pending)
+    return _UnderWay(results, chunk.forced, pending)
 
 
 @contextlib.contextmanager
@@ -282,17 +285,19 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, bool]:
     """Wait for a step of ``count`` sequences; also tells whether any of them goes on."""
-    emitted, num_emitted, logprobs, bad, num_rows = (values[:count] for values in under_way.results.read())
-    if any(bad):
+    read = under_way.results.read(count)
+    if any(read.bad):
         raise NumericsError(
-            f"The target's logits are NaN in sequence {bad.index(True)}. Check the weights and the dtype; the decoder "
-            "itself is still usable."
+            f"The target's logits are NaN in sequence {read.bad.index(True)}. Check the weights and the dtype; the "
+            "decoder itself is still usable."
         )
-    forced = under_way.forced or [0] * count
-    tokens = [row[f:n] for row, f, n in zip(emitted, forced, num_emitted, strict=False)]
-    values = [row[f:n] for row, f, n in zip(logprobs, forced, num_emitted, strict=False)]
-    decoding = [n > 0 and row not in under_way.pending for row, n in enumerate(num_emitted)]
-    return _Step(tokens, values, decoding, time.perf_counter() - begin), any(num_rows)
+    forced = under_way.forced[:count] or [0] * count
+    # The last tokens were read. How many of them come before those that were not forced?
+    before = [max(0, len(row) + f - n) for row, f, n in zip(read.tokens, forced, read.num_emitted, strict=True)]
+    tokens = [row[n:] for row, n in zip(read.tokens, before, strict=True)]
+    values = [row[n:] for row, n in zip(read.logprobs, before, strict=True)]
+    decoding = [n > 0 and row not in under_way.pending for row, n in enumerate(read.num_emitted)]
+    return _Step(tokens, values, decoding, time.perf_counter() - begin), any(read.num_rows)
 
 
 def _count(stats: Stats, step: _Step) -> None:

@@ -40,7 +40,7 @@ class Stats:
         counts = self._counts()
         if len(counts) < 2:
             return math.nan
-        return float(torch.tensor(counts, dtype=torch.float64).std() / math.sqrt(len(counts)))
+        return float(torch.tensor(counts, dtype=torch.float64, device="cpu").std() / math.sqrt(len(counts)))
 
     @property
     def acceptance_per_position(self) -> list[float]:

@@ -95,7 +95,7 @@ def read_prompts(
 
 def _mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None, eos_ids: Sequence[int]) -> Tensor:
     if attention_mask is None:
-        real = torch.ones(ids.shape, dtype=torch.bool)
+        real = torch.ones(ids.shape, dtype=torch.bool, device="cpu")
         if pad_id is not None and pad_id not in eos_ids:
             real = ids.cpu().ne(pad_id)
         # A pad id between other tokens is one of the prompt's.
@@ -206,7 +206,7 @@ def read_sampling(
 def read_seeds(seed: PerSequence, batch: int) -> list[int]:
     """64-bit seeds, one per sequence."""
     if seed is None:
-        return [int(s) for s in torch.randint(-(1 << 62), 1 << 62, (batch,)).tolist()]
+        return [int(s) for s in torch.randint(-(1 << 62), 1 << 62, (batch,), device="cpu").tolist()]
     plain: Any = seed.tolist() if isinstance(seed, Tensor) else seed
     if is_number(plain):
         return [hash_seed(whole("seed", plain), index) for index in range(batch)]

@@ -1,41 +1,36 @@
 """Runs a compiled step over the state of one request: call by call, or as a CUDA graph that is replayed.
 
-A wide step (prompt chunks) is always a call. The decode step, which has the same shapes every time, is captured with no
-active row, so that warming up and capturing change nothing; state sizes are rounded up to buckets, so that the next
-request often fits. The host enqueues a step before it has read the one before: results travel to pinned memory, and an
-event tells when they are there.
+A wide step (prompt chunks) is always a call. The decode step has the same shapes every time, so it is captured, with no
+active row: warming up and capturing change nothing. A :class:`Workspace` is one state with room for the largest request
+so far, and a graph for each mode and bucket of batch sizes over the first rows of it. The host enqueues a step before
+it has read the one before: results travel to pinned memory, and an event tells when they are there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from specgraph.cuda_graphs import GraphPool, Mailbox, Pool, Results
+from specgraph.kernels.launch import new_counters, own_counters
+from specgraph.kernels.results import NUM_COUNTS, pack_results
 from specgraph.program import Program
 from specgraph.requests import Request
-from specgraph.state import State, allocate, fill_state, new_state, state_sizes
+from specgraph.state import State, allocate, clear_state, fill_state, new_state, num_bytes, prefix, state_sizes
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
-
-
-@dataclass
-class Results:
-    """Outputs of one step on their way to the host: ``read()`` waits for them."""
-
-    tensors: tuple[Tensor, ...]
-    ready: torch.cuda.Event | None = None
-
-    def read(self) -> tuple[list[Any], ...]:
-        """The outputs as lists."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return tuple(tensor.tolist() for tensor in self.tensors)
+PATIENCE = 8
+"""A state shrinks when it is this many requests since one needed more than a quarter of its pages."""
+SHRINK_BYTES = 1 << 30
+"""Smaller states are kept: capturing again costs more than they are worth."""
 
 
 class Runner:
@@ -48,107 +43,145 @@ class Runner:
 
     lag = 0
 
-    def __init__(self, step: fx.GraphModule, state: State) -> None:
+    def __init__(self, step: fx.GraphModule, state: State, counters: Tensor | None = None) -> None:
         self._step = step
         self.state = state
+        start: Tensor = state["start"]
+        cuda = start.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(start.device) if cuda else None
+        self._counters = new_counters(start.device) if cuda and counters is None else counters
 
-    def wide(self, window: Tensor) -> tuple[Tensor, ...]:
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """To be entered for whatever touches the state: it stays on the stream where the request began."""
+        with own_counters(self._counters), torch.cuda.stream(self._stream):  # type: ignore[arg-type]
+            yield
+
+    def wide(self, window: Tensor) -> Results:
         """A step over a window that holds prompt tokens."""
-        outputs: tuple[Tensor, ...] = self._step(window=window, **self.state)
-        return outputs
+        return self._send(self._call(window))
 
-    def decode(self) -> tuple[Tensor, ...]:
+    def decode(self) -> Results:
         """A step over the window that the step before has laid out."""
-        return self.wide(self.state["next_window"])
-
-    def fetch(self, outputs: Sequence[Tensor]) -> Results:
-        """Send outputs to the host, and with them the number of rows of the next step, which is 0 at the end."""
-        return Results((*outputs, self.state["num_rows"]))
+        return self._send(self._call(self.state["next_window"]))
 
     def close(self) -> None:
         """Wait for what is under way; the state is free then."""
 
+    def _call(self, window: Tensor) -> Tensor:
+        """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
+        outputs = self._step(window=window, **self.state)
+        return pack_results(*outputs, self.state["num_rows"], self.state["next_window"].shape[1])
+
+    def _send(self, packed: Tensor) -> Results:
+        return Results(packed.cpu())
+
+
+class _Captured(NamedTuple):
+    """A step as a graph: it is replayed, and leaves ``packed``.
+
+    The graph knows addresses alone, and another decoder of this model may move its parameters to other storage; so
+    ``weights`` keeps what they were.
+    """
+
+    replay: Callable[[], None]
+    packed: Tensor
+    weights: list[Tensor]
+
+
+class Workspace:
+    """A state and the graphs captured over it; serves one request at a time.
+
+    Attributes:
+        sizes: what the state has room for, by the letters of :class:`~specgraph.program.Buffer`.
+        state: its tensors.
+        counters: arrival counters of its launches, which other streams must not touch.
+        mailbox: where results of its steps go.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], pool: Pool) -> None:
+        device = program.target.device
+        self.sizes = dict(sizes)
+        self.state = allocate(program, sizes, device)
+        self.counters = new_counters(device)
+        self.mailbox = Mailbox(sizes["B"], 2 * self.state["next_window"].shape[1] + NUM_COUNTS, device)
+        self._pool = pool
+        self._graphs: dict[tuple[Mode, int], _Captured] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state."""
+        return num_bytes(self.state)
+
+    def captured(self, key: tuple[Mode, int], step: fx.GraphModule, function: Callable[[], Tensor]) -> _Captured:
+        """The graph of ``key``, a mode and a batch size; ``function`` runs ``step`` if it is yet to be captured."""
+        if key not in self._graphs:
+            weights = [tensor.detach() for tensor in (*step.parameters(), *step.buffers())]
+            self._graphs[key] = _Captured(*self._pool.capture(function), weights)
+        return self._graphs[key]
+
 
 class GraphRunner(Runner):
-    """Replays the decode step as a CUDA graph and reads results one step behind."""
+    """Replays the decode step as a CUDA graph and reads results one step behind.
+
+    Attributes:
+        space: whose first ``batch`` sequences it runs.
+    """
 
     lag = 1
 
-    def __init__(
-        self, step: fx.GraphModule, state: State, device: torch.device, sizes: Mapping[str, int], mode: Mode
-    ) -> None:
-        super().__init__(step, state)
-        self._device, self._sizes, self._mode = device, sizes, mode
-        # The graph knows addresses alone, and another decoder of this model may move its parameters to other storage.
-        self._weights = [tensor.detach() for tensor in (*step.parameters(), *step.buffers())]
-        self._graph = torch.cuda.CUDAGraph()
-        self._outputs = self._capture()
-        self._pinned: dict[tuple[int, tuple[torch.Size, ...]], tuple[Tensor, ...]] = {}
-        self._count = 0
+    def __init__(self, step: fx.GraphModule, program: Program, space: Workspace, batch: int, mode: Mode) -> None:
+        super().__init__(step, prefix(program, space.state, batch), space.counters)
+        self.space = space
+        with self.active():
+            # An interrupted request may have left rows active, which would run in the capture.
+            clear_state(program, self.state)
+            window = self.state["next_window"]
+            self._captured = space.captured((mode, batch), step, lambda: self._call(window))
 
-    def fits(self, sizes: Mapping[str, int], mode: Mode) -> bool:
-        """Whether a request of these sizes can run here: the same batch, and room for everything else."""
-        room = all(self._sizes[name] >= size for name, size in sizes.items())
-        return room and self._sizes["B"] == sizes["B"] and self._mode == mode
-
-    def decode(self) -> tuple[Tensor, ...]:
-        """Replay; the outputs are overwritten by the next replay, so they are fetched before it."""
-        self._graph.replay()
-        return self._outputs
-
-    def fetch(self, outputs: Sequence[Tensor]) -> Results:
-        """Copy to pinned memory, behind the step and in front of the next one."""
-        sent = (*outputs, self.state["num_rows"])
-        # Two sets: the host may still read the one while the device writes the other.
-        self._count += 1
-        key = (self._count % 2, tuple(tensor.shape for tensor in sent))
-        if key not in self._pinned:
-            self._pinned[key] = tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in sent)
-        for there, here in zip(self._pinned[key], sent, strict=True):
-            there.copy_(here, non_blocking=True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(self._device))
-        return Results(self._pinned[key], ready)
+    def decode(self) -> Results:
+        """Replay; the results are overwritten by the next replay, so they are sent before it."""
+        self._captured.replay()
+        return self._send(self._captured.packed)
 
     def close(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize(self._device)
+        """Wait for the stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
-    def _capture(self) -> tuple[Tensor, ...]:
-        """Run once so that kernels are compiled and memory is planned, then record; no row is active."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            super().decode()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self._graph):
-            return super().decode()
+    def _send(self, packed: Tensor) -> Results:
+        return self.space.mailbox.send(packed)
 
 
 @dataclass
 class Runners:
-    """Hands out a runner per request. The last captured one is kept for the next request that fits in; the last alone,
-    because with it goes a whole KV cache."""
+    """Hands out a runner per request.
+
+    One workspace is kept for the next request, because with it goes a whole KV cache; requests side by side have one
+    each. It grows with what requests need, and then everything is captured anew; it shrinks as :func:`room` says.
+    """
 
     program: Program
     max_batch_size: int
-    _idle: GraphRunner | None = None
+    make_pool: Callable[[torch.device], Pool] = GraphPool
+    idle: Workspace | None = None
+    _recent: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, step: fx.GraphModule, request: Request, mode: Mode) -> Runner:
         """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
-        device = self.program.target.device
         if not self.program.captured:
-            return Runner(step, new_state(self.program, request, device))
+            return Runner(step, new_state(self.program, request, self.program.target.device))
         sizes = state_sizes(self.program, request)
         sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
-        with self._lock:
-            kept, self._idle = self._idle, None
-        fits = kept is not None and kept.fits(sizes, mode)
-        # Freed before the next one is allocated.
-        kept = kept if fits else None
-        runner = kept or GraphRunner(step, allocate(self.program, sizes, device), device, sizes, mode)
-        fill_state(self.program, runner.state, request)
+        runner = GraphRunner(step, self.program, self._workspace(sizes), sizes["B"], mode)
+        with runner.active():
+            fill_state(self.program, runner.state, request)
         return runner
 
     def give_back(self, runner: Runner) -> None:
@@ -156,7 +189,34 @@ class Runners:
         runner.close()
         if isinstance(runner, GraphRunner):
             with self._lock:
-                self._idle = runner
+                if self.idle is None or self.idle.sizes["N"] < runner.space.sizes["N"]:
+                    self.idle = runner.space
+
+    def _workspace(self, sizes: Mapping[str, int]) -> Workspace:
+        with self._lock:
+            space, self.idle = self.idle, None
+            self._recent.append(sizes)
+            wanted = dict(sizes) if space is None else room(space.sizes, space.num_bytes, list(self._recent))
+        if space is None or space.sizes != wanted:
+            space = None  # freed before the next one is allocated
+            space = Workspace(self.program, wanted, self.make_pool(self.program.target.device))
+        return space
+
+
+def room(kept: Mapping[str, int], kept_bytes: int, recent: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The sizes of a state that serves the last of the ``recent`` requests, where one of sizes ``kept`` is there.
+
+    As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` requests needed
+    at most a quarter of its pages, what was the most for them.
+    """
+    lately = _largest(recent)
+    if len(recent) >= PATIENCE and kept_bytes >= SHRINK_BYTES and 4 * lately["N"] <= kept["N"]:
+        return lately
+    return _largest([kept, recent[-1]])
+
+
+def _largest(many: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: max(sizes[name] for sizes in many) for name in many[0]}
 
 
 def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:

@@ -49,21 +49,41 @@ def _blocks(program: Program, request: Request) -> list[int]:
     return [-(-limit // program.options["block_size"]) for limit in request.limits]
 
 
-def fill_state(program: Program, state: State, request: Request) -> None:
-    """Set a state to the beginning of a request, whatever it held: blocks for each sequence's whole length, sampling
-    options. Caches keep what they hold: rows that a sequence has not written are never seen. Sequences beyond those of
-    the request stay inactive.
-    """
+def num_bytes(state: State) -> int:
+    """Bytes of all tensors of a state."""
+    tensors = [t for value in state.values() for t in (value if isinstance(value, tuple) else (value,))]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def prefix(program: Program, state: State, batch: int) -> State:
+    """The state of the first ``batch`` sequences: views, with the caches and whatever else belongs to all of them."""
+
+    def first(name: str, value: Any) -> Any:
+        spec = program.inputs[name]
+        return value[:batch] if isinstance(spec, Buffer) and spec.shape[0] == "B" else value
+
+    return {name: first(name, value) for name, value in state.items()}
+
+
+def clear_state(program: Program, state: State) -> None:
+    """No sequence is active any more. Caches keep what they hold: rows that no sequence has written are never seen."""
     for name, spec in program.inputs.items():
         if name in state and isinstance(spec, Buffer):
             state[name].fill_(spec.fill)
+
+
+def fill_state(program: Program, state: State, request: Request) -> None:
+    """Set a state to the beginning of a request, whatever it held: blocks for each sequence's whole length, sampling
+    options. Sequences beyond those of the request stay inactive.
+    """
+    clear_state(program, state)
     # On the host first: one copy to the device instead of one per sequence.
-    table = torch.full(state["block_table"].shape, -1, dtype=torch.int64)
+    table = torch.full(state["block_table"].shape, -1, dtype=torch.int64, device="cpu")
     first = 0
     for row, count in enumerate(_blocks(program, request)):
-        table[row, :count] = torch.arange(first, first + count)
+        table[row, :count] = torch.arange(first, first + count, device="cpu")
         first += count
-    state["block_table"].copy_(table)
+    _upload(table, state["block_table"])
     _fill(state, "max_length", request.limits)
     _fill(state, "eos_ids", [*request.eos_ids, *[-1] * (len(state["eos_ids"]) - len(request.eos_ids))])
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
@@ -72,7 +92,20 @@ def fill_state(program: Program, state: State, request: Request) -> None:
 
 def _fill(state: State, name: str, values: Sequence[float]) -> None:
     if name in state:
-        state[name][: len(values)] = torch.tensor(values, dtype=state[name].dtype)
+        _upload(torch.tensor(values, dtype=state[name].dtype, device="cpu"), state[name][: len(values)])
+
+
+def _upload(values: Tensor, there: Tensor) -> None:
+    """Copy from the host without waiting for the device."""
+    there.copy_(staged(values, there.device), non_blocking=True)
+
+
+def staged(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` in memory from which a copy to ``device`` does not make the host wait.
+
+    Pinned memory is PyTorch's: it is handed out again only after the copies from it have run, so the host may go ahead.
+    """
+    return values.pin_memory() if device.type == "cuda" else values
 
 
 class Chunk(NamedTuple):
@@ -116,14 +149,23 @@ class Prefill:
         known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
         current: Tensor = state["next_window"]
         width = max(current.shape[1], max(counts) + 1)
-        block = torch.stack([torch.nn.functional.pad(tokens, (0, width - tokens.numel())) for tokens in known])
         forced = [0] * current.shape[0]
-        for row, tokens in zip(rows, known, strict=True):
+        # Everything in one block, so that one copy takes it there: the two counts of each sequence, then its tokens.
+        block = torch.zeros(current.shape[0], 2 + width, dtype=torch.int64, device="cpu")
+        block[:, 0] = -1
+        for row, count, tokens in zip(rows, counts, known, strict=True):
             forced[row] = tokens.numel() - 1
-        place = torch.tensor(rows).to(current.device)
-        window = torch.nn.functional.pad(current, (0, width - current.shape[1]))
-        window[place] = block.to(current.device)
-        for name, values in (("num_rows", counts), ("num_forced", [forced[row] for row in rows])):
-            state[name][place] = torch.tensor(values).to(current.device)
+            block[row, 0], block[row, 1] = count, forced[row]
+            block[row, 2 : 2 + tokens.numel()] = tokens
         self._done.update({row: self._done[row] + count for row, count in zip(rows, counts, strict=True)})
-        return Chunk(window, sum(counts), forced)
+        return Chunk(_spread(block, state), sum(counts), forced)
+
+
+def _spread(block: Tensor, state: State) -> Tensor:
+    """Put the counts of a block into ``state``, and give its window; where a count is -1, what is there stays."""
+    current: Tensor = state["next_window"]
+    block = staged(block, current.device).to(current.device, non_blocking=True)
+    given, window = block[:, 0] >= 0, torch.nn.functional.pad(current, (0, block.shape[1] - 2 - current.shape[1]))
+    for column, name in enumerate(("num_rows", "num_forced")):
+        state[name].copy_(torch.where(given, block[:, column], state[name]))
+    return torch.where(given.unsqueeze(1), block[:, 2:], window)

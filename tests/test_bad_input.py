@@ -84,6 +84,13 @@ def llama() -> Any:
     return shared_model("llama")
 
 
+def spread_out() -> Any:
+    """A model with weights on two devices, as accelerate's ``device_map`` leaves it when one is too small."""
+    model = make_model("llama", num_hidden_layers=1)
+    model.lm_head.to("meta")
+    return model
+
+
 BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "not a model": (lambda: specgraph.compile_speculative("gpt2"), UnsupportedModelError,
                     "Expected a transformers causal LM, got str"),
@@ -96,6 +103,8 @@ BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         UnsupportedModelError, "is an encoder-decoder; specgraph compiles decoder-only"),
     "without a head": (lambda: specgraph.compile_speculative(llama().model), UnsupportedModelError,
                        "LlamaModel is not a causal LM"),
+    "two devices": (lambda: specgraph.compile_speculative(spread_out()), UnsupportedModelError,
+                    "LlamaForCausalLM has weights on cpu, meta, .* load it on one, as by from_pretrained"),
     "K": (lambda: compiled(llama(), k=0), ConfigError, "draft.num_speculative_tokens must be at least 1, got 0"),
     "drafter": (lambda: compiled(llama(), "eagle9"), ConfigError, "draft.kind is one of none, ngram, draft_model"),
     "rule": (lambda: compiled(llama(), verify={"rule": "strickt"}), ConfigError, "verify.rule: .*strict"),

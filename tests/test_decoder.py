@@ -214,6 +214,25 @@ def test_a_callers_modes_do_not_change_the_tokens(decoder: SpeculativeDecoder) -
     assert all(next(reversed(list(stream))).finished)
 
 
+def test_a_callers_default_device_does_not_change_the_tokens(decoder: SpeculativeDecoder) -> None:
+    padded = torch.full((2, 4), 5)
+    options: dict[str, Any] = {"max_new_tokens": 8, "return_logprobs": True}
+    before = torch.get_default_device()
+    expected = [decoder.generate(given, **options) for given in (PROMPTS, padded)]
+    torch.set_default_device("meta")
+    try:
+        found = [decoder.generate(given, **options) for given in (PROMPTS, padded)]
+        decoder.generate(PROMPTS, temperature=1.0, max_new_tokens=2)
+        assert all(list(decoder.stream(PROMPTS, max_new_tokens=4))[-1].finished)
+        again = specgraph.compile_speculative(double(), {"max_length": 64})
+    finally:
+        torch.set_default_device(before)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.sequences, b.sequences) and a.logprobs and b.logprobs and same(a.logprobs, b.logprobs)
+        assert a.stats.acceptance_length_stderr >= 0
+    assert same(again.generate(PROMPTS, max_new_tokens=8).new_tokens, expected[0].new_tokens)
+
+
 def test_a_draft_that_knows_fewer_positions_than_the_target_is_checked_and_used() -> None:
     model, draft = make_model("llama"), make_model("llama", seed=1, max_position_embeddings=32)
     made = specgraph.compile_speculative(model, draft=draft)
