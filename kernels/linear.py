@@ -1,43 +1,50 @@
 """``specgraph::linear``: a linear layer with its neighbours: RMS norm before, bias, activation and residual after it.
 
-A row's result is the same, bit for bit, whatever the number of rows: what lies along the summed dimension (the block,
-the pieces, the order of their sum) is a function of the weight's shape and dtype alone, and the weight is the left
+A row's result is the same, bit for bit, whatever the number of rows: what cuts the summed dimension (the number of
+pieces and the order of their sum) is a function of the weight's shape and dtype alone, and the weight is the left
 operand of ``tl.dot``, so that rows are columns of the product and only its width follows their number. Tiles differ in
-width, warps and stages; every one of them has at least 64 rows of the weight and a multiple of 4 warps, hence the same
-matrix instruction (``wgmma`` on Hopper), whose order along the summed dimension does not depend on its width. Floating
-point contraction is off, so that no compilation fuses what another does not.
+size, warps and stages; every one of them has at least 64 rows of the weight and a multiple of 4 warps, hence the same
+matrix instruction (``wgmma`` on Hopper), which adds 16 products at a time to a sum whose order does not depend on its
+width. Floating point contraction is off, so that no compilation fuses what another does not.
 
 With few tiles for the number of multiprocessors the summed dimension is cut into pieces ("split-K", e.g. Osama et al.
 2023, arXiv 2301.03598). Programs of the same tile leave their partial sums in scratch memory and the last to arrive
 adds them in the order of the pieces. With many rows one program goes through all pieces and adds them in that order.
 
-The norm is applied without a launch of its own: every program reads the whole row anyway. The norm's weight multiplies
-the tile of ``x``, the mean square is gathered beside the product and scales the result. With many rows, where that
-would slow the main loop, a first kernel does both; it gives the same bits.
+An RMS norm in front costs no launch and nothing in the main loop. It comes in two parts: the rows times the norm's
+weight, which are multiplied, and the sums of their squares, which scale the result. The linear that wrote the rows
+gives both (``specgraph::linear_norm``): its tiles hold whole groups of 64 entries of a row. ``specgraph::norm_parts``
+gives them for rows from elsewhere. The squares of a group, and the sums of all groups, are added as integers, in any
+order with the same result.
 """
-
-# Triton's functions have no types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel
 from specgraph.kernels.sample import require
 
 torch.library.define(
     "specgraph::linear",
-    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? norm_weight=None, *, "
-    "float norm_eps=0.0, float norm_offset=0.0, str activation='none') -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
+    "float norm_eps=0.0, str activation='none') -> Tensor",
+)
+torch.library.define(
+    "specgraph::linear_norm",
+    "(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
+    "float norm_eps=0.0, float norm_offset=0.0, str activation='none') -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "specgraph::norm_parts", "(Tensor x, Tensor norm_weight, *, float norm_offset=0.0) -> (Tensor, Tensor)"
 )
 
 _GELU_TANH = functools.partial(functional.gelu, approximate="tanh")
@@ -62,32 +69,30 @@ def linear_reference(
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
+    squares: Tensor | None = None,
     *,
     norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
     activation: str = "none",
 ) -> Tensor:
-    """``activation(norm(x) @ weight.T + bias) + residual``, in float32 (float64 for float64), rounded once.
+    """``activation(x @ weight.T * scale + bias) + residual``, in float32 (float64 for float64), rounded once.
 
     Args:
         x: ``[..., I]``.
         weight: ``[O, I]``; for the gated activations ``[2 * O, I]``, gate rows first.
         bias: one per row of ``weight``, or None.
         residual: ``[..., O]`` or None.
-        norm_weight: ``[I]``: ``norm(x) = x / sqrt(mean(x ** 2) + norm_eps) * (norm_weight + norm_offset)``; or None.
-        norm_offset: 1.0 for gemma's norm, which stores the weight's distance from one.
+        squares: ``[..., ceil(I / 64)]`` from :func:`norm_parts_reference`, whose other result is ``x``; then
+            ``scale = rsqrt(sum(squares) / I + norm_eps)``, otherwise 1.
         activation: one of :data:`ACTIVATIONS`.
 
     Returns:
         ``[..., O]`` in the dtype of ``x``.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    rows = x.to(exact)
-    if norm_weight is not None:
-        scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm_eps)
-        rows = rows * scale * (norm_weight.to(exact) + norm_offset)
-    out = functional.linear(rows, weight.to(exact), None if bias is None else bias.to(exact))
+    out = functional.linear(x.to(exact), weight.to(exact))
+    if squares is not None:
+        out = out * torch.rsqrt(squares.to(exact).sum(-1, keepdim=True) / x.shape[-1] + norm_eps)
+    out = out if bias is None else out + bias.to(exact)
     if activation in _GATED:
         gate, up = out.chunk(2, -1)
         out = _GATED[activation](gate) * up
@@ -96,8 +101,44 @@ def linear_reference(
     return (out if residual is None else out + residual.to(exact)).to(x.dtype)
 
 
+def norm_parts_reference(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The two parts of ``x / sqrt(mean(x ** 2) + eps) * (norm_weight + norm_offset)`` that need no whole row.
+
+    Args:
+        x: ``[..., I]``.
+        norm_weight: ``[I]``.
+        norm_offset: 1.0 for gemma's norm, which stores the weight's distance from one.
+
+    Returns:
+        ``x * (norm_weight + norm_offset)`` in the dtype of ``x``, and the sums of squares of 64 entries each,
+        ``[..., ceil(I / 64)]`` in float32 (float64 for float64).
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rows = x.to(exact)
+    padded = functional.pad(rows, (0, -x.shape[-1] % NORM_GROUP))
+    squares = padded.unflatten(-1, (-1, NORM_GROUP)).square().sum(-1)
+    return (rows * (norm_weight.to(exact) + norm_offset)).to(x.dtype), squares
+
+
+def linear_norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    squares: Tensor | None = None,
+    *,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    activation: str = "none",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`linear_reference`, then :func:`norm_parts_reference` of its result: ``(out, gained, squares)``."""
+    out = linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
+    return (out, *norm_parts_reference(out, norm_weight, norm_offset=norm_offset))
+
+
 class Tiles(NamedTuple):
-    """How a product is cut. ``block_k`` and ``pieces`` decide the bits and never follow the number of rows."""
+    """How a product is cut. ``pieces`` decides the bits (``block_k`` too in float32), and never follows the rows."""
 
     block_o: int  # rows of the weight in a tile, gate and up rows together
     block_n: int  # rows of x in a tile
@@ -106,326 +147,49 @@ class Tiles(NamedTuple):
     serial: bool  # one program goes through all pieces
     warps: int
     stages: int
-    norm_inside: bool = True  # whether the product computes the norm, or a kernel before it
 
 
-def summation(out_features: int, in_features: int, itemsize: int = 2) -> tuple[int, int]:
-    """``(block_k, pieces)`` for a weight ``[out_features, in_features]``: everything that decides the bits.
+_UNIT = 128
+"""Pieces begin at multiples of this, whatever the ``block_k``, which divides it."""
 
-    Pieces fill the multiprocessors where tiles of 64 weight rows are too few to: 132 of them hold two programs each.
-    """
-    block_k = 128 if itemsize == 2 else 32
-    pieces = 1
-    while triton.cdiv(out_features, 64) * pieces < 192 and pieces < 8 and in_features >= 2 * pieces * 8 * block_k:
+
+def num_pieces(out_features: int, in_features: int) -> int:
+    """Of a weight ``[out_features, in_features]``: enough to fill 132 multiprocessors where tiles of 64 rows do not."""
+    row_tiles, pieces = triton.cdiv(out_features, 64), 1
+    while row_tiles < 96 and row_tiles * pieces < 192 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
         pieces *= 2
-    return block_k, pieces
+    return pieces
 
 
 def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
     """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``: a plain table, measured on an H200 (see
     docs/performance.md); nothing is timed at run time."""
-    block_k, pieces = summation(out_features, in_features, itemsize)
+    pieces = num_pieces(out_features, in_features)
     if itemsize == 4:  # no matrix instruction for exact float32: small tiles fit the registers
-        return Tiles(64, 16 if rows <= 16 else 32, block_k, pieces, rows > 256, 4, 3)
-    if rows <= 16 and pieces == 1:
-        return Tiles(128, 16, block_k, pieces, False, 4, 3)
+        return Tiles(64, 16 if rows <= 16 else 32, 32, pieces, rows > 256, 4, 3)
+    few = out_features < 8192
     if rows <= 16:
-        return Tiles(64, 16, block_k, pieces, False, 4, 3 if out_features >= 6144 else 4)
+        return Tiles(64, 16, 128, pieces, False, 4, 4) if few else Tiles(128, 16, 128, pieces, False, 4, 3)
     if rows <= 32:
-        return Tiles(64, 32, block_k, pieces, False, 4, 4)
+        return Tiles(64, 32, 128, pieces, False, 4, 4)
     if rows <= 64:
-        return Tiles(128, 64, block_k, pieces, False, 8, 4 if pieces == 1 else 3)
-    return Tiles(128, 128, block_k, pieces, rows > 256, 8, 3, norm_inside=False)
+        if pieces > 1:
+            return Tiles(64, 64, 128, pieces, False, 4, 3)
+        return Tiles(64, 64, 64, pieces, False, 4, 6) if few else Tiles(128, 64, 128, pieces, False, 8, 4)
+    return _wide_tiles(rows, out_features, in_features, pieces)
 
 
-_NORM_ROWS = 1
-_GROUP = tl.constexpr(8)
-"""Tiles along the rows of x that run side by side, so that a tile of the weight is read once for all of them."""
-
-
-@triton.jit
-def _activate(y, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        y = y * tl.sigmoid(y)
-    elif ACTIVATION == "gelu":
-        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = sigmoid(2 u), which keeps the digits of the left tail.
-        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
-    elif ACTIVATION == "relu":
-        y = tl.where(y < 0.0, 0.0, y)  # not a maximum, which would swallow NaN
-    return y
-
-
-@triton.jit
-def _sum_in_any_order(values):
-    """The column sums of non-negative ``[K, N]``, the same for every order of summation, hence for every layout.
-
-    Integers add up exactly: each column is scaled by a power of two so that its largest value has 41 bits.
-    """
-    top = tl.max(values, axis=0)
-    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 41)
-    scale = ((294 - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = ((exponent - 40) << 23).to(tl.float32, bitcast=True)
-    total = tl.sum((values * scale[None, :]).to(tl.int64), axis=0)
-    return tl.where(top < float("inf"), total.to(tl.float32) * inverse, top)
-
-
-@triton.jit
-def _norm_scale(squares, in_features, norm_eps):
-    return tl.math.rsqrt(squares / in_features + norm_eps)
-
-
-@triton.jit
-def _multiply(
-    weight_rows,
-    x_rows,
-    norm_ptr,
-    norm_offset,
-    real,
-    piece,
-    in_features,
-    BLOCK_O: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """One piece: the product ``[BLOCK_O, BLOCK_N]`` and, under ``NORM``, the sums of squares ``[BLOCK_N]``."""
-    acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-    if NORM:
-        k = piece * BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K)
-        gain = tl.load(norm_ptr + k, mask=k < in_features, other=0.0)
-    for block in range(BLOCKS):
-        k = (piece * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            w = tl.load(weight_rows[:, None] + k[None, :])
-            x = tl.load(x_rows[None, :] + k[:, None], mask=real[None, :], other=0.0)
-        else:
-            inside = k < in_features
-            w = tl.load(weight_rows[:, None] + k[None, :], mask=inside[None, :], other=0.0)
-            x = tl.load(x_rows[None, :] + k[:, None], mask=inside[:, None] & real[None, :], other=0.0)
-        if NORM:
-            exact = x.to(tl.float32)
-            squares = tl.fma(exact, exact, squares)
-            x = (exact * (gain.to(tl.float32) + norm_offset)[:, None]).to(w.dtype)
-            gain = tl.load(norm_ptr + k + BLOCK_K, mask=k + BLOCK_K < in_features, other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-    return acc, _sum_in_any_order(squares) if NORM else tl.zeros((BLOCK_N,), tl.float32)
-
-
-@triton.jit
-def _add_partials(
-    partial_ptr,
-    square_ptr,
-    partial_stride,
-    square_stride,
-    real,
-    BLOCK_O: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """The sums over the pieces, in their order. Other multiprocessors wrote them: read past this one's own cache."""
-    total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    # Unrolled, the loads go out together; the registers of large tiles do not hold that.
-    for piece in tl.range(PIECES, loop_unroll_factor=PIECES if BLOCK_O * BLOCK_N <= 4096 else 1):
-        total += tl.load(partial_ptr + piece * partial_stride, mask=real[None, :], other=0.0, cache_modifier=".cg")
-        if NORM:
-            squares += tl.load(square_ptr + piece * square_stride, mask=real, other=0.0, cache_modifier=".cg")
-    return total, squares
-
-
-@triton.jit
-def _finish(
-    y,
-    squares,
-    out_ptr,
-    bias_ptr,
-    residual_ptr,
-    scale_ptr,
-    tile_o,
-    weight_row,
-    n,
-    real,
-    out_features,
-    in_features,
-    residual_stride,
-    norm_eps,
-    BLOCK_O: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Everything after the product: scale of the norm, bias, activation, residual, the one rounding."""
-    if NORM:
-        y = y * _norm_scale(squares, in_features, norm_eps)[None, :]
-    elif scale_ptr is not None:
-        y = y * tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
-    if GATED:
-        HALF: tl.constexpr = BLOCK_O // 2
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
-        o = tile_o * HALF + tl.arange(0, HALF)
-        y = _activate(gate, ACTIVATION) * up
-    else:
-        o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
-        y = _activate(y, ACTIVATION)
-    mask = (o < out_features)[:, None] & real[None, :]
-    if residual_ptr is not None:
-        places = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
-        y = y + tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n.to(tl.int64)[None, :] * out_features + o[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(
-    out_ptr,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    norm_ptr,
-    scale_ptr,
-    partial_ptr,
-    square_ptr,
-    counter_ptr,
-    rows,
-    out_features,
-    in_features,
-    x_stride,
-    weight_stride,
-    residual_stride,
-    norm_eps,
-    norm_offset,
-    BLOCK_O: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PIECES: tl.constexpr,
-    SERIAL: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid ``(tiles, PIECES)``, or ``(tiles, 1)`` if ``SERIAL``; tiles of x in groups, tiles of the weight within."""
-    NORM: tl.constexpr = norm_ptr is not None
-    OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
-    tile = tl.program_id(0)
-    tiles_o = tl.cdiv(out_features, OUT_ROWS)
-    group = tile // (_GROUP * tiles_o)
-    group_size = tl.minimum(tl.cdiv(rows, BLOCK_N) - group * _GROUP, _GROUP)
-    tile_n = group * _GROUP + tile % (_GROUP * tiles_o) % group_size
-    tile_o = tile % (_GROUP * tiles_o) // group_size
-
-    # Rows past the end of the weight repeat its last one: a load without a mask, and nothing of them is stored.
-    row = tl.arange(0, BLOCK_O)
-    if GATED:
-        weight_row = tl.minimum(tile_o * OUT_ROWS + row % OUT_ROWS, out_features - 1) + row // OUT_ROWS * out_features
-    else:
-        weight_row = tl.minimum(tile_o * OUT_ROWS + row, out_features - 1)
-    weight_rows = weight_ptr + weight_row.to(tl.int64) * weight_stride
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = n < rows
-    x_rows = x_ptr + n.to(tl.int64) * x_stride
-
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if PIECES == 1 or SERIAL:
-        total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-        squares = tl.zeros((BLOCK_N,), tl.float32)
-        for piece in range(PIECES):
-            acc, square_sum = _multiply(
-                weight_rows, x_rows, norm_ptr, norm_offset, real, piece, in_features,
-                BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K, NORM,
-            )  # fmt: skip
-            total += acc
-            squares += square_sum
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        _finish(
-            total, squares, out_ptr, bias_ptr, residual_ptr, scale_ptr, tile_o, weight_row, n, real, out_features,
-            in_features, residual_stride, norm_eps, BLOCK_O, BLOCK_N, NORM, ACTIVATION, GATED,
-        )  # fmt: skip
-    else:
-        piece = tl.program_id(1)
-        acc, square_sum = _multiply(
-            weight_rows, x_rows, norm_ptr, norm_offset, real, piece, in_features,
-            BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K, NORM,
-        )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        # Scratch: products [PIECES, rows, tiles_o * BLOCK_O], squares [PIECES, tiles_o, rows].
-        partial_stride = tl.cast(rows, tl.int64) * tiles_o * BLOCK_O
-        square_stride = tiles_o * rows
-        partial_ptrs = partial_ptr + n.to(tl.int64)[None, :] * (tiles_o * BLOCK_O) + (tile_o * BLOCK_O + row)[:, None]
-        square_ptrs = square_ptr
-        tl.store(partial_ptrs + piece * partial_stride, acc, mask=real[None, :])
-        if NORM:
-            square_ptrs = square_ptr + tile_o * rows + n
-            tl.store(square_ptrs + piece * square_stride, square_sum, mask=real)
-        tl.debug_barrier()  # one thread counts for all, so all must have stored
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PIECES - 1:
-            tl.store(counter_ptr + tile, 0)
-            total, squares = _add_partials(
-                partial_ptrs, square_ptrs, partial_stride, square_stride, real, BLOCK_O, BLOCK_N, PIECES, NORM
-            )
-            _finish(
-                total, squares, out_ptr, bias_ptr, residual_ptr, scale_ptr, tile_o, weight_row, n, real, out_features,
-                in_features, residual_stride, norm_eps, BLOCK_O, BLOCK_N, NORM, ACTIVATION, GATED,
-            )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _norm_kernel(
-    out_ptr,
-    scale_ptr,
-    x_ptr,
-    norm_ptr,
-    rows,
-    in_features,
-    x_stride,
-    norm_eps,
-    norm_offset,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PIECES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``x * (norm_weight + norm_offset)`` and the scale of each row, apart, in the order of ``_linear_kernel``."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = n < rows
-    x_rows = x_ptr + n.to(tl.int64) * x_stride
-    out_rows = out_ptr + n.to(tl.int64) * in_features
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for piece in range(PIECES):
-        squares = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-        for block in tl.range(BLOCKS, num_stages=8):  # its few bytes in flight are all that hides the latency
-            k = (piece * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-            if EVEN_K:
-                mask = real[None, :]
-                gain = tl.load(norm_ptr + k)
-            else:
-                mask = (k < in_features)[:, None] & real[None, :]
-                gain = tl.load(norm_ptr + k, mask=k < in_features, other=0.0)
-            x = tl.load(x_rows[None, :] + k[:, None], mask=mask, other=0.0).to(tl.float32)
-            squares = tl.fma(x, x, squares)
-            y = x * (gain.to(tl.float32) + norm_offset)[:, None]
-            tl.store(out_rows[None, :] + k[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
-        total += _sum_in_any_order(squares)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(scale_ptr + n, _norm_scale(total, in_features, norm_eps), mask=real)
+def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> Tiles:
+    """The largest tiles of which there are about as many as multiprocessors."""
+    large = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128)
+    # Partial sums take 8 bytes for each row and piece, the weight 2 for each input.
+    if large < 96 and large * pieces >= 96 and 16 * rows * pieces < in_features:
+        return Tiles(128, 128, 64, pieces, False, 8, 5)
+    if large >= 96:
+        return Tiles(128, 128, 64, pieces, True, 8, 5)
+    if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= 96:
+        return Tiles(128, 64, 64, pieces, True, 8, 6)
+    return Tiles(64, 64, 64, pieces, True, 4, 6)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -438,10 +202,9 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
+    squares: Tensor | None = None,
     *,
     norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
     activation: str = "none",
     tiling: Tiles | None = None,
     pdl: bool | None = None,
@@ -449,65 +212,135 @@ def linear(
     """:func:`linear_reference` in one Triton kernel; float64 takes the reference itself.
 
     Args:
-        tiling: in place of :func:`tiles`; one with another ``block_k`` or ``pieces`` may give other bits.
+        tiling: in place of :func:`tiles`; one with another number of pieces may give other bits.
         pdl: whether to use programmatic dependent launch; None uses it where it exists.
     """
     if x.dtype == torch.float64:
-        return linear_reference(
-            x, weight, bias, residual, norm_weight, norm_eps=norm_eps, norm_offset=norm_offset, activation=activation
-        )
-    gated = activation in _GATED
-    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
-    in_features = weight.shape[1]
-    out = x.new_empty(*x.shape[:-1], out_features)
-    if out.numel() == 0:
-        return out
+        return linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
+    out = x.new_empty(_out_shape(x, weight, activation))
+    if out.numel() > 0:
+        _launch(out, x, weight, bias, residual, squares, norm_eps, activation, None, tiling, pdl)
+    return out
+
+
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    squares: Tensor | None = None,
+    *,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    activation: str = "none",
+    tiling: Tiles | None = None,
+    pdl: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`linear_norm_reference` in one Triton kernel, as :func:`linear`."""
+    if x.dtype == torch.float64:
+        return linear_norm_reference(
+            x, weight, norm_weight, bias, residual, squares, norm_eps=norm_eps, norm_offset=norm_offset,
+            activation=activation,
+        )  # fmt: skip
+    out = x.new_empty(_out_shape(x, weight, activation))
+    parts = _empty_parts(out)
+    if out.numel() > 0:
+        following = (norm_weight, norm_offset, *parts)
+        _launch(out, x, weight, bias, residual, squares, norm_eps, activation, following, tiling, pdl)
+    return (out, *parts)
+
+
+def norm_parts(
+    x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0, pdl: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`norm_parts_reference` in one Triton kernel, with the bits that :func:`linear_norm` gives."""
+    if x.dtype == torch.float64:
+        return norm_parts_reference(x, norm_weight, norm_offset=norm_offset)
+    matrix = _as_rows(x)
+    gained, squares = _empty_parts(x)
+    rows, features = matrix.shape
+    if gained.numel() > 0:
+        pdl = supports_pdl(x.device) if pdl is None else pdl
+        block_o, block_n = 2 * NORM_GROUP, 1 if rows <= 16 else 16
+        norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(rows, block_n))](
+            gained, squares, matrix, norm_weight, rows, features, matrix.stride(0), norm_offset,
+            BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
+        )  # fmt: skip
+    return gained, squares
+
+
+def _out_shape(x: Tensor, weight: Tensor, activation: str) -> tuple[int, ...]:
+    return (*x.shape[:-1], weight.shape[0] // 2 if activation in _GATED else weight.shape[0])
+
+
+def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(out.dtype, torch.float32)
+    squares = out.new_empty((*out.shape[:-1], -(-out.shape[-1] // NORM_GROUP)), dtype=exact)
+    return out.new_empty(out.shape), squares
+
+
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    squares: Tensor | None,
+    norm_eps: float,
+    activation: str,
+    following: tuple[Tensor, float, Tensor, Tensor] | None,
+    tiling: Tiles | None,
+    pdl: bool | None,
+) -> None:
+    """Fill ``out``, and the parts of the ``following`` norm (its weight, its offset, the two parts)."""
     matrix = _as_rows(x)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     added = None if residual is None else _as_rows(residual)
-    rows = matrix.shape[0]
-    cut = tiling or tiles(rows, weight.shape[0], in_features, x.element_size())
-    pdl = supports_pdl(x.device) if pdl is None else pdl
-    num_blocks = triton.cdiv(in_features, cut.block_k)
-    pieces = min(cut.pieces, num_blocks)
-    summed = {
-        "BLOCKS": triton.cdiv(num_blocks, pieces),
-        "BLOCK_K": cut.block_k,
-        "PIECES": pieces,
-        "EVEN_K": in_features % (cut.block_k * pieces) == 0,
-        "PDL": pdl,
-        "enable_fp_fusion": False,
-        **launch_options(pdl),
-    }
-    scale = None
-    if norm_weight is not None and not cut.norm_inside:
-        normed, scale = x.new_empty(rows, in_features), x.new_empty(rows, dtype=torch.float32)
-        _norm_kernel[(triton.cdiv(rows, _NORM_ROWS),)](
-            normed, scale, matrix, norm_weight, rows, in_features, matrix.stride(0), norm_eps, norm_offset,
-            BLOCK_N=_NORM_ROWS, num_warps=1, **summed,
-        )  # fmt: skip
-        matrix, norm_weight = normed, None
-    tiles_o = triton.cdiv(weight.shape[0], cut.block_o)
+    norm_weight, norm_offset, gained, out_squares = following or (None, 0.0, None, None)
+    rows, (weight_rows, in_features) = matrix.shape[0], weight.shape
+    gated = activation in _GATED
+    cut = tiling or tiles(rows, weight_rows, in_features, x.element_size())
+    if gated and following:
+        cut = cut._replace(block_o=128)  # whole groups of the result
+    pieces, blocks = _pieces(in_features, cut)
+    tiles_o = triton.cdiv(weight_rows, cut.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, cut.block_n)
     serial = cut.serial or num_tiles > MAX_COUNTERS
-    partial = squares = counters = None
+    partial = counters = None
     if pieces > 1 and not serial:
         partial = x.new_empty(pieces, rows, tiles_o * cut.block_o, dtype=torch.float32)
-        squares = None if norm_weight is None else x.new_empty(pieces, tiles_o, rows, dtype=torch.float32)
         counters = arrival_counters(x.device)
-    _linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, matrix, weight, bias, added, norm_weight, scale, partial, squares, counters,
-        rows, out_features, in_features, matrix.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
+    pdl = supports_pdl(x.device) if pdl is None else pdl
+    groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
+    even = in_features % (cut.block_k * blocks * pieces) == 0
+    linear_kernel[(num_tiles, 1 if serial else pieces)](
+        out, matrix, weight, bias, added, squares, norm_weight, gained, out_squares, partial, counters, rows,
+        out.shape[-1], in_features, matrix.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
         norm_eps, norm_offset,
-        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, SERIAL=serial, ACTIVATION=activation.removesuffix("_mul"),
-        GATED=gated, num_warps=cut.warps, num_stages=cut.stages, **summed,
+        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces,
+        GROUPS=groups, SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=activation.removesuffix("_mul"),
+        GATED=gated, EARLY=groups * cut.block_n <= 2048, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
-    return out
+
+
+def _pieces(in_features: int, cut: Tiles) -> tuple[int, int]:
+    """How many pieces there are, and how many blocks each of them has."""
+    unit = max(_UNIT, cut.block_k)
+    units = triton.cdiv(in_features, unit)
+    pieces = min(cut.pieces, units)
+    return pieces, triton.cdiv(units, pieces) * (unit // cut.block_k)
+
+
+def _bulk(weight: Tensor) -> bool:
+    """Whether the rows of ``weight`` begin where the hardware's bulk copies may."""
+    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
 
 
 def _linear_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, *, norm_eps: float = 0.0, norm_offset: float = 0.0, activation: str = "none",
+    squares: Tensor | None = None, *, norm_eps: float = 0.0, activation: str = "none",
 ) -> Tensor:  # fmt: skip
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
@@ -516,17 +349,38 @@ def _linear_fake(
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
     if bias is not None:
         require(bias.shape == (outer,), lambda: f"bias must be [{outer}], not {tuple(bias.shape)}")
-    if norm_weight is not None:
-        require(norm_weight.shape == (inner,), lambda: f"norm_weight must be [{inner}], not {tuple(norm_weight.shape)}")
+    if squares is not None:
+        wanted = (*x.shape[:-1], -(-inner // NORM_GROUP))
+        require(squares.shape == wanted, lambda: f"squares must be {wanted}, not {tuple(squares.shape)}")
+        require(squares.is_contiguous(), lambda: "squares must be contiguous, as norm_parts and linear_norm give them")
     if activation in _GATED:
         require(outer % 2 == 0, lambda: f"{activation} takes gate rows and as many up rows, not {outer} together")
-        outer = outer // 2
-    shape = (*x.shape[:-1], outer)
+    shape = _out_shape(x, weight, activation)
     if residual is not None:
         require(residual.shape == shape, lambda: f"residual must be {shape}, not {tuple(residual.shape)}")
     return x.new_empty(shape)
 
 
-torch.library.impl("specgraph::linear", "cpu")(linear_reference)
-torch.library.impl("specgraph::linear", "cuda")(linear)
-torch.library.register_fake("specgraph::linear")(_linear_fake)
+def _norm_parts_fake(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    inner = x.shape[-1]
+    require(norm_weight.shape == (inner,), lambda: f"norm_weight must be [{inner}], not {tuple(norm_weight.shape)}")
+    return _empty_parts(x)
+
+
+def _linear_norm_fake(
+    x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    squares: Tensor | None = None, *, norm_eps: float = 0.0, norm_offset: float = 0.0, activation: str = "none",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    out = _linear_fake(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
+    return (out, *_norm_parts_fake(out, norm_weight, norm_offset=norm_offset))
+
+
+_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "linear": (linear_reference, linear, _linear_fake),
+    "linear_norm": (linear_norm_reference, linear_norm, _linear_norm_fake),
+    "norm_parts": (norm_parts_reference, norm_parts, _norm_parts_fake),
+}
+for _name, (_cpu, _cuda, _fake) in _FORMS.items():
+    torch.library.impl(f"specgraph::{_name}", "cpu")(_cpu)
+    torch.library.impl(f"specgraph::{_name}", "cuda")(_cuda)
+    torch.library.register_fake(f"specgraph::{_name}")(_fake)

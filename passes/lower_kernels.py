@@ -1,7 +1,7 @@
 """ATen nodes become ``specgraph::*`` ops: what decides how fast a step is, and whether its bits depend on the batch.
 
-A linear takes along what surrounds it, so that one launch does it all: the norm in front (every program reads whole
-rows anyway), the activation, gated or not, and the residual behind. What remains is looked at node by node: under
+A linear takes along what surrounds it, so that one launch does it all: the scale of a norm in front, the activation,
+gated or not, the residual, and the parts of a norm that follows. What remains is looked at node by node: under
 ``numerics: bitwise`` every floating-point node must be one whose rows do not depend on how many there are.
 """
 
@@ -21,10 +21,12 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.graphs import calls, get_attribute, set_attribute
 from specgraph.kernels.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import aten, dtype_of, only_user, producer, replace, weight_name
+from specgraph.passes.patterns import aten, dtype_of, keep_meta, only_user, producer, replace, weight_name
 from specgraph.program import Program
 
 LINEAR = torch.ops.specgraph.linear.default
+LINEAR_NORM = torch.ops.specgraph.linear_norm.default
+NORM_PARTS = torch.ops.specgraph.norm_parts.default
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 NUMERICS = ("bitwise", "fast")
 MAX_TERMS = 32
@@ -52,7 +54,7 @@ class _Linear:
     weight: Any
     bias: Any = None
     residual: Any = None
-    norm_weight: Any = None
+    squares: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +79,7 @@ class LowerKernels(LoweringPass):
             if self.numerics == "bitwise":
                 _turn_weights(module)
                 _lower_linears(module, chosen)
+                _join_norms(module, chosen)
                 _lower_reductions(module, chosen)
                 _check_rows(name, module)
             module.recompile()
@@ -108,28 +111,63 @@ def _turn_weights(module: fx.GraphModule) -> None:
 
 def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
     graph = module.graph
+    norms: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in list(calls(graph, aten.linear.default)):
         x, weight, bias = (*node.args, None)[:3]
         linear = _Linear(node, x, weight, bias)
-        parts = [part for part in (_take_norm(linear), _take_activation(linear), _take_residual(linear)) if part]
+        taken = _take_norm(linear, norms), _take_activation(linear), _take_residual(linear)
+        parts = [part for part in taken if part]
         with graph.inserting_before(linear.end):
-            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.norm_weight)
+            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.squares)
             new = graph.create_node("call_function", LINEAR, arguments, linear.options, name="linear")
         replace(graph, linear.end, new)
         chosen[" + ".join(["linear", *parts])] += 1
 
 
-def _take_norm(linear: _Linear) -> str | None:
-    """The norm in front, if nothing but linears read it."""
+def _take_norm(linear: _Linear, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> str | None:
+    """The norm in front, if nothing but linears read it; ``parts`` are those of the norms met so far."""
     norm = producer(linear.x, RMS_NORM)
     # In float16 the weight times the input, before it is scaled down, could overflow.
     if norm is None or norm.args[1] is None or dtype_of(norm) == torch.float16:
         return None
     if any(user.target not in (aten.linear.default, LINEAR) or user.args[0] is not norm for user in norm.users):
         return None
-    linear.x, linear.norm_weight = norm.args
-    linear.options |= {"norm_eps": norm.kwargs["eps"], "norm_offset": norm.kwargs["offset"]}
+    if norm not in parts:
+        parts[norm] = _norm_parts(norm)
+    linear.x, linear.squares = parts[norm]
+    linear.options["norm_eps"] = norm.kwargs["eps"]
     return "norm"
+
+
+def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """In front of ``norm``: its input times its weight, and the squares that its scale is made of."""
+    graph = norm.graph
+    with graph.inserting_before(norm):
+        options = {"norm_offset": norm.kwargs["offset"]}
+        parts = graph.create_node("call_function", NORM_PARTS, norm.args, options, name="norm_parts")
+        gained, squares = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    return keep_meta(gained, norm), squares
+
+
+def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    """The parts of a norm come from the linear that makes its input, where one does."""
+    graph = module.graph
+    for parts in list(calls(graph, NORM_PARTS)):
+        linear = producer(parts.args[0], LINEAR)
+        if linear is None:
+            chosen["norm apart"] += 1
+            continue
+        with graph.inserting_before(linear):
+            weight = graph.get_attr(str(parts.args[1].target))  # the norm's own node may come later
+            keep_meta(weight, parts.args[1])
+            arguments = (*linear.args[:2], weight, *linear.args[2:])
+            options = {**linear.kwargs, **parts.kwargs}
+            joined = graph.create_node("call_function", LINEAR_NORM, arguments, options, name="linear_norm")
+            out, gained, squares = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
+        replace(graph, linear, out)
+        for user in list(parts.users):
+            replace(graph, user, (gained, squares)[user.args[1]])
+        chosen["norm joined to the linear before"] += 1
 
 
 def _take_activation(linear: _Linear) -> str | None:

@@ -123,7 +123,9 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     for rows in sorted({batch * width for batch, width in shapes}):
         if _has("linear"):
             yield from (_linear(place, name, *size, rows) for name, size in sizes.linears.items())
-            yield from (_fused_linear(place, name, *sizes.linears[name], rows) for name in ("qkv", "gate_up"))
+            yield from (
+                _fused_linear(place, name, *sizes.linears[name], rows) for name in ("qkv", "o", "gate_up", "down")
+            )
         if _has("rms_norm", "norm"):
             yield _norm(place, sizes.hidden, rows)
         if _has("gated_activation", "activation"):
@@ -177,25 +179,34 @@ def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> C
 
 
 def _fused_linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
-    """With the norm before the product, and behind that of gate and up their product, as a lowered step has them."""
-    gated = name == "gate_up"
+    """As a lowered step has them: qkv and gate/up scale what a norm has begun and multiply gate with up; o and down add
+    the residual and begin the next norm. The library does the whole norm, before or after."""
+    gated, begins = name == "gate_up", name in ("o", "down")
 
     def make() -> tuple[Call, dict[str, Call]]:
-        x, scale = place.random(1, rows, inputs), place.random(inputs)
-        weight = place.random(outputs, inputs, scale=inputs**-0.5)
+        x, scale = place.random(1, rows, inputs), place.random(outputs if begins else inputs)
+        weight, added = place.random(outputs, inputs, scale=inputs**-0.5), place.random(1, rows, outputs)
 
-        def separate() -> Tensor:
+        def separate() -> Any:
+            if begins:
+                out = added + functional.linear(x, weight)
+                return out, functional.rms_norm(out, (outputs,), scale, 1e-5)
             out = functional.linear(functional.rms_norm(x, (inputs,), scale, 1e-5), weight)
             gate, up = out.chunk(2, dim=-1)
             return functional.silu(gate) * up if gated else out
 
-        activation = "silu_mul" if gated else "none"
-        fused = functools.partial(torch.ops.specgraph.linear, norm_weight=scale, norm_eps=1e-5, activation=activation)
-        return lambda: fused(x, weight), {"torch, separate": separate}
+        ops = torch.ops.specgraph
+        _, squares = ops.norm_parts(x, x.new_ones(inputs))
+        product = functools.partial(ops.linear, activation="silu_mul" if gated else "none", norm_eps=1e-5)
+        return (
+            (lambda: ops.linear_norm(x, weight, scale, None, added))
+            if begins
+            else (lambda: product(x, weight, None, None, squares))
+        ), {"torch, separate": separate}
 
     width = outputs // 2 if gated else outputs
-    moved = place.size(outputs * inputs, rows * inputs, inputs, rows * width)
-    what = "norm, silu" if gated else "norm"
+    moved = place.size(outputs * inputs, rows * inputs, *([3 * rows * width] if begins else [rows * width]))
+    what = "residual, next norm" if begins else "norm, silu" if gated else "norm"
     return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.launch import arrival_counters
-from specgraph.kernels.linear import Tiles, linear, summation
+from specgraph.kernels.linear import Tiles, linear, linear_norm, norm_parts, num_pieces
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 31, 64, 65, 128, 256, 257)
 MOST = 576
@@ -42,7 +42,11 @@ def layer(name: str, rows: int = MOST) -> tuple[Tensor, dict[str, object], Tenso
 
 def run(given: tuple[Tensor, dict[str, object], Tensor | None], rows: slice, **options: object) -> Tensor:
     x, others, residual = given
-    return linear(x[rows], **others, residual=None if residual is None else residual[rows], **options)
+    others, squares = dict(others), None
+    gain, x = others.pop("norm_weight"), x[rows]
+    if gain is not None:
+        x, squares = norm_parts(x, gain)
+    return linear(x, **others, residual=None if residual is None else residual[rows], squares=squares, **options)
 
 
 def exact(given: tuple[Tensor, dict[str, object], Tensor | None]) -> Tensor:
@@ -77,21 +81,53 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(name: str):
             assert torch.equal(run(given, part), whole[part]), (rows, part)
 
 
+def cuts(name: str) -> list[Tiles]:
+    outer, inner, kind = SHAPES[name]
+    pieces = num_pieces(2 * outer if kind.get("activation") == "silu_mul" else outer, inner)
+    return [
+        Tiles(64, 16, 128, pieces, False, 4, 3),
+        Tiles(128, 16, 64, pieces, False, 8, 3),
+        Tiles(128, 16, 128, pieces, True, 4, 2),
+        Tiles(64, 32, 64, pieces, True, 8, 3),
+        Tiles(64, 64, 128, pieces, True, 4, 2),
+        Tiles(128, 128, 64, pieces, True, 8, 2),
+    ]
+
+
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "down"])
 def test_the_bits_do_not_follow_the_tiling_nor_the_way_of_launching(name: str):
     given = layer(name, 64)
-    block_k, pieces = summation(*given[1]["weight"].shape)
     whole = run(given, slice(0, 64))
-    for cut in [
-        Tiles(64, 16, block_k, pieces, False, 4, 3),
-        Tiles(128, 16, block_k, pieces, False, 8, 3),
-        Tiles(128, 16, block_k, pieces, True, 4, 2, norm_inside=False),
-        Tiles(64, 32, block_k, pieces, True, 8, 3),
-        Tiles(64, 64, block_k, pieces, True, 4, 2),
-        Tiles(128, 128, block_k, pieces, True, 8, 2, norm_inside=False),
-    ]:
+    for cut in cuts(name):
         for pdl in (False, None):
             assert torch.equal(run(given, slice(0, 64), tiling=cut, pdl=pdl), whole), (cut, pdl)
+
+
+@pytest.mark.parametrize("name", ["o", "down", "gate_up", "awkward"])
+def test_the_parts_of_the_next_norm_have_the_same_bits_however_they_are_made(name: str):
+    """By the product at any number of rows and with any tiling, or apart."""
+    x, others, residual = layer(name)
+    gain = torch.randn(SHAPES[name][0], device="cuda").bfloat16()
+    weight, activation = others["weight"], others["activation"]
+
+    def joined(rows: slice, **options: object) -> tuple[Tensor, ...]:
+        added = None if residual is None else residual[rows]
+        return linear_norm(x[rows], weight, gain, None, added, activation=activation, **options)
+
+    whole = joined(slice(0, MOST))
+    apart = norm_parts(whole[0], gain)
+    assert torch.equal(whole[1], apart[0]) and torch.equal(whole[2], apart[1])
+    expected = (
+        torch.nn.functional.pad(whole[0].double(), (0, -gain.numel() % 64)).unflatten(-1, (-1, 64)).square().sum(-1)
+    )
+    assert ((whole[2] - expected).abs() <= 1e-6 * expected).all()
+    for rows in ROWS:
+        for ours, of in zip(joined(slice(0, rows)), whole, strict=True):
+            assert torch.equal(ours, of[:rows]), rows
+    for cut in cuts(name):
+        for pdl in (False, None):
+            for ours, of in zip(joined(slice(0, 40), tiling=cut, pdl=pdl), whole, strict=True):
+                assert torch.equal(ours, of[:40]), (cut, pdl)
 
 
 def test_a_chain_in_a_graph_gives_the_bits_of_single_launches():
@@ -102,9 +138,9 @@ def test_a_chain_in_a_graph_gives_the_bits_of_single_launches():
     x = torch.randn(5, 4096, device="cuda").bfloat16()
 
     def chain(pdl: bool | None, wait: bool = False) -> Tensor:
-        y = x
+        y, (gained, squares) = x, norm_parts(x, gain, pdl=pdl)
         for weight in weights:
-            y = linear(y, weight, None, y, gain, norm_eps=1e-5, pdl=pdl)
+            y, gained, squares = linear_norm(gained, weight, gain, None, y, squares, norm_eps=1e-5, pdl=pdl)
             if wait:
                 torch.cuda.synchronize()
         return y

@@ -71,11 +71,14 @@ def test_a_llama_layer_is_five_calls_and_a_norm_costs_none() -> None:
     program = last(first(), [InsertKVCache(4), *LOWERING])
     verify_program(program)
     counts = targets(program)
-    assert counts["specgraph.linear"] == 8 and counts["specgraph.rotary_attention"] == 2
-    # Only the last norm is left: its rows are selected before the vocabulary projection reads them.
+    # Each o begins the norm of its MLP, each down that of the next layer; the first one follows no linear.
+    assert (counts["specgraph.linear"], counts["specgraph.linear_norm"], counts["specgraph.norm_parts"]) == (5, 3, 1)
+    assert counts["specgraph.rotary_attention"] == 2
+    # Only the last norm is left whole: its rows are selected before the vocabulary projection reads them.
     assert counts["specgraph.rms_norm"] == 1 and not any(name.startswith("aten.mean") for name in counts)
     lines = [line for line in body(program, "target") if "specgraph.linear" in line]
     assert ["silu_mul" in line for line in lines] == [False, False, True, False] * 2
+    assert ["linear_norm" in line for line in lines] == [False, True, False, True, False, True, False, False]
 
 
 def test_lowering_stays_within_rounding() -> None:

@@ -1,0 +1,291 @@
+"""The Triton kernels of :mod:`specgraph.kernels.linear`: the product with its epilogue, and a norm's parts alone."""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NORM_GROUP = 64
+"""Entries of a row whose squares are summed together: what every tile of a product holds whole."""
+
+_NORM_GROUP = tl.constexpr(NORM_GROUP)
+_TILE_GROUP = tl.constexpr(8)
+"""Tiles along the rows of x that run side by side, so that a tile of the weight is read once for all of them."""
+
+
+@triton.jit
+def _activate(y, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        y = y * tl.sigmoid(y)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), which keeps the digits of the left tail.
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+    elif ACTIVATION == "relu":
+        y = tl.where(y < 0.0, 0.0, y)  # not a maximum, which would swallow NaN
+    return y
+
+
+@triton.jit
+def _sum_in_any_order(values, AXIS: tl.constexpr):
+    """Sums of non-negative values, the same for every order of summation, hence for every layout.
+
+    Integers add up exactly: each sum is scaled by a power of two so that its largest value has 41 bits.
+    """
+    top = tl.max(values, axis=AXIS)
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 41)
+    scale = ((294 - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - 40) << 23).to(tl.float32, bitcast=True)
+    total = tl.sum((values * tl.expand_dims(scale, AXIS)).to(tl.int64), axis=AXIS)
+    return tl.where(top < float("inf"), total.to(tl.float32) * inverse, top)
+
+
+@triton.jit
+def _norm_parts(y, gain_ptr, gained_ptr, squares_ptr, tile_o, n, real, features, norm_offset):
+    """Of ``y`` ``[O, N]``, rounded already: times the norm's weight, and the sums of squares of whole groups."""
+    GROUPS: tl.constexpr = y.shape[0] // _NORM_GROUP
+    o = tile_o * y.shape[0] + tl.arange(0, y.shape[0])
+    mask = (o < features)[:, None] & real[None, :]
+    exact = tl.where(mask, y.to(tl.float32), 0.0)
+    gain = tl.load(gain_ptr + o, mask=o < features, other=0.0).to(tl.float32) + norm_offset
+    places = gained_ptr + n.to(tl.int64)[None, :] * features + o[:, None]
+    tl.store(places, (exact * gain[:, None]).to(gained_ptr.dtype.element_ty), mask=mask)
+    sums = _sum_in_any_order(tl.reshape(exact * exact, (GROUPS, _NORM_GROUP, y.shape[1])), 1)
+    groups = tl.cdiv(features, _NORM_GROUP)
+    group = tile_o * GROUPS + tl.arange(0, GROUPS)
+    places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+    tl.store(places, sums, mask=(group < groups)[:, None] & real[None, :])
+
+
+@triton.jit
+def _load_squares(squares_ptr, n, real, groups, GROUPS: tl.constexpr):
+    """The sums of squares ``[GROUPS, N]`` of the rows ``n``."""
+    group = tl.arange(0, GROUPS)
+    mask = (group < groups)[:, None] & real[None, :]
+    return tl.load(squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _multiply(
+    weight_rows,
+    x_rows,
+    real,
+    piece,
+    in_features,
+    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """One piece of the product: ``[BLOCK_O, BLOCK_N]``."""
+    acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    for block in range(BLOCKS):
+        k = (piece * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            w = tl.load(weight_rows[:, None] + k[None, :])
+            x = tl.load(x_rows[None, :] + k[:, None], mask=real[None, :], other=0.0)
+        else:
+            inside = k < in_features
+            w = tl.load(weight_rows[:, None] + k[None, :], mask=inside[None, :], other=0.0)
+            x = tl.load(x_rows[None, :] + k[:, None], mask=inside[:, None] & real[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _add_partials(
+    partial_ptr, partial_stride, real, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr
+):
+    """The sum over the pieces, in their order. Other multiprocessors wrote them: read past this one's own cache."""
+    total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+    # Unrolled, the loads go out together; the registers of large tiles do not hold that.
+    for piece in tl.range(PIECES, loop_unroll_factor=PIECES if BLOCK_O * BLOCK_N <= 4096 else 1):
+        total += tl.load(partial_ptr + piece * partial_stride, mask=real[None, :], other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _finish(
+    y,
+    squares,
+    out_ptr,
+    bias_ptr,
+    residual_ptr,
+    gain_ptr,
+    gained_ptr,
+    out_squares_ptr,
+    tile_o,
+    weight_row,
+    n,
+    real,
+    out_features,
+    in_features,
+    residual_stride,
+    norm_eps,
+    norm_offset,
+    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Everything after the product: scale of the norm before, bias, activation, residual, the one rounding, and the
+    parts of the norm that follows."""
+    if squares is not None:
+        y = y * tl.math.rsqrt(_sum_in_any_order(squares, 0) / in_features + norm_eps)[None, :]
+    if bias_ptr is not None:
+        y = y + tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
+    if GATED:
+        HALF: tl.constexpr = BLOCK_O // 2
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
+        o = tile_o * HALF + tl.arange(0, HALF)
+        y = _activate(gate, ACTIVATION) * up
+    else:
+        o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
+        y = _activate(y, ACTIVATION)
+    mask = (o < out_features)[:, None] & real[None, :]
+    if residual_ptr is not None:
+        places = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
+        y = y + tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    y = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + n.to(tl.int64)[None, :] * out_features + o[:, None], y, mask=mask)
+    if gained_ptr is not None:
+        _norm_parts(y, gain_ptr, gained_ptr, out_squares_ptr, tile_o, n, real, out_features, norm_offset)
+
+
+@triton.jit
+def _bring_nearer(rows, size: tl.constexpr):
+    """Ask for ``size`` bytes of every row to come to the second-level cache; nothing waits for them."""
+    address = rows.to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [address, tl.full(address.shape, size, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    squares_ptr,
+    gain_ptr,
+    gained_ptr,
+    out_squares_ptr,
+    partial_ptr,
+    counter_ptr,
+    rows,
+    out_features,
+    in_features,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    norm_eps,
+    norm_offset,
+    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PIECES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid ``(tiles, PIECES)`` if ``SPLIT``, or ``(tiles, 1)``; tiles of x in groups, tiles of the weight within.
+
+    ``EARLY`` reads the squares before the product, during which they arrive. ``AHEAD`` asks for weights before the
+    wait: they are constant.
+    """
+    OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
+    tile = tl.program_id(0)
+    tiles_o = tl.cdiv(out_features, OUT_ROWS)
+    group = tile // (_TILE_GROUP * tiles_o)
+    group_size = tl.minimum(tl.cdiv(rows, BLOCK_N) - group * _TILE_GROUP, _TILE_GROUP)
+    tile_n = group * _TILE_GROUP + tile % (_TILE_GROUP * tiles_o) % group_size
+    tile_o = tile % (_TILE_GROUP * tiles_o) // group_size
+
+    # Rows past the end of the weight repeat its last one: a load without a mask, and nothing of them is stored.
+    row = tl.arange(0, BLOCK_O)
+    if GATED:
+        weight_row = tl.minimum(tile_o * OUT_ROWS + row % OUT_ROWS, out_features - 1) + row // OUT_ROWS * out_features
+    else:
+        weight_row = tl.minimum(tile_o * OUT_ROWS + row, out_features - 1)
+    weight_rows = weight_ptr + weight_row.to(tl.int64) * weight_stride
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < rows
+    x_rows = x_ptr + n.to(tl.int64) * x_stride
+
+    if AHEAD:
+        begin = tl.program_id(1) * BLOCKS * BLOCK_K
+        _bring_nearer(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    squares = None
+    if squares_ptr is not None and EARLY:
+        squares = _load_squares(squares_ptr, n, real, tl.cdiv(in_features, _NORM_GROUP), GROUPS)
+    if SPLIT:
+        piece = tl.program_id(1)
+        total = _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
+    else:
+        total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
+        for piece in range(PIECES):
+            total += _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    finish = True
+    if SPLIT:
+        # Scratch: products [PIECES, rows, tiles_o * BLOCK_O].
+        partial_stride = tl.cast(rows, tl.int64) * tiles_o * BLOCK_O
+        partial_ptrs = partial_ptr + n.to(tl.int64)[None, :] * (tiles_o * BLOCK_O) + (tile_o * BLOCK_O + row)[:, None]
+        tl.store(partial_ptrs + piece * partial_stride, total, mask=real[None, :])
+        tl.debug_barrier()  # one thread counts for all, so all must have stored
+        finish = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PIECES - 1
+        if finish:
+            tl.store(counter_ptr + tile, 0)
+            total = _add_partials(partial_ptrs, partial_stride, real, BLOCK_O, BLOCK_N, PIECES)
+    if finish:
+        if squares_ptr is not None and not EARLY:
+            squares = _load_squares(squares_ptr, n, real, tl.cdiv(in_features, _NORM_GROUP), GROUPS)
+        _finish(
+            total, squares, out_ptr, bias_ptr, residual_ptr, gain_ptr, gained_ptr, out_squares_ptr, tile_o, weight_row,
+            n, real, out_features, in_features, residual_stride, norm_eps, norm_offset, BLOCK_O, BLOCK_N, ACTIVATION,
+            GATED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_parts_kernel(
+    gained_ptr,
+    squares_ptr,
+    x_ptr,
+    gain_ptr,
+    rows,
+    features,
+    x_stride,
+    norm_offset,
+    BLOCK_O: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The parts of a norm of rows that no product of ours has made. Grid (blocks of a row, blocks of rows)."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < rows
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    mask = (o < features)[:, None] & real[None, :]
+    y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    _norm_parts(y, gain_ptr, gained_ptr, squares_ptr, tl.program_id(0), n, real, features, norm_offset)
