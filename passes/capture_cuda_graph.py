@@ -1,6 +1,6 @@
 """The whole step, target, verification, draft and state, is to run as one CUDA graph.
 
-The graphs of nodes stay as they are; the decoder captures when it first needs a graph for a bucket of state sizes.
+The graphs of nodes stay as they are; the decoder captures when it first needs a mode and a bucket of batch sizes.
 """
 
 from __future__ import annotations

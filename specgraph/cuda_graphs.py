@@ -54,9 +54,8 @@ class GraphPool:
 
     def _record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        options = {"pool": self._handle, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.graph(graph, **options):
+            with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
                 result = function()
         except torch.OutOfMemoryError:
             raise

@@ -54,7 +54,7 @@ class Runner:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """To be entered for whatever touches the state: it stays on the stream where the request began."""
-        with own_counters(self._counters), torch.cuda.stream(self._stream):  # type: ignore[arg-type]
+        with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
 
     def wide(self, window: Tensor) -> Results:
@@ -70,8 +70,9 @@ class Runner:
 
     def _call(self, window: Tensor) -> Tensor:
         """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
-        outputs = self._step(window=window, **self.state)
-        return pack_results(*outputs, self.state["num_rows"], self.state["next_window"].shape[1])
+        emitted, num_emitted, logprobs, bad = self._step(window=window, **self.state)
+        width = self.state["next_window"].shape[1]
+        return pack_results(emitted, num_emitted, logprobs, bad, self.state["num_rows"], width)
 
     def _send(self, packed: Tensor) -> Results:
         return Results(packed.cpu())
@@ -150,9 +151,11 @@ class GraphRunner(Runner):
         return self._send(self._captured.packed)
 
     def close(self) -> None:
-        """Wait for the stream."""
+        """Wait for the stream; by an event, which a caller's ``set_sync_debug_mode`` takes for intended."""
         if self._stream is not None:
-            self._stream.synchronize()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            done.synchronize()
 
     def _send(self, packed: Tensor) -> Results:
         return self.space.mailbox.send(packed)

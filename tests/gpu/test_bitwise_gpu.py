@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
 from specgraph import GenerateOutput, SpeculativeDecoder
-from specgraph.runner import GraphRunner
 from tests.gpu.capture import no_synchronisation
 
 ROOT = Path(__file__).parents[2] / "examples"
@@ -86,29 +85,33 @@ def test_chunks_of_a_prompt_change_no_bit(chunk: int) -> None:
 
 
 def test_the_steady_loop_waits_for_nothing_but_its_results() -> None:
-    """No call of the loop synchronises: replays, copies to pinned memory, and an event that the host waits for."""
-    compiled = decoder("eagle3", 3)
+    """No call of the loop synchronises: replays, a copy to pinned memory, and an event that the host waits for.
+
+    Nor does any before it: the state is set, and the prompts are run, without waiting.
+    """
+    compiled = decoder("eagle3", 3, cache={"prefill_chunk": 64})
     some = prompts()[:4]
-    compiled.generate(some, max_new_tokens=32, eos_token_id=[])
-    steps = compiled.stream(some, max_new_tokens=200, eos_token_id=[])
-    next(steps)  # the prompts
+    expected = compiled.generate(some, max_new_tokens=32, eos_token_id=[]).new_tokens
     with no_synchronisation():
+        found = compiled.generate(some, max_new_tokens=32, eos_token_id=[]).new_tokens
+        steps = compiled.stream(some, max_new_tokens=200, eos_token_id=[])
         count = sum(1 for _ in zip(range(20), steps, strict=False))
-    assert count == 20
-    steps.close()
+        steps.close()
+    assert count == 20 and all(map(torch.equal, found, expected))
 
 
 def test_one_capture_serves_every_request_that_fits_in() -> None:
     compiled = decoder("eagle3", 3)
     first = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
-    runner = compiled._runners._idle
+    space = compiled._runners.idle
     again = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
     fewer = compiled.generate(prompts()[:6], max_new_tokens=20, eos_token_id=[])
-    assert isinstance(runner, GraphRunner) and compiled._runners._idle is runner
+    assert space is not None and compiled._runners.idle is space and space.num_graphs == 1
     assert all(map(torch.equal, first.new_tokens, again.new_tokens))
     assert all(torch.equal(a[:20], b) for a, b in zip(first.new_tokens, fewer.new_tokens, strict=False))
-    compiled.generate(prompts()[:3], max_new_tokens=20, eos_token_id=[])
-    assert compiled._runners._idle is not runner
+    third = compiled.generate(prompts()[:3], max_new_tokens=20, eos_token_id=[])
+    assert compiled._runners.idle is space and space.num_graphs == 2
+    assert all(torch.equal(a[:20], b) for a, b in zip(first.new_tokens, third.new_tokens, strict=False))
 
 
 def test_two_streams_side_by_side_do_not_disturb_each_other() -> None:

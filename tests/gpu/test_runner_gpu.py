@@ -1,0 +1,282 @@
+"""Captured steps: several graphs over one state, requests that end early or badly, threads and streams."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph import NumericsError, SpeculativeDecoder
+from specgraph.cuda_graphs import GraphPool, Mailbox
+from specgraph.runner import PATIENCE, Workspace
+from specgraph.state import staged
+from tests.decoding import compiled
+from tests.gpu.capture import no_synchronisation
+from tests.models import make_model, ragged_prompts
+
+PROMPTS = ragged_prompts((3, 17, 8, 1, 30, 5, 11, 2))
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
+DRAWN: dict[str, Any] = {**GREEDY, "temperature": 1.0, "seed": list(range(8))}
+DEVICE = torch.device("cuda", 0)
+
+
+def made(dtype: torch.dtype = torch.bfloat16, **extra: Any) -> SpeculativeDecoder:
+    return compiled(make_model("llama", dtype=dtype).cuda(), **extra)
+
+
+def idle(decoder: SpeculativeDecoder) -> Workspace:
+    space = decoder._runners.idle
+    assert space is not None
+    return space
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: SpeculativeDecoder) -> list[Tensor]:
+    return decoder.generate(PROMPTS, **GREEDY).new_tokens
+
+
+def test_batch_sizes_and_modes_alternate_without_a_new_capture(expected: list[Tensor]) -> None:
+    fresh = made()
+
+    def run() -> None:
+        for count in (8, 1, 3):
+            assert same(fresh.generate(PROMPTS[:count], **GREEDY).new_tokens, expected[:count])
+            drawn = fresh.generate(PROMPTS[:count], **{**DRAWN, "seed": list(range(count))}).new_tokens
+            assert same(drawn, first[:count])
+
+    first = fresh.generate(PROMPTS, **DRAWN).new_tokens
+    run()
+    space = idle(fresh)
+    assert space.num_graphs == 6
+    run()
+    assert idle(fresh) is space and space.num_graphs == 6
+
+
+def test_a_state_grows_and_shrinks_and_captures_anew(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping all graphs of a pool, and capturing into a new one, several times over."""
+    monkeypatch.setattr("specgraph.runner.SHRINK_BYTES", 1)
+    fresh = made()
+    for _ in range(2):
+        for count in (1, 4, 8):
+            assert same(fresh.generate(PROMPTS[:count], **GREEDY).new_tokens, expected[:count])
+        fresh.generate(PROMPTS, **{**GREEDY, "max_new_tokens": 98})
+        large = idle(fresh).num_bytes
+        for _ in range(PATIENCE):
+            assert same(fresh.generate(PROMPTS[:1], **GREEDY).new_tokens, expected[:1])
+        assert idle(fresh).num_bytes < large / 2
+
+
+def test_memory_of_dropped_states_is_used_again() -> None:
+    fresh = made()
+    seen = []
+    for _ in range(3):
+        for count in (1, 8):
+            fresh._runners.idle = None
+            fresh.generate(PROMPTS[:count], **GREEDY)
+        torch.cuda.empty_cache()
+        seen.append(torch.cuda.memory_reserved())
+    assert seen[2] <= seen[1]
+
+
+def test_a_stream_closed_half_way_leaves_nothing_behind(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:
+    for taken in (0, 1, 3, 7):
+        stream = decoder.stream(PROMPTS, **{**GREEDY, "max_new_tokens": 60})
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert same(decoder.generate(PROMPTS, **GREEDY).new_tokens, expected)
+    stream = decoder.stream(PROMPTS, **GREEDY)
+    next(stream)
+    del stream
+    # A mode that is captured now, over rows that were active.
+    processed = decoder.generate(PROMPTS, **GREEDY, return_logprobs="processed")
+    assert same(processed.new_tokens, expected)
+
+
+def test_nan_logits_are_named_and_the_next_request_works(expected: list[Tensor]) -> None:
+    model = make_model("llama", dtype=torch.bfloat16).cuda()
+    fresh = compiled(model)
+    assert same(fresh.generate(PROMPTS, **GREEDY).new_tokens, expected)
+    space, weight = idle(fresh), model.model.norm.weight
+    kept = weight.detach().clone()
+    stream = fresh.stream(PROMPTS, **GREEDY)
+    next(stream)
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    with pytest.raises(NumericsError, match="logits are NaN in sequence 0"):
+        list(stream)
+    with pytest.raises(NumericsError, match="logits are NaN in sequence 0"):
+        fresh.generate(PROMPTS, **GREEDY)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert same(fresh.generate(PROMPTS, **GREEDY).new_tokens, expected)
+    assert idle(fresh) is space
+
+
+def test_a_second_decoder_may_move_the_weights_of_a_captured_one(expected: list[Tensor]) -> None:
+    model = make_model("llama", dtype=torch.bfloat16).cuda()
+    first = compiled(model, passes={"merge_linears": {"enabled": False}})
+    assert same(first.generate(PROMPTS, **GREEDY).new_tokens, expected)
+    projection = model.model.layers[0].self_attn.q_proj
+    before = projection.weight.data_ptr()
+    second = compiled(model)
+    assert projection.weight.data_ptr() != before
+    assert same(second.generate(PROMPTS, **GREEDY).new_tokens, expected)
+    torch.cuda.empty_cache()
+    filler = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(64)]  # in whatever was freed
+    for count in (8, 1):  # a graph captured before, and one captured now
+        assert same(first.generate(PROMPTS[:count], **GREEDY).new_tokens, expected[:count])
+    assert len(filler) == 64
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model"])
+def test_float16_is_bitwise_as_well(kind: str) -> None:
+    draft = make_model("llama", seed=1, dtype=torch.float16).cuda() if kind == "draft_model" else None
+    plain, drafting = made(torch.float16, kind="none"), made(torch.float16, kind=kind, draft=draft)
+    for options in (GREEDY, DRAWN):
+        a, b = (d.generate(PROMPTS, **options, return_logprobs=True) for d in (plain, drafting))
+        assert a.logprobs and b.logprobs
+        assert same(a.new_tokens, b.new_tokens) and same(a.logprobs, b.logprobs)
+        alone = drafting.generate(PROMPTS[1:2], **{**options, "seed": [1]}, return_logprobs=True)
+        assert alone.logprobs and same(alone.logprobs, a.logprobs[1:2])
+
+
+def test_requests_wait_for_nothing_but_their_results(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:
+    """Setting the state, prompts of many chunks, steps and the end."""
+    decoder.generate(PROMPTS, **DRAWN)
+    with no_synchronisation():
+        assert same(decoder.generate(PROMPTS, **GREEDY).new_tokens, expected)
+        decoder.generate(PROMPTS, **DRAWN)
+
+
+def test_a_chunk_is_not_overwritten_before_its_copy_has_run() -> None:
+    """The host stages many blocks while the device is busy."""
+    torch.cuda._sleep(1 << 28)
+    found = []
+    for index in range(50):
+        found.append(staged(torch.full((4096,), index), DEVICE).to(DEVICE, non_blocking=True))
+    assert all(bool((values == index).all()) for index, values in enumerate(found))
+
+
+def test_the_mailbox_holds_two_steps_while_the_device_is_busy() -> None:
+    box = Mailbox(2, 5, DEVICE)
+    given = [torch.tensor([[n, 0, 1, 0, 1]] * 2, dtype=torch.int32, device=DEVICE) for n in range(6)]
+    torch.cuda._sleep(1 << 26)
+    sent = box.send(given[0])
+    for index in range(1, 6):
+        ahead = box.send(given[index])
+        assert sent.read(2).tokens == [[index - 1]] * 2
+        sent = ahead
+
+
+WAITING = """
+import torch
+from specgraph.cuda_graphs import GraphPool
+device = torch.device("cuda", 0)
+values, before = torch.ones(4, device=device), torch.cuda.current_stream()
+try:
+    GraphPool(device).capture(lambda: values * values.sum().item())
+finally:
+    assert torch.cuda.current_stream() == before
+"""
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    """In a process of its own, which a broken capture may leave in any state."""
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=300, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(r"PassError: .*runs, but not as a CUDA graph: .* lowering.cuda_graph=false", last), done.stderr
+
+
+def test_graphs_of_a_pool_share_memory_and_run_in_any_order() -> None:
+    values, pool = torch.ones(1 << 20, device=DEVICE), GraphPool(DEVICE)
+    graphs = [pool.capture(functools.partial(_chain, values, factor)) for factor in range(2, 6)]
+    for factor, (replay, result) in [*enumerate(graphs, 2), *reversed([*enumerate(graphs, 2)])]:
+        values.fill_(factor)
+        replay()
+        assert result.tolist() == [factor * factor + 4.0] * 4
+
+
+def _chain(values: Tensor, factor: int) -> Tensor:
+    """The first four of ``values * factor + 4``, with intermediate results of the full size."""
+    for _ in range(4):
+        values = values + 1
+    return ((values - 4) * factor + 4)[:4].clone()
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
+    """What threads raise."""
+    raised: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value or SystemExit()))
+    yield raised
+    assert not raised
+
+
+@pytest.mark.parametrize("own_streams", [True, False])
+def test_threads_decode_and_capture_side_by_side(
+    own_streams: bool, expected: list[Tensor], errors: list[BaseException]
+) -> None:
+    """Two decoders, three threads, each with graphs to capture while the others run."""
+    one, other = made(), made()
+    decoders = [one, other, other]
+    failed: list[int] = []
+
+    def run(index: int) -> None:
+        stream = torch.cuda.Stream() if own_streams else None
+        with torch.cuda.stream(stream):
+            for turn in range(12):
+                count = (8, 1, 3, 2)[(turn + index) % 4]
+                found = decoders[index].generate(PROMPTS[:count], **GREEDY).new_tokens
+                if not same(found, expected[:count]):
+                    failed.append(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and not errors
+
+
+def test_a_stream_stays_on_the_cuda_stream_where_it_began(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    chunks = decoder.stream(PROMPTS, **GREEDY)
+    others = [torch.cuda.Stream() for _ in range(3)]
+    for turn in range(1000):
+        with torch.cuda.stream(others[turn % 3]):
+            chunk = next(chunks, None)
+        if chunk is None:
+            break
+        tokens = [row + new for row, new in zip(tokens, chunk.tokens, strict=True)]
+    assert tokens == [row.tolist() for row in expected]
+
+
+def test_a_callers_default_device_does_not_change_the_tokens(expected: list[Tensor]) -> None:
+    model = make_model("llama", dtype=torch.bfloat16).cuda()
+    torch.set_default_device("cuda")
+    try:
+        fresh = compiled(model, debug={"self_check": True})
+        out = fresh.generate(PROMPTS, **GREEDY)
+        fresh.generate(PROMPTS, max_new_tokens=4, temperature=1.0)
+    finally:
+        torch.set_default_device(None)
+    assert same(out.new_tokens, expected)
+    assert out.sequences.device.type == "cpu"
