@@ -61,7 +61,8 @@ class SpeculativeDecoder:
     """Emits what the target alone would emit, several tokens per step.
 
     Made by :func:`specgraph.compile_speculative`. Calls share no state, so a decoder can be used again after an
-    error or an interrupt, and several ``stream`` iterators may run side by side.
+    error or an interrupt, several ``stream`` iterators may run side by side, and so may threads. (On a GPU the KV cache
+    and the graphs of the largest request are kept for the next; requests side by side bring their own.)
 
     Attributes:
         stages: the program after every pass, by name; ``trace`` is the first.
