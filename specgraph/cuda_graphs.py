@@ -61,13 +61,13 @@ class GraphPool:
             raise
         except RuntimeError as error:
             raise PassError(
-                f"capture_cuda_graph: the step runs, but not as a CUDA graph: {_first(error)} Set "
+                f"capture_cuda_graph: the step runs, but not as a CUDA graph: {first_error(error)} Set "
                 "lowering.cuda_graph=false."
             ) from error
         return graph.replay, result
 
 
-def _first(error: BaseException) -> str:
+def first_error(error: BaseException) -> str:
     """The first line of the error that came before all others: ending a broken capture raises once more."""
     while error.__context__ is not None:
         error = error.__context__

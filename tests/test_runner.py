@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specgraph import NumericsError, SpeculativeDecoder
-from specgraph.cuda_graphs import Mailbox
+from specgraph.cuda_graphs import Mailbox, first_error
 from specgraph.kernels.launch import arrival_counters
 from specgraph.runner import PATIENCE, SHRINK_BYTES, GraphRunner, Runners, Workspace, room
 from specgraph.state import State, clear_state, prefix, staged
@@ -245,6 +245,16 @@ def test_the_mailbox_holds_the_results_of_two_steps() -> None:
     first, second = box.send(packed(7)), box.send(packed(8))
     assert first.read(2).tokens == [[7], [7]] and second.read(1).tokens == [[8]]
     assert box.send(packed(9)).read(2).tokens == [[9], [9]] and second.read(1).tokens == [[8]]
+
+
+def test_of_several_errors_the_first_is_named() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise ValueError("waited for the device.\nAnd more.")
+        except ValueError:
+            raise RuntimeError("the capture is broken") from None
+    assert first_error(caught.value) == "waited for the device."
+    assert first_error(KeyError()) == "KeyError."
 
 
 def test_what_is_staged_for_a_cpu_is_not_copied() -> None:
