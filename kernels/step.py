@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from specgraph.kernels.attention import PADDING_SLOT
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.rows import Settled, among, check_batch, cut_reference
 from specgraph.kernels.sample import require, sample_draft
 
 torch.library.define(
@@ -28,7 +29,7 @@ torch.library.define("specgraph::cut_at_eos", "(Tensor emitted, Tensor num_force
 torch.library.define(
     "specgraph::advance",
     "(Tensor(a!) next_window, Tensor(b!) start, Tensor(c!) num_rows, Tensor(d!) num_forced, Tensor emitted, "
-    "Tensor num_emitted, Tensor drafts, Tensor max_length, Tensor eos_ids) -> ()",
+    "Tensor num_emitted, Tensor[] drafts, Tensor max_length, Tensor eos_ids) -> ()",
 )
 
 FINAL_WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
@@ -50,7 +51,14 @@ def writes(*final: str) -> Callable[[Callable[..., object]], Callable[..., objec
 
 def row_positions(start: Tensor, rows: Tensor) -> Tensor:
     """Absolute positions ``[B, T]`` of the rows of ``rows`` ``[B, T]``, the first one at ``start`` ``[B]``."""
-    return start.unsqueeze(1) + torch.arange(rows.shape[1], device=start.device)
+    (positions,) = torch.ops.specgraph.row_positions(start, rows.shape[1], 1)
+    return positions  # type: ignore[no-any-return]
+
+
+def positions_and_next(start: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`row_positions`, and the position behind each of them, from one launch."""
+    positions, following = torch.ops.specgraph.row_positions(start, rows.shape[1], 2)
+    return positions, following
 
 
 def row_slots(
@@ -71,10 +79,10 @@ def needed_rows(hidden: Tensor, num_forced: Tensor, count: int) -> Tensor:
     They begin after the ``num_forced`` ``[B]`` rows whose next token is given (or earlier, at the end of the block), so
     a prompt chunk runs the vocabulary projection for a few rows only. ``verify`` knows this alignment.
     """
-    rows = min(hidden.shape[1], count)
-    first = num_forced.clamp(max=hidden.shape[1] - rows)
-    index = first.unsqueeze(1) + torch.arange(rows, device=hidden.device)
-    return hidden.gather(1, index.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
+    if hidden.shape[1] <= count:
+        return hidden
+    needed: Tensor = torch.ops.specgraph.take_rows(hidden, num_forced, count, True)
+    return needed
 
 
 def take_rows(values: Tensor, first: Tensor, count: int) -> Tensor:
@@ -82,9 +90,10 @@ def take_rows(values: Tensor, first: Tensor, count: int) -> Tensor:
 
     Indices are held inside of the block: an inactive sequence has no such rows, and what it gets is not used.
     """
-    index = first.unsqueeze(1) + torch.arange(count, device=values.device)
-    index = index.clamp(0, values.shape[1] - 1).unsqueeze(2)
-    return values.gather(1, index.expand(-1, -1, values.shape[2]))
+    if values.shape[1] == count == 1:
+        return values
+    taken: Tensor = torch.ops.specgraph.take_rows(values, first, count, False)
+    return taken
 
 
 def draft_tokens(window: Tensor) -> Tensor:
@@ -162,13 +171,10 @@ def expand_draft_inputs(
         hidden states ``[B, T + count, H]`` or None. The mask rows directly follow the real ones, so that positions
         counted from the first row are theirs.
     """
-    row = torch.arange(tokens.shape[1] + count, device=tokens.device)
-    end = num_rows.unsqueeze(1)
-    masked = (row >= end) & (row < end + count)
-    tokens = torch.where(masked, mask_token_id, torch.nn.functional.pad(tokens, (0, count)))
-    if hidden is not None and mask_hidden is not None:
-        hidden = torch.where(masked.unsqueeze(2), mask_hidden, torch.nn.functional.pad(hidden, (0, 0, 0, count)))
-    return tokens, torch.where(num_rows > 0, num_rows + count, 0), hidden
+    tokens, num_rows, expanded = torch.ops.specgraph.expand_rows(
+        tokens, num_rows, hidden, mask_hidden, mask_token_id=mask_token_id, count=count
+    )
+    return tokens, num_rows, hidden if hidden is None or mask_hidden is None else expanded
 
 
 def catch_up_rows(num_emitted: Tensor) -> Tensor:
@@ -184,6 +190,23 @@ def chain_positions(start: Tensor, num_emitted: Tensor, offset: int) -> Tensor:
 def history_length(start: Tensor, num_emitted: Tensor) -> Tensor:
     """Number of accepted tokens ``[B]``: the last one sits at ``start + num_emitted``."""
     return start + num_emitted + 1
+
+
+def settle(
+    tokens: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, eos_ids: Tensor, *, shifted: bool = True,
+    vocab_size: int = 1, chain: int = 0,
+) -> Settled:  # fmt: skip
+    """What :func:`cut_at_eos` and the functions of its result give, from one launch.
+
+    In this order, as :func:`~specgraph.kernels.rows.settle_reference` says: ``cut_at_eos``, ``count_emitted``,
+    ``next_tokens`` (or ``draft_inputs`` if not ``shifted``), the ``row_positions`` of these, how many are real
+    (``catch_up_rows`` if not ``shifted``), ``last_row``, ``history_length``, and ``chain_positions`` for the offsets
+    below ``chain``.
+    """
+    settled: Settled = torch.ops.specgraph.settle(
+        tokens, window, start, num_forced, eos_ids, shifted=shifted, vocab_size=vocab_size, chain=chain
+    )
+    return settled
 
 
 @writes()
@@ -224,10 +247,34 @@ def propose_(
     ``draft_logits`` is ``[B, K, Vd]`` or None. Sequences that emitted nothing keep theirs. ``draft_to_target`` ``[Vd]``
     gives the target id of every draft id.
     """
-    key = start + num_emitted + 1
+    key = history_length(start, num_emitted)
+    return propose_at_(
+        draft_logits, logits, key, num_emitted, temperature, seeds, top_k, top_p, min_p, row=row, rule=rule,
+        target_vocab_size=target_vocab_size, draft_to_target=draft_to_target,
+    )  # fmt: skip
+
+
+@writes("draft_logits")
+def propose_at_(
+    draft_logits: Tensor | None,
+    logits: Tensor,
+    length: Tensor,
+    num_emitted: Tensor,
+    temperature: Tensor,
+    seeds: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    *,
+    row: int,
+    rule: str,
+    target_vocab_size: int,
+    draft_to_target: Tensor | None = None,
+) -> Tensor:
+    """:func:`propose_` where the number of accepted tokens ``length`` ``[B]`` is known, as :func:`history_length`."""
     token, processed = sample_draft(
-        logits, temperature, seeds, key, top_k, top_p, min_p, row=row, rule=rule, target_vocab_size=target_vocab_size,
-        draft_to_target=draft_to_target, return_processed=draft_logits is not None,
+        logits, temperature, seeds, length, top_k, top_p, min_p, row=row, rule=rule,
+        target_vocab_size=target_vocab_size, draft_to_target=draft_to_target, return_processed=draft_logits is not None,
     )  # fmt: skip
     if draft_logits is not None:
         kept = draft_logits[:, row : row + logits.shape[1]]
@@ -254,15 +301,9 @@ def advance_(
     there is none); ``num_rows`` becomes the number of its real rows, capped so that no token lands at ``max_length`` or
     beyond, and 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
     """
-    joined = emitted.new_empty(emitted.shape[0], 0) if not drafts else torch.cat(drafts, 1) if drafts[1:] else drafts[0]
     torch.ops.specgraph.advance(
-        next_window, start, num_rows, num_forced, emitted, num_emitted, joined, max_length, eos_ids
+        next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids
     )
-
-
-def _among(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``. ``torch.isin`` sorts from ten ids on, and waits for it."""
-    return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
 def row_slots_reference(
@@ -278,22 +319,19 @@ def row_slots_reference(
 
 def cut_at_eos_reference(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     """:func:`cut_at_eos` in plain PyTorch."""
-    row = torch.arange(emitted.shape[1], device=emitted.device)
-    ends = _among(emitted, eos_ids) & (emitted >= 0) & (row >= num_forced.unsqueeze(1))
-    after = ends.long().cumsum(1) - ends.long()
-    return emitted.masked_fill(after > 0, -1)
+    return cut_reference(emitted, num_forced, eos_ids)
 
 
 def advance_reference(
     next_window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
-    drafts: Tensor, max_length: Tensor, eos_ids: Tensor,
+    drafts: list[Tensor], max_length: Tensor, eos_ids: Tensor,
 ) -> None:  # fmt: skip
-    """:func:`advance_` in plain PyTorch; ``drafts`` is ``[B, K]``."""
+    """:func:`advance_` in plain PyTorch."""
     active = num_emitted > 0
     last = emitted.gather(1, (num_emitted - 1).clamp_min(0).unsqueeze(1))
     end = start + num_emitted
-    ended = (num_emitted > num_forced) & _among(last[:, 0], eos_ids)
-    window = torch.cat([last, drafts], dim=1)
+    ended = (num_emitted > num_forced) & among(last[:, 0], eos_ids)
+    window = torch.cat([last, *drafts], dim=1)
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
     rows = torch.minimum(proposed + 1, max_length - 1 - end).clamp_min(0)
     next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), next_window))
@@ -356,13 +394,19 @@ def _cut_at_eos_kernel(
 @triton.jit
 def _advance_kernel(
     next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
-    NUM_EOS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)  # more lanes than drafts: those behind the last one have none
-    draft = tl.load(drafts + b * count + k, mask=k < count, other=-1)
+    draft = tl.full((BLOCK,), -1, tl.int64)
+    place = k
+    for index in tl.static_range(len(WIDTHS)):
+        inside = (place >= 0) & (place < WIDTHS[index])
+        own = tl.load(drafts[index] + b * WIDTHS[index] + place, mask=inside, other=-1)
+        draft = tl.where(inside, own, draft)
+        place -= WIDTHS[index]
     accepted = tl.load(num_emitted + b)
     begin = tl.load(start + b)
     last = tl.load(emitted + b * width + tl.maximum(accepted - 1, 0))
@@ -428,20 +472,22 @@ def _cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
 
 def _advance(
     next_window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
-    drafts: Tensor, max_length: Tensor, eos_ids: Tensor,
+    drafts: list[Tensor], max_length: Tensor, eos_ids: Tensor,
 ) -> None:  # fmt: skip
     """:func:`advance_reference` in one kernel."""
     state = (next_window, start, num_rows, num_forced)
     if not all(tensor.is_contiguous() for tensor in state):
         advance_reference(*state, emitted, num_emitted, drafts, max_length, eos_ids)
         return
-    batch, count = drafts.shape
-    read = (tensor.contiguous() for tensor in (emitted, num_emitted, drafts, max_length, eos_ids))
+    batch, count = next_window.shape[0], next_window.shape[1] - 1
+    drafts = [tensor.contiguous() for tensor in drafts if tensor.shape[1]]
+    first, second = ([t.contiguous() for t in part] for part in ((emitted, num_emitted), (max_length, eos_ids)))
     pdl = supports_pdl(start.device)
     # One warp: a second one could read what the first has already replaced.
     _advance_kernel[(batch,)](
-        *state, *read, emitted.shape[1], count, NUM_EOS=eos_ids.shape[0], BLOCK=triton.next_power_of_2(count + 1),
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+        *state, *first, tuple(drafts), *second, emitted.shape[1], count, NUM_EOS=eos_ids.shape[0],
+        WIDTHS=tuple(tensor.shape[1] for tensor in drafts), BLOCK=triton.next_power_of_2(count + 1), PDL=pdl,
+        num_warps=1, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -450,37 +496,33 @@ def _row_slots_fake(
 ) -> Tensor:
     require(positions.dim() == 2 and block_table.dim() == 2, lambda: "positions must be [B, T], block_table [B, M]")
     for name, values in (("num_rows", num_rows), ("block_table", block_table), ("max_length", max_length)):
-        _check_batch(name, values, positions.shape[0])
+        check_batch(name, values, positions.shape[0])
     return positions.new_empty(positions.shape)
 
 
 def _nan_rows_fake(logits: Tensor, num_rows: Tensor, num_forced: Tensor, width: int) -> Tensor:
     require(logits.dim() == 3, lambda: "logits must be [B, R, V]")
     for name, values in (("num_rows", num_rows), ("num_forced", num_forced)):
-        _check_batch(name, values, logits.shape[0])
+        check_batch(name, values, logits.shape[0])
     return logits.new_empty(logits.shape[0], dtype=torch.bool)
 
 
 def _cut_at_eos_fake(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     require(emitted.dim() == 2 and eos_ids.dim() == 1, lambda: "emitted must be [B, T], eos_ids [E]")
-    _check_batch("num_forced", num_forced, emitted.shape[0])
+    check_batch("num_forced", num_forced, emitted.shape[0])
     return emitted.new_empty(emitted.shape)
 
 
 def _advance_fake(
     next_window: Tensor, start: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor,
-    drafts: Tensor, max_length: Tensor, eos_ids: Tensor,
+    drafts: list[Tensor], max_length: Tensor, eos_ids: Tensor,
 ) -> None:  # fmt: skip
-    batch, count = drafts.shape
+    batch, count = emitted.shape[0], sum(tensor.shape[1] for tensor in drafts)
     require(next_window.shape == (batch, count + 1), lambda: f"next_window must be [B, K + 1], K = {count}")
     named = {"start": start, "num_rows": num_rows, "num_forced": num_forced, "emitted": emitted,
              "num_emitted": num_emitted, "max_length": max_length}  # fmt: skip
     for name, values in named.items():
-        _check_batch(name, values, batch)
-
-
-def _check_batch(name: str, values: Tensor, batch: int) -> None:
-    require(values.shape[0] == batch, lambda: f"{name} must have one row per sequence, {batch}, not {values.shape[0]}")
+        check_batch(name, values, batch)
 
 
 torch.library.impl("specgraph::row_slots", "cpu")(row_slots_reference)

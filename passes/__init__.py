@@ -8,6 +8,7 @@ from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
+from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
@@ -20,7 +21,7 @@ from specgraph.passes.share_weights import ShareWeights
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
-        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, InsertVerify, FuseVerify, ShareWeights,
+        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, InsertVerify, FuseVerify, FuseStep, ShareWeights,
         FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip

@@ -2,22 +2,44 @@
 
 The rotation is that of transformers' llama, ``x * cos + rotate_half(x) * sin`` over the whole head. Others (partial,
 interleaved) are left as they are and reported.
+
+Its angles, ``cos`` and ``sin`` of positions times inverse frequencies, become one ``rotary_angles``, whoever reads
+them.
 """
 
 from __future__ import annotations
 
+import operator
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-import specgraph.kernels.attention  # noqa: F401  (registers the ops)
+import specgraph.kernels.attention
+import specgraph.kernels.rotary  # noqa: F401  (both register ops)
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import Mismatch, aten, erase_unused, keep_meta, operands, producer, rewrite
+from specgraph.passes.patterns import (
+    CASTS,
+    Mismatch,
+    aten,
+    dtype_of,
+    erase_unused,
+    keep_meta,
+    only_user,
+    operands,
+    producer,
+    replace,
+    rewrite,
+)
 from specgraph.program import Program
 
 PAGED = torch.ops.specgraph.paged_attention.default
+ANGLES = torch.ops.specgraph.rotary_angles.default
+CONVERSIONS = (*CASTS, aten.to.device)
+BROADCASTS = (aten.unsqueeze.default, aten.expand.default, *CONVERSIONS)
+"""What stands between positions or frequencies and their product; none of it moves an element."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +51,12 @@ class FuseRotaryCache(LoweringPass):
     ensures: ClassVar[frozenset[str]] = frozenset({"rotary_fused"})
 
     def apply(self, program: Program) -> PassResult:
-        """Rewrite every attention whose queries and keys are both rotated."""
-        return rewrite(program, PAGED, _fuse)
+        """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""
+        attention = rewrite(program, PAGED, _fuse)
+        angles = rewrite(program, aten.cos.default, _fuse_angles)
+        misses = (*attention.near_misses, *angles.near_misses)
+        notes = (f"{attention.matches} x rotary_attention", f"{angles.matches} x rotary_angles")
+        return PassResult(attention.matches + angles.matches, near_misses=misses, notes=notes)
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
@@ -91,3 +117,116 @@ def _per_row(angles: Any) -> fx.Node:
     if node is None or node.args[1] != 1 or not isinstance(node.args[0], fx.Node):
         raise Mismatch(f"{angles} does not give every head the same angles")
     return node.args[0]
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """The angles behind a cosine: positions times frequencies, and what lays them out."""
+
+    positions: fx.Node
+    max_position: int | None
+    frequencies: fx.Node
+    dtype: torch.dtype
+    layout: str
+
+
+def _fuse_angles(graph: fx.Graph, cos: fx.Node) -> None:
+    source = cos.args[0]
+    sines = [] if not isinstance(source, fx.Node) else [u for u in source.users if u.target is aten.sin.default]
+    if not isinstance(source, fx.Node) or len(sines) != 1 or cos.kwargs:
+        raise Mismatch(f"{cos.name} has no sine of the same angles")
+    angles = _angles(source)
+    (end, scaling), (sine_end, sine_scaling) = _scaled(cos), _scaled(sines[0])
+    dtype = dtype_of(end)
+    if scaling != sine_scaling or dtype is None or dtype != dtype_of(sine_end):
+        raise Mismatch(f"{end.name} and {sine_end.name} are scaled or rounded differently")
+    options: dict[str, Any] = {"dtype": dtype, "scaling": scaling, "layout": angles.layout}
+    if angles.max_position is not None:
+        options["max_position"] = angles.max_position
+    with graph.inserting_before(source.next):
+        frequencies = angles.frequencies
+        if torch.promote_types(dtype_of(frequencies) or torch.float32, torch.float32) != angles.dtype:
+            frequencies = graph.call_function(aten.to.dtype, (frequencies, angles.dtype))
+        both = graph.create_node("call_function", ANGLES, (angles.positions, frequencies), options, name="angles")
+        parts = [graph.call_function(operator.getitem, (both, index)) for index in range(2)]
+    for old, new in zip((end, sine_end), parts, strict=True):
+        replace(graph, old, new)
+
+
+def _angles(source: fx.Node) -> _Angles:
+    """Read ``source``, the argument of a cosine, from its end upward."""
+    joined = producer(source, aten.cat.default)
+    repeated = producer(source, aten.repeat_interleave.self_int)
+    product: Any = source
+    layout = "once"
+    if joined is not None:
+        parts: Any = joined.args[0]
+        if len(parts) != 2 or parts[0] is not parts[1] or joined.args[1:] not in ((-1,), (2,)):
+            raise Mismatch(f"{joined.name} does not repeat the angles")
+        product, layout = parts[0], "halves"
+    elif repeated is not None:
+        if repeated.args[1] != 2 or repeated.args[2:] not in ((-1,), (2,)):
+            raise Mismatch(f"{repeated.name} does not repeat the angles in pairs")
+        product, layout = repeated.args[0], "pairs"
+    turned = producer(product, aten.transpose.int)
+    factors = producer(turned.args[0] if turned is not None else product, aten.mul.Tensor, aten.matmul.default)
+    if factors is None:
+        raise Mismatch(f"{source.name} is not the cosine's product of positions and frequencies")
+    value = product.meta.get("val")
+    roots = [_root(factor, dtype_of(product)) for factor in factors.args[:2]]
+    positions, frequencies = sorted(roots, key=lambda node: node.op == "get_attr")
+    positions, limit = _unclamped(positions)
+    rows = positions.meta.get("val")
+    known = isinstance(value, torch.Tensor) and isinstance(rows, torch.Tensor) and frequencies.op == "get_attr"
+    # Where only broadcasting leads to the product, its shape says which way round it was taken.
+    if not known or rows.is_floating_point() or value.shape != (*rows.shape, *frequencies.meta["val"].shape):
+        raise Mismatch(f"{factors.name} is not the product of positions [B, T] and frequencies [F]")
+    if frequencies.meta["val"].device != value.device:
+        raise Mismatch(f"{frequencies.name} is on another device")
+    return _Angles(positions, limit, frequencies, value.dtype, layout)
+
+
+def _root(value: Any, dtype: torch.dtype | None) -> fx.Node:
+    """What ``value`` is but for added or expanded dimensions and a conversion to ``dtype``, that of the product.
+
+    A conversion to float32 stands for one to float64, too: positions are exact in both.
+    """
+    while (node := producer(value, *BROADCASTS) or _whole(value)) is not None:
+        value, converted = node.args[0], dtype_of(node)
+        exact = converted == dtype or (converted == torch.float32 and dtype_of(value) == torch.int64)
+        if node.target in CONVERSIONS and not exact:
+            raise Mismatch(f"{node.name} rounds what the angles are computed from")
+    if not isinstance(value, fx.Node):
+        raise Mismatch(f"{value} is a number")
+    return value
+
+
+def _whole(value: Any) -> fx.Node | None:
+    """A slice that takes everything."""
+    node = producer(value, aten.slice.Tensor)
+    return node if node is not None and node.args[2:] == (0, sys.maxsize) else None
+
+
+def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:
+    """The positions behind the clamp that ``insert_kv_cache`` puts in front of tables, and its limit."""
+    if positions.target is not aten.clamp.default or set(positions.kwargs) != {"max"} or len(positions.args) != 1:
+        return positions, None
+    source, limit = positions.args[0], positions.kwargs["max"]
+    known = isinstance(source, fx.Node) and isinstance(limit, int)
+    return (source, limit) if known else (positions, None)  # type: ignore[return-value]
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
+    """Follow a multiplication with a number and a cast, as long as nothing else reads what is in between."""
+    end, scaling = node, 1.0
+    user = only_user(end)
+    if user is not None and user.target is aten.mul.Tensor and isinstance(user.args[1], int | float):
+        end, scaling = user, float(user.args[1])
+    user = only_user(end)
+    if user is not None and user.target in CASTS and user.args[0] is end and not _moves(user):
+        end = user
+    return end, scaling
+
+
+def _moves(cast: fx.Node) -> bool:
+    return cast.target is aten._to_copy.default and set(cast.kwargs) != {"dtype"}

@@ -169,6 +169,8 @@ class InsertDraft(Pass):
         graph, root = fx.Graph(), torch.nn.Module()
         inputs = {n.name: n for n in body.graph.nodes if n.op == "placeholder"}
         mapping = {node: graph.placeholder(name) for name, node in inputs.items()}
+        for traced, node in mapping.items():
+            node.meta.update({"val": traced.meta["val"]} if "val" in traced.meta else {})
         index = graph.placeholder("row")
         hidden = splice(graph, root, body, mapping)
         hidden = graph.call_function(step.take_rows, (hidden, index, 1))

@@ -170,7 +170,8 @@ class _Source:
     def _items(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that take a tuple apart, if that is all that is done with it, at once: it reads as one line."""
         items, following = list(node.users), node.next
-        if node.op in ("placeholder", "get_attr") or "outputs" not in node.meta:
+        # An item may stand in its tuple's line already, so its own items get lines of theirs.
+        if node.op in ("placeholder", "get_attr") or node.target is operator.getitem or "outputs" not in node.meta:
             return []
         for _ in items:
             if following not in items or following.target is not operator.getitem:

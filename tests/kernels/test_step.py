@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -248,6 +250,7 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
     assert {f.__name__: final for f, final in step.FINAL_WRITES.items() if f.__module__ == step.__name__} == {
         "record_tokens_": (),
         "propose_": ("draft_logits",),
+        "propose_at_": ("draft_logits",),
         "advance_": ("next_window", "start", "num_rows", "num_forced"),
     }
 
@@ -268,17 +271,19 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     emitted[:, width // 2 :] = NONE
     cut = step.cut_at_eos_reference(emitted, forced, eos_ids)
     state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)
-    given = (cut, step.count_emitted(cut), draw(-1, 9, batch, count), draw(5, 30, batch), eos_ids)
+    given = (cut, step.count_emitted(cut))
+    drafts = list(draw(-1, 9, batch, count).split(1 + seed % 2, dim=1))
+    limits = (draw(5, 30, batch), eos_ids)
 
-    def there(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    def there(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to(DEVICE, copy=True) for tensor in tensors]
 
     found = step._row_slots(*there(slots), block_size=4)
     assert torch.equal(found.cpu(), step.row_slots_reference(*slots, block_size=4))
     assert torch.equal(step._cut_at_eos(*there((emitted, forced, eos_ids))).cpu(), cut)
     moved_state = there(state)
-    step._advance(*moved_state, *there(given))
-    step.advance_reference(*state, *given)
+    step._advance(*moved_state, *there(given), there(drafts), *there(limits))
+    step.advance_reference(*state, *given, drafts, *limits)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
 
 
@@ -289,8 +294,7 @@ def test_the_ops_are_registered_as_they_behave():
         _, args, options = moved(cases[name], DEVICE)
         torch.library.opcheck(getattr(ops, name), args, options, test_utils=checks)
     _, args, _ = moved(cases["advance_"], DEVICE)
-    flat = tuple(arg[0] if isinstance(arg, list) else arg for arg in args)
-    torch.library.opcheck(ops.advance, flat, test_utils=checks)
+    torch.library.opcheck(ops.advance, args, test_utils=checks)
 
 
 class OnDevice(TorchDispatchMode):
