@@ -1,4 +1,4 @@
-"""``specgraph::rms_norm``, ``specgraph::layer_norm`` and ``specgraph::row_mean``: what reduces over the last dimension.
+"""``specgraph::rms_norm`` (alone, or two side by side), ``layer_norm`` and ``row_mean``: sums over the last dimension.
 
 Root mean square norm: Zhang and Sennrich 2019 (arXiv 1910.07467); layer norm: Ba et al. 2016 (arXiv 1607.06450). The
 mean alone serves every other formula that reduces over the features of a row.
@@ -23,6 +23,11 @@ from specgraph.kernels.sample import require
 
 torch.library.define("specgraph::rms_norm", "(Tensor x, Tensor? weight, *, float eps, float offset=0.0) -> Tensor")
 torch.library.define("specgraph::layer_norm", "(Tensor x, Tensor? weight, Tensor? bias, *, float eps) -> Tensor")
+torch.library.define(
+    "specgraph::rms_norm_pair",
+    "(Tensor x, Tensor y, Tensor? x_weight, Tensor? y_weight, Tensor? tokens=None, *, float x_eps, float y_eps, "
+    "float x_offset=0.0, float y_offset=0.0) -> Tensor",
+)
 torch.library.define("specgraph::row_mean", "(Tensor x) -> Tensor")
 
 ALIGNED = 16
@@ -52,6 +57,26 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, *, eps: float, offset: 
     if weight is not None:
         normed = normed * (weight.to(exact.dtype) + offset)
     return normed.to(x.dtype).contiguous()
+
+
+def rms_norm_pair_reference(
+    x: Tensor, y: Tensor, x_weight: Tensor | None, y_weight: Tensor | None, tokens: Tensor | None = None, *,
+    x_eps: float, y_eps: float, x_offset: float = 0.0, y_offset: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Two RMS norms side by side, ``cat([rms_norm(x), rms_norm(y)], -1)``: what an EAGLE-3 layer reads.
+
+    Args:
+        x: ``[..., H]``; where ``tokens`` are given an embedding ``[V, H]``, of which their rows are normed.
+        y: ``[..., H]``, of the dtype of ``x``.
+        x_weight, y_weight, x_eps, y_eps, x_offset, y_offset: as in :func:`rms_norm_reference`.
+        tokens: int64 ``[...]`` in ``[0, V)``, or None.
+
+    Returns:
+        ``[..., 2 * H]``, contiguous.
+    """
+    x = x if tokens is None else torch.nn.functional.embedding(tokens, x)
+    left = rms_norm_reference(x, x_weight, eps=x_eps, offset=x_offset)
+    return torch.cat([left, rms_norm_reference(y, y_weight, eps=y_eps, offset=y_offset)], dim=-1)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
@@ -89,6 +114,18 @@ def _row_start(row, group, outer, inner, UNIT: tl.constexpr):
     return (row // group * outer + row % group * inner) * UNIT
 
 
+@triton.jit
+def _rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """The normed row that begins at ``x``, not rounded."""
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + column, mask=inside, other=0.0).to(EXACT)
+    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + EPS)
+    if weight is not None:
+        normed = normed * (tl.load(weight + column, mask=inside, other=0.0).to(EXACT) + OFFSET)
+    return normed
+
+
 @triton.jit(do_not_specialize=["group", "outer", "inner"])
 def _rms_norm_kernel(
     out, x, weight, group, outer, inner, EPS: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
@@ -98,14 +135,35 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    values = tl.load(x + _row_start(row, group, outer, inner, UNIT) + column, mask=inside, other=0.0).to(EXACT)
-    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + EPS)
-    if weight is not None:
-        normed = normed * (tl.load(weight + column, mask=inside, other=0.0).to(EXACT) + OFFSET)
+    x += _row_start(row, group, outer, inner, UNIT)
+    normed = _rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["group", "outer", "inner", "y_group", "y_outer", "y_inner"])
+def _rms_norm_pair_kernel(
+    out, x, y, x_weight, y_weight, tokens, group, outer, inner, y_group, y_outer, y_inner, X_EPS: tl.constexpr,
+    X_OFFSET: tl.constexpr, Y_EPS: tl.constexpr, Y_OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    out += (2 * row.to(tl.int64) + tl.program_id(1)) * WIDTH + column
+    if tl.program_id(1) == 0:
+        if tokens is None:
+            x += _row_start(row, group, outer, inner, UNIT)
+        else:
+            x += tl.load(tokens + row) * WIDTH
+        normed = _rms_norm_row(x, x_weight, X_EPS, X_OFFSET, WIDTH, BLOCK, EXACT)
+        tl.store(out, normed.to(out.dtype.element_ty), mask=column < WIDTH)
+    else:
+        y += _row_start(row, y_group, y_outer, y_inner, UNIT)
+        normed = _rms_norm_row(y, y_weight, Y_EPS, Y_OFFSET, WIDTH, BLOCK, EXACT)
+        tl.store(out, normed.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["group", "outer", "inner"])
@@ -228,6 +286,27 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.
     return _launch(_rms_norm_kernel, Rows.of(x), out, _aligned(weight), EPS=eps, OFFSET=offset)
 
 
+def rms_norm_pair(
+    x: Tensor, y: Tensor, x_weight: Tensor | None, y_weight: Tensor | None, tokens: Tensor | None = None, *,
+    x_eps: float, y_eps: float, x_offset: float = 0.0, y_offset: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """:func:`rms_norm_pair_reference` in one kernel, two programs per row."""
+    _check_pair(x, y, x_weight, y_weight, tokens)
+    width = y.shape[-1]
+    out = y.new_empty((*y.shape[:-1], 2 * width))
+    if out.numel() == 0:
+        return out
+    left, right = Rows.of(x if tokens is None else x.contiguous()), Rows.of(y)
+    block, pdl = triton.next_power_of_2(width), supports_pdl(out.device)
+    _rms_norm_pair_kernel[(right.count, 2)](
+        out, left.x, right.x, _aligned(x_weight), _aligned(y_weight), None if tokens is None else tokens.contiguous(),
+        *left.arguments(), *right.arguments(), X_EPS=x_eps, X_OFFSET=x_offset, Y_EPS=y_eps, Y_OFFSET=y_offset,
+        WIDTH=width, BLOCK=block, UNIT=right.unit, EXACT=tl.float64 if y.dtype == torch.float64 else tl.float32,
+        PDL=pdl, num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """:func:`layer_norm_reference` in one kernel."""
     out = x.new_empty(x.shape)
@@ -262,6 +341,25 @@ def _rms_norm_fake(x: Tensor, weight: Tensor | None, *, eps: float, offset: floa
     return x.new_empty(x.shape)
 
 
+def _check_pair(x: Tensor, y: Tensor, x_weight: Tensor | None, y_weight: Tensor | None, tokens: Tensor | None) -> None:
+    _check_input(x, x_weight=x_weight)
+    _check_input(y, y_weight=y_weight)
+    rows = x.shape[:-1] if tokens is None else tokens.shape
+    require(
+        x.dtype == y.dtype and x.shape[-1] == y.shape[-1] and rows == y.shape[:-1],
+        lambda: f"x and y must be pairs of rows, not {x.dtype} {[*rows, x.shape[-1]]} and {y.dtype} {list(y.shape)}",
+    )
+    require(tokens is None or x.dim() == 2, lambda: f"an embedding must be [V, H], not {x.dim()}-d")
+
+
+def _rms_norm_pair_fake(
+    x: Tensor, y: Tensor, x_weight: Tensor | None, y_weight: Tensor | None, tokens: Tensor | None = None, *,
+    x_eps: float, y_eps: float, x_offset: float = 0.0, y_offset: float = 0.0,
+) -> Tensor:  # fmt: skip
+    _check_pair(x, y, x_weight, y_weight, tokens)
+    return y.new_empty((*y.shape[:-1], 2 * y.shape[-1]))
+
+
 def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     _check_input(x, weight=weight, bias=bias)
     return x.new_empty(x.shape)
@@ -275,6 +373,9 @@ def _row_mean_fake(x: Tensor) -> Tensor:
 torch.library.impl("specgraph::rms_norm", "cpu")(rms_norm_reference)
 torch.library.impl("specgraph::rms_norm", "cuda")(rms_norm)
 torch.library.register_fake("specgraph::rms_norm")(_rms_norm_fake)
+torch.library.impl("specgraph::rms_norm_pair", "cpu")(rms_norm_pair_reference)
+torch.library.impl("specgraph::rms_norm_pair", "cuda")(rms_norm_pair)
+torch.library.register_fake("specgraph::rms_norm_pair")(_rms_norm_pair_fake)
 torch.library.impl("specgraph::layer_norm", "cpu")(layer_norm_reference)
 torch.library.impl("specgraph::layer_norm", "cuda")(layer_norm)
 torch.library.register_fake("specgraph::layer_norm")(_layer_norm_fake)

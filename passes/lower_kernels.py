@@ -28,6 +28,7 @@ LINEAR = torch.ops.specgraph.linear.default
 LINEAR_NORM = torch.ops.specgraph.linear_norm.default
 NORM_PARTS = torch.ops.specgraph.norm_parts.default
 RMS_NORM = torch.ops.specgraph.rms_norm.default
+PAIR = torch.ops.specgraph.rms_norm_pair.default
 NUMERICS = ("bitwise", "fast")
 MAX_TERMS = 32
 """Sums of at most this many terms are written out as additions, whose order is then the graph's."""
@@ -79,6 +80,7 @@ class LowerKernels(LoweringPass):
             if self.numerics == "bitwise":
                 _turn_weights(module)
                 _lower_linears(module, chosen)
+                _pair_norms(module, chosen)
                 _join_norms(module, chosen)
                 _lower_reductions(module, chosen)
                 _check_rows(name, module)
@@ -223,6 +225,30 @@ def _take_residual(linear: _Linear) -> str | None:
         return None
     linear.end, linear.residual = add, other
     return "residual"
+
+
+def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    """``cat([rms_norm(x), rms_norm(y)], -1)``, and the embedding that ``x`` is if nothing else reads it."""
+    graph = module.graph
+    for node in list(calls(graph, aten.cat.default)):
+        norms = [producer(part, RMS_NORM) for part in node.args[0]]  # type: ignore[union-attr]
+        value = node.meta.get("val")
+        if len(norms) != 2 or any(norm is None or only_user(norm) is not node for norm in norms):
+            continue
+        (x, x_weight), (y, y_weight) = (norm.args for norm in norms)
+        shapes = [part.meta["val"].shape if "val" in part.meta else None for part in node.args[0]]  # type: ignore[union-attr]
+        last = isinstance(value, Tensor) and node.args[1:] in ((-1,), (value.dim() - 1,))
+        if not last or shapes[0] is None or shapes[0] != shapes[1] or dtype_of(norms[0]) != dtype_of(norms[1]):
+            continue
+        options = {f"{name}_{option}": norm.kwargs[option] for name, norm in zip("xy", norms, strict=True)
+                   for option in ("eps", "offset")}  # fmt: skip
+        arguments, embedding = [x, y, x_weight, y_weight], producer(x, aten.embedding.default)
+        if embedding is not None and only_user(embedding) is norms[0]:
+            arguments = [embedding.args[0], y, x_weight, y_weight, embedding.args[1]]
+        with graph.inserting_before(node):
+            new = graph.create_node("call_function", PAIR, tuple(arguments), options, name="norms")
+        replace(graph, node, new)
+        chosen["rms_norm_pair"] += 1
 
 
 def _lower_reductions(module: fx.GraphModule, chosen: Counter[str]) -> None:

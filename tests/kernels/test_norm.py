@@ -204,3 +204,32 @@ def test_fake_tensors_refuse_wrong_shapes(name: str, vectors: list[tuple[int, ..
 def test_ids_have_no_mean():
     with FakeTensorMode(), pytest.raises(ValueError, match=r"x must be float \[\.\.\., H\], not torch.int64"):
         torch.ops.specgraph.row_mean(torch.empty(2, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("width", [5, 16, 1000])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_pair_is_two_norms_side_by_side(dtype: torch.dtype, width: int, weighted: bool):
+    x, y, table = (normal(2, 3, width, dtype=dtype), normal(3, 2, width, dtype=dtype, seed=1).transpose(0, 1),
+                   normal(7, width, dtype=dtype, seed=2))  # fmt: skip
+    weights = [normal(width, dtype=dtype, seed=s) if weighted else None for s in (3, 4)]
+    options = {"x_eps": EPS, "y_eps": 1e-2, "x_offset": 1.0}
+    tokens = torch.tensor([[6, 0, 3], [3, 3, 1]], device=DEVICE)
+    for left, ids in ((x, None), (table, tokens)):
+        rows = left if ids is None else left[ids]
+        for form in FORMS:
+            single, pair = FORMS[form]["rms_norm"], getattr(norm, f"rms_norm_pair{'_reference' * (form != 'kernel')}")
+            expected = single(rows, weights[0], eps=EPS, offset=1.0), single(y, weights[1], eps=1e-2)
+            found = pair(left, y, *weights, ids, **options)
+            assert torch.equal(found, torch.cat(expected, dim=-1)) and found.is_contiguous()
+
+
+def test_a_pair_is_registered_as_it_behaves():
+    op, checks = torch.ops.specgraph.rms_norm_pair, ("test_schema", "test_faketensor")
+    x, weight, tokens = normal(2, 3, 8), normal(8, seed=1), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    options = {"x_eps": EPS, "y_eps": EPS}
+    torch.library.opcheck(op, (x, x, weight, None), options, test_utils=checks)
+    torch.library.opcheck(op, (normal(7, 8), x, weight, None, tokens), options, test_utils=checks)
+    assert norm.rms_norm_pair(x[:0], x[:0], weight, None, **options).shape == (0, 3, 16)
+    with FakeTensorMode(), pytest.raises(ValueError, match="x and y must be pairs of rows, not torch"):
+        op(torch.empty(2, 4), torch.empty(3, 4), None, None, **options)
