@@ -171,11 +171,11 @@ def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> 
     if rows <= 16:
         return Tiles(64, 16, 128, pieces, False, 4, 4) if few else Tiles(128, 16, 128, pieces, False, 4, 3)
     if rows <= 32:
-        return Tiles(64, 32, 128, pieces, False, 4, 4)
+        return Tiles(64, 32, 64, 1, False, 4, 8) if few and pieces == 1 else Tiles(64, 32, 128, pieces, False, 4, 4)
     if rows <= 64:
-        if pieces > 1:
-            return Tiles(64, 64, 128, pieces, False, 4, 3)
-        return Tiles(64, 64, 64, pieces, False, 4, 6) if few else Tiles(128, 64, 128, pieces, False, 8, 4)
+        if few:
+            return Tiles(64, 64, 128, pieces, False, 4, 4 if pieces == 1 else 3)
+        return Tiles(128, 64, 128, pieces, False, 8, 4)
     return _wide_tiles(rows, out_features, in_features, pieces)
 
 
@@ -185,6 +185,8 @@ def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> 
     # Partial sums take 8 bytes for each row and piece, the weight 2 for each input.
     if large < 96 and large * pieces >= 96 and 16 * rows * pieces < in_features:
         return Tiles(128, 128, 64, pieces, False, 8, 5)
+    if large >= 1024:
+        return Tiles(128, 256, 64, pieces, True, 8, 3)
     if large >= 96:
         return Tiles(128, 128, 64, pieces, True, 8, 5)
     if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= 96:
@@ -314,13 +316,14 @@ def _launch(
     pdl = supports_pdl(x.device) if pdl is None else pdl
     groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
     even = in_features % (cut.block_k * blocks * pieces) == 0
+    ahead = int(pdl and even and rows <= 64 and _bulk(weight))
     linear_kernel[(num_tiles, 1 if serial else pieces)](
         out, matrix, weight, bias, added, squares, norm_weight, gained, out_squares, partial, counters, rows,
         out.shape[-1], in_features, matrix.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
         norm_eps, norm_offset,
         BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces,
         GROUPS=groups, SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=activation.removesuffix("_mul"),
-        GATED=gated, EARLY=groups * cut.block_n <= 2048, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl,
+        GATED=gated, EARLY=max(groups, cut.block_o) * cut.block_n <= 2048, AHEAD=ahead, PDL=pdl,
         num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 

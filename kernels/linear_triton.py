@@ -16,6 +16,11 @@ _TILE_GROUP = tl.constexpr(8)
 """Tiles along the rows of x that run side by side, so that a tile of the weight is read once for all of them."""
 
 
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
 @triton.jit
 def _activate(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
@@ -34,24 +39,26 @@ def _activate(y, ACTIVATION: tl.constexpr):
 def _sum_in_any_order(values, AXIS: tl.constexpr):
     """Sums of non-negative values, the same for every order of summation, hence for every layout.
 
-    Integers add up exactly: each sum is scaled by a power of two so that its largest value has 41 bits.
+    Integers add up exactly: each sum is scaled by a power of two so that its largest value just cannot overflow, which
+    leaves that one 24 bits if there are 64.
     """
+    COUNT: tl.constexpr = values.shape[AXIS]
+    BITS: tl.constexpr = 30 - _log2(COUNT)
     top = tl.max(values, axis=AXIS)
-    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 41)
-    scale = ((294 - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = ((exponent - 40) << 23).to(tl.float32, bitcast=True)
-    total = tl.sum((values * tl.expand_dims(scale, AXIS)).to(tl.int64), axis=AXIS)
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, BITS)
+    scale = ((253 + BITS - exponent) << 23).to(tl.float32, bitcast=True)
+    inverse = ((exponent - (BITS - 1)) << 23).to(tl.float32, bitcast=True)
+    total = tl.sum((values * tl.expand_dims(scale, AXIS) + 0.5).to(tl.int32), axis=AXIS)
     return tl.where(top < float("inf"), total.to(tl.float32) * inverse, top)
 
 
 @triton.jit
-def _norm_parts(y, gain_ptr, gained_ptr, squares_ptr, tile_o, n, real, features, norm_offset):
+def _norm_parts(y, gain, gained_ptr, squares_ptr, tile_o, n, real, features):
     """Of ``y`` ``[O, N]``, rounded already: times the norm's weight, and the sums of squares of whole groups."""
     GROUPS: tl.constexpr = y.shape[0] // _NORM_GROUP
     o = tile_o * y.shape[0] + tl.arange(0, y.shape[0])
     mask = (o < features)[:, None] & real[None, :]
     exact = tl.where(mask, y.to(tl.float32), 0.0)
-    gain = tl.load(gain_ptr + o, mask=o < features, other=0.0).to(tl.float32) + norm_offset
     places = gained_ptr + n.to(tl.int64)[None, :] * features + o[:, None]
     tl.store(places, (exact * gain[:, None]).to(gained_ptr.dtype.element_ty), mask=mask)
     sums = _sum_in_any_order(tl.reshape(exact * exact, (GROUPS, _NORM_GROUP, y.shape[1])), 1)
@@ -62,11 +69,42 @@ def _norm_parts(y, gain_ptr, gained_ptr, squares_ptr, tile_o, n, real, features,
 
 
 @triton.jit
-def _load_squares(squares_ptr, n, real, groups, GROUPS: tl.constexpr):
-    """The sums of squares ``[GROUPS, N]`` of the rows ``n``."""
-    group = tl.arange(0, GROUPS)
-    mask = (group < groups)[:, None] & real[None, :]
-    return tl.load(squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None], mask=mask, other=0.0)
+def _load_gain(gain_ptr, o, features, norm_offset):
+    return tl.load(gain_ptr + o, mask=o < features, other=0.0).to(tl.float32) + norm_offset
+
+
+@triton.jit
+def _neighbours(
+    squares_ptr,
+    residual_ptr,
+    gain_ptr,
+    o,
+    n,
+    real,
+    out_features,
+    in_features,
+    residual_stride,
+    norm_offset,
+    GROUPS: tl.constexpr,
+):
+    """What a tile is finished with: sums of squares ``[GROUPS, N]``, residual ``[O, N]``, weight of the norm ``[O]``.
+
+    What does not exist is zeros, which nothing reads.
+    """
+    squares = tl.zeros((GROUPS, n.shape[0]), tl.float32)
+    added = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
+    gain = tl.zeros((o.shape[0],), tl.float32)
+    if squares_ptr is not None:
+        groups = tl.cdiv(in_features, _NORM_GROUP)
+        group = tl.arange(0, GROUPS)
+        places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+        squares = tl.load(places, mask=(group < groups)[:, None] & real[None, :], other=0.0)
+    if residual_ptr is not None:
+        places = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
+        added = tl.load(places, mask=(o < out_features)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    if gain_ptr is not None:
+        gain = _load_gain(gain_ptr, o, out_features, norm_offset)
+    return squares, added, gain
 
 
 @triton.jit
@@ -113,48 +151,46 @@ def _add_partials(
 def _finish(
     y,
     squares,
+    added,
+    gain,
     out_ptr,
     bias_ptr,
-    residual_ptr,
-    gain_ptr,
     gained_ptr,
     out_squares_ptr,
     tile_o,
     weight_row,
+    o,
     n,
     real,
     out_features,
     in_features,
-    residual_stride,
     norm_eps,
-    norm_offset,
     BLOCK_O: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Everything after the product: scale of the norm before, bias, activation, residual, the one rounding, and the
     parts of the norm that follows."""
-    if squares is not None:
+    if SCALED:
         y = y * tl.math.rsqrt(_sum_in_any_order(squares, 0) / in_features + norm_eps)[None, :]
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     if GATED:
         HALF: tl.constexpr = BLOCK_O // 2
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
-        o = tile_o * HALF + tl.arange(0, HALF)
         y = _activate(gate, ACTIVATION) * up
     else:
-        o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
         y = _activate(y, ACTIVATION)
-    mask = (o < out_features)[:, None] & real[None, :]
-    if residual_ptr is not None:
-        places = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
-        y = y + tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        y = y + added
     y = y.to(out_ptr.dtype.element_ty)
+    mask = (o < out_features)[:, None] & real[None, :]
     tl.store(out_ptr + n.to(tl.int64)[None, :] * out_features + o[:, None], y, mask=mask)
     if gained_ptr is not None:
-        _norm_parts(y, gain_ptr, gained_ptr, out_squares_ptr, tile_o, n, real, out_features, norm_offset)
+        _norm_parts(y, gain, gained_ptr, out_squares_ptr, tile_o, n, real, out_features)
 
 
 @triton.jit
@@ -204,8 +240,8 @@ def linear_kernel(
 ):
     """Grid ``(tiles, PIECES)`` if ``SPLIT``, or ``(tiles, 1)``; tiles of x in groups, tiles of the weight within.
 
-    ``EARLY`` reads the squares before the product, during which they arrive. ``AHEAD`` asks for weights before the
-    wait: they are constant.
+    ``EARLY`` reads what a tile is finished with before the product, during which it arrives; large tiles have no room
+    for it. ``AHEAD`` blocks of the weight are asked for before the wait: they are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     tile = tl.program_id(0)
@@ -222,18 +258,21 @@ def linear_kernel(
     else:
         weight_row = tl.minimum(tile_o * OUT_ROWS + row, out_features - 1)
     weight_rows = weight_ptr + weight_row.to(tl.int64) * weight_stride
+    o = tile_o * OUT_ROWS + tl.arange(0, OUT_ROWS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
     x_rows = x_ptr + n.to(tl.int64) * x_stride
 
-    if AHEAD:
+    if AHEAD > 0:
         begin = tl.program_id(1) * BLOCKS * BLOCK_K
-        _bring_nearer(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _bring_nearer(weight_rows + begin, AHEAD * BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    squares = None
-    if squares_ptr is not None and EARLY:
-        squares = _load_squares(squares_ptr, n, real, tl.cdiv(in_features, _NORM_GROUP), GROUPS)
+    if EARLY:
+        squares, added, gain = _neighbours(
+            squares_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride, norm_offset,
+            GROUPS,
+        )  # fmt: skip
     if SPLIT:
         piece = tl.program_id(1)
         total = _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
@@ -255,12 +294,15 @@ def linear_kernel(
             tl.store(counter_ptr + tile, 0)
             total = _add_partials(partial_ptrs, partial_stride, real, BLOCK_O, BLOCK_N, PIECES)
     if finish:
-        if squares_ptr is not None and not EARLY:
-            squares = _load_squares(squares_ptr, n, real, tl.cdiv(in_features, _NORM_GROUP), GROUPS)
+        if not EARLY:
+            squares, added, gain = _neighbours(
+                squares_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride,
+                norm_offset, GROUPS,
+            )  # fmt: skip
         _finish(
-            total, squares, out_ptr, bias_ptr, residual_ptr, gain_ptr, gained_ptr, out_squares_ptr, tile_o, weight_row,
-            n, real, out_features, in_features, residual_stride, norm_eps, norm_offset, BLOCK_O, BLOCK_N, ACTIVATION,
-            GATED,
+            total, squares, added, gain, out_ptr, bias_ptr, gained_ptr, out_squares_ptr, tile_o, weight_row, o, n, real,
+            out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, squares_ptr is not None, residual_ptr is not None,
+            ACTIVATION, GATED,
         )  # fmt: skip
 
 
@@ -282,10 +324,11 @@ def norm_parts_kernel(
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
+    gain = _load_gain(gain_ptr, o, features, norm_offset)
     if PDL:
         tl.extra.cuda.gdc_wait()
     mask = (o < features)[:, None] & real[None, :]
     y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    _norm_parts(y, gain_ptr, gained_ptr, squares_ptr, tl.program_id(0), n, real, features, norm_offset)
+    _norm_parts(y, gain, gained_ptr, squares_ptr, tl.program_id(0), n, real, features)

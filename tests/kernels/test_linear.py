@@ -266,6 +266,18 @@ def test_parts_of_a_row_have_the_same_bits_in_any_company(dtype: torch.dtype):
     assert [t.shape for t in norm_parts(x[:0], norm_weight)] == [(0, 200), (0, 4)]
 
 
+@pytest.mark.parametrize("value", [1.0, 255 / 256, 1e-3, 1e15])
+def test_squares_of_equal_entries_add_up(value: float):
+    """The largest sums that the integers they are added as must hold."""
+    x = torch.full((3, 4096), value, device=DEVICE)
+    given, options = arguments(3, 40, 4096, torch.float32, extras=False, norm_eps=0.0)
+    _, squares = norm_parts(x, given[4])
+    assert squares.shape == (3, 64)
+    torch.testing.assert_close(squares, torch.full_like(squares, 64 * value**2), rtol=1e-6, atol=0)
+    out = normed_linear(x, given[1], None, None, given[4], **options)
+    assert_close(out, (x, *given[1:]), options)
+
+
 def float64_arguments(activation: str) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
     """The arguments of the op, and what it should give."""
     given, options = arguments(3, 40, 24, torch.float64, activation=activation)
