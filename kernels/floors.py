@@ -228,7 +228,7 @@ def _raise_floors(
             found = tl.minimum(_short_value(high + tl.zeros((1,), tl.int64), ZERO_BITS), largest)
             value = processed_value(found, temperature)
             floor = tl.maximum(floor, _smallest_with(value, _image(found).to(tl.int64), temperature))
-    if MIN:  # noqa: SIM102
+    if MIN:
         least = tl.load(min_p_ptr + batch)
         if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= GREEDY):
             # A logarithm rounded once from float64, so that it is the reference's.

@@ -1,14 +1,16 @@
 """One pass over logits that draws by Gumbel-max: the Triton noise and scan behind ``verify`` and draft sampling.
 
 A row of the vocabulary is cut into splits whose size depends on the vocabulary alone. A program scans one split and
-keeps two candidates; a finishing kernel merges the splits of a row. Exact scores ``logit / temperature + gumbel`` cost
-two accurate logarithms per token, three times what reading the logits allows, so the scan takes an upper bound instead:
+keeps two candidates; a finishing kernel merges the splits of a row. A candidate is four neighbouring tokens, which
+share one block of noise: keeping the best then costs two instructions per token. Exact scores ``logit / temperature +
+gumbel`` cost two accurate logarithms per token, three times what reading the logits allows, so the scan takes an upper
+bound instead:
 
     -log(-log1p(-u)) <= -log(u),  so  score * log2(e) <= logit * log2(e) / temperature - log2(u)
 
-which is one multiply-add and the hardware's log2. The finishing kernel evaluates the best candidate of every split
-exactly. A split can hide a better token only if its second-best bound reaches the exact best of the row; such a split
-(about one row in a hundred has one) is scanned again with exact scores. The result is the first exact argmax, always.
+which is one multiply-add and the hardware's log2. The finishing kernel evaluates the best four of every split exactly.
+A split can hide a better token only if its second-best bound reaches the exact best of the row; such a split (about one
+row in a hundred has one) is scanned again with exact scores. The result is the first exact argmax, always.
 
 The uniforms are those of :mod:`specgraph.kernels.sample`, bit for bit, and every exact score here comes from
 :func:`gumbel_scores`, so kernels agree with each other. At temperature 0 the scan compares the logits themselves.
@@ -176,6 +178,16 @@ def load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
 
 
 @triton.jit
+def kept_logits(x, ids, limit, floor, MAPPED: tl.constexpr, FLOORED: tl.constexpr):
+    """``x`` with -inf where the target has no such id, and below the row's floor (:mod:`specgraph.kernels.floors`)."""
+    if MAPPED:
+        x = tl.where(ids < limit, x, -float("inf"))
+    if FLOORED:
+        x = tl.where(x >= floor, x, -float("inf"))
+    return x
+
+
+@triton.jit
 def first_best(score, place):
     """The largest score of a block and the first place that has it; NO_TOKEN if all are -inf."""
     best = tl.max(tl.max(score, 1), 0)
@@ -184,47 +196,81 @@ def first_best(score, place):
 
 
 @triton.jit
+def any_nan(every):
+    """1 if a block, a maximum that lets NaN through, has one."""
+    return tl.max(tl.max((every != every).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _first_four(score, turn, begin, TILE: tl.constexpr):
+    """The largest score of fours ``[TILE // 4]`` and the first place of the first that has it."""
+    best = tl.max(score, 0)
+    first = begin + turn * TILE + tl.arange(0, TILE // 4) * 4
+    return best, tl.min(tl.where((score == best) & (score > -float("inf")), first, NO_TOKEN), 0)
+
+
+@triton.jit
 def scan_values(
-    row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr
+    row_ptr, ids_ptr, begin, vocab, limit, temperature,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Without noise: the largest processed value of a split and its first place."""
-    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
-    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    """Without noise: the largest value of a split, its first place, and whether a logit is NaN.
+
+    Values are logits, or processed ones if ``DIVIDED``. The largest is never cut, so there is no floor here.
+    """
+    top = tl.full((TILE // 4,), -float("inf"), tl.float32)
+    turn = tl.zeros((TILE // 4,), tl.int32)
+    every = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
     for i in tl.static_range(SPLIT // TILE):
         x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
+        every = tl.maximum(every, x, propagate_nan=tl.PropagateNan.ALL)
         if MAPPED:
-            place = begin + i * TILE + local
+            place = begin + i * TILE + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
             x = tl.where(tl.load(ids_ptr + place, mask=place < vocab, other=limit) < limit, x, -float("inf"))
-        if temperature < GREEDY:
-            x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        else:
-            x = processed_value(x, tl.zeros_like(x) + temperature)
-        better = x > top
-        top = tl.where(better, x, top)
+        # Division keeps the order, so it can wait for the best of four.
+        value = _value_of(tl.max(x, 1), temperature, DIVIDED)
+        better = value > top
+        top = tl.where(better, value, top)
         turn = tl.where(better, i, turn)
-    return first_best(top, begin + turn * TILE + local)
+    best, four = _first_four(top, turn, begin, TILE)
+    place = tl.where(four == NO_TOKEN, 0, four) + tl.arange(0, 4)
+    there = (place < vocab) & (four != NO_TOKEN)
+    if MAPPED:
+        there = there & (tl.load(ids_ptr + place, mask=there, other=limit) < limit)
+    x = tl.load(row_ptr + place, mask=there, other=-float("inf")).to(tl.float32)
+    hit = there & (_value_of(x, temperature, DIVIDED) == best)
+    return best, tl.min(tl.where(hit, place, NO_TOKEN), 0), any_nan(every)
+
+
+@triton.jit
+def _value_of(x, temperature, DIVIDED: tl.constexpr):
+    if DIVIDED:
+        x = processed_value(x, tl.zeros_like(x) + temperature)
+    else:
+        x = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 @triton.jit
 def scan_bounds(
-    row_ptr, ids_ptr, begin, vocab, limit, temperature, k0, k1, c1, c2, c3,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr,
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The largest bound of a split in units of log2, less 32; its place; and the largest bound of all other places.
+    """The largest bound of a split in units of log2, less 32; the first place of its four; the largest bound of all
+    other fours; and whether a logit is NaN.
 
-    Every lane of the tile keeps its own best two. The low four bits of a bound say which turn it came from.
+    Every lane keeps its own best two fours. The low four bits of a bound say which turn it came from.
     """
-    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     scale = LOG2E / temperature
-    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
-    second = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    top = tl.full((TILE // 4,), -float("inf"), tl.float32)
+    second = tl.full((TILE // 4,), -float("inf"), tl.float32)
+    every = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
     for i in tl.static_range(SPLIT // TILE):
         x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
+        every = tl.maximum(every, x, propagate_nan=tl.PropagateNan.ALL)
         word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
-        if MAPPED:
-            x = tl.where(ids < limit, x, -float("inf"))
-        bound = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(scaled_uniform(word)))
+        x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
+        bound = tl.max(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(scaled_uniform(word))), 1)
         bound = tl.minimum(bound, BOUND_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         # An infinity with other low bits is a NaN: like a logit that is NaN it loses against everything.
         bits = (bound.to(tl.uint32, bitcast=True) & 0xFFFFFFF0) | i
@@ -233,16 +279,16 @@ def scan_bounds(
             bound = tl.where(bound == bound, bound, -float("inf"))
         second = tl.maximum(second, tl.minimum(top, bound, propagate_nan=tl.PropagateNan.ALL))
         top = tl.maximum(top, bound)
-    best, lane = first_best(top, local)
-    turn = (best.to(tl.uint32, bitcast=True) & 15).to(tl.int32)
-    others = tl.where(local == lane, second, top)
-    return best, begin + turn * TILE + lane, tl.max(tl.max(others, 1), 0)
+    turn = (top.to(tl.uint32, bitcast=True) & 15).to(tl.int32)
+    best, four = _first_four(top, turn, begin, TILE)
+    mine = begin + turn * TILE + tl.arange(0, TILE // 4) * 4
+    return best, four, tl.max(tl.where(mine == four, second, top), 0), any_nan(every)
 
 
 @triton.jit
 def rescan(
-    row_ptr, ids_ptr, begin, vocab, limit, temperature, k0, k1, c1, c2, c3,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr,
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
     """The largest exact score of a split and its first place."""
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -251,8 +297,7 @@ def rescan(
     for i in range(SPLIT // TILE):
         x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
         word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
-        if MAPPED:
-            x = tl.where(ids < limit, x, -float("inf"))
+        x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
         score = gumbel_scores(x, tl.zeros_like(x) + temperature, word)
         better = score > top
         top = tl.where(better, score, top)
@@ -261,16 +306,32 @@ def rescan(
 
 
 @triton.jit
-def candidate_scores(logits_ptr, ids_ptr, line, place, known, temperature, stride, k0, k1, c1, c2, c3,
-                     MAPPED: tl.constexpr):  # fmt: skip
-    """Exact scores of one place per row and split: blocks of one shape, -inf where ``known`` is not."""
-    x = tl.load(logits_ptr + line.to(tl.int64) * stride + place, mask=known, other=-float("inf")).to(tl.float32)
-    ids = place
-    if MAPPED:
-        ids = tl.load(ids_ptr + place, mask=known, other=0).to(tl.int32)
-    w0, w1, w2, w3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
-    score = gumbel_scores(x, temperature, pick_word(w0, w1, w2, w3, ids % 4))
-    return tl.where(known, score, -float("inf"))
+def candidate_scores(
+    logits_ptr, ids_ptr, line, four, known, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The best exact score of four tokens from ``four`` on, and its place: blocks of one shape.
+
+    -inf and NO_TOKEN where ``known`` is not, or nothing is left.
+    """
+    best = tl.full(four.shape, -float("inf"), tl.float32)
+    place = tl.full(four.shape, NO_TOKEN, tl.int32)
+    w0, w1, w2, w3 = philox((four // 4).to(tl.uint32), c1, c2, c3, k0, k1)
+    for lane in tl.static_range(4):
+        here = four + lane
+        there = known & (here < vocab)
+        x = tl.load(logits_ptr + line.to(tl.int64) * stride + here, mask=there, other=-float("inf")).to(tl.float32)
+        word = pick_word(w0, w1, w2, w3, lane)
+        if MAPPED:
+            ids = tl.load(ids_ptr + here, mask=there, other=NO_TOKEN).to(tl.int32)
+            v0, v1, v2, v3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
+            word = pick_word(v0, v1, v2, v3, ids % 4)
+            there = there & (ids < limit)
+        score = gumbel_scores(x, temperature, word)
+        score = tl.where(there & (x >= floor), score, -float("inf"))
+        place = tl.where(score > best, here, place)
+        best = tl.maximum(best, score)
+    return best, place
 
 
 @triton.jit

@@ -298,8 +298,8 @@ def _sample_draft_cuda(
     min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
     return_processed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The Triton form for temperature-only sampling, by what is given and not by its values; else the reference."""
-    if logits.dtype == torch.float64 or any(option is not None for option in (top_k, top_p, min_p)):
+    """The Triton form; float64 is the reference's."""
+    if logits.dtype == torch.float64:
         return sample_draft_reference(
             logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
             return_processed,
@@ -307,7 +307,7 @@ def _sample_draft_cuda(
     check_rule(rule)
     shared = rule in SHARED_NOISE_RULES
     return sample_draft_triton(
-        logits, temperature, seeds, key, draft_to_target, row, target_vocab_size, shared=shared,
+        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, target_vocab_size, shared=shared,
         stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=return_processed,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Triton form of ``specgraph::sample_draft`` for temperature-only sampling; see :mod:`specgraph.kernels.gumbel`.
+"""The Triton form of ``specgraph::sample_draft``: see :mod:`specgraph.kernels.gumbel`, and ``floors`` for its cuts.
 
 ``_scan_drafts`` has a program per row and split of the draft's vocabulary, ``_finish_drafts`` one per row. Where the
 processed log-weights are wanted, ``_write_processed`` writes them: at temperature 0 they depend on the token drawn.
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.floors import find_floors
 from specgraph.kernels.gumbel import (
     GREEDY,
     NO_TOKEN,
@@ -23,6 +24,7 @@ from specgraph.kernels.gumbel import (
     WARPS,
     aligned,
     candidate_scores,
+    kept_logits,
     load_tile,
     may_hide,
     noise_key,
@@ -46,12 +48,20 @@ def _draft_key(seeds_ptr, key_ptr, batch, number, STREAM: tl.constexpr, SHARED: 
     return k0, k1, c1, c2, c3
 
 
+@triton.jit
+def _floor(floors_ptr, line, FLOORED: tl.constexpr):
+    floor = tl.full((), -float("inf"), tl.float32)
+    if FLOORED:
+        floor = tl.load(floors_ptr + line)
+    return floor
+
+
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _scan_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, best_ptr, place_ptr, second_ptr,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, best_ptr, place_ptr, second_ptr,
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
-    MAPPED: tl.constexpr, PDL: tl.constexpr,
+    MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -65,16 +75,19 @@ def _scan_drafts(
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     if NOISE:
         if temperature < GREEDY:
-            best, place = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, MAPPED)
+            best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, False, MAPPED)
             second = tl.full((), -float("inf"), tl.float32)
         else:
             k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
-            best, place, second = scan_bounds(
-                row_ptr, ids_ptr, begin, size, limit, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED
-            )
+            best, place, second, _ = scan_bounds(
+                row_ptr, ids_ptr, begin, size, limit, _floor(floors_ptr, line, FLOORED), temperature,
+                k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
+            )  # fmt: skip
         tl.store(second_ptr + program, second)
+    elif temperature < GREEDY:
+        best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, False, MAPPED)
     else:
-        best, place = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, MAPPED)
+        best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, True, MAPPED)
     tl.store(best_ptr + program, best)
     tl.store(place_ptr + program, place)
     if PDL:
@@ -83,10 +96,10 @@ def _scan_drafts(
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _finish_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, best_ptr, place_ptr, second_ptr, token_ptr, chosen_ptr,
-    count, first, vocab, limit, splits,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, best_ptr, place_ptr, second_ptr, token_ptr,
+    chosen_ptr, count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    NOISE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+    NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: its token as a target id, and as a draft id, -1 if nothing but -inf was there."""
     if PDL:
@@ -104,9 +117,9 @@ def _finish_drafts(
     k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            score = candidate_scores(
-                logits_ptr, ids_ptr, line + ks * 0, place, known, tl.zeros_like(bound) + temperature, vocab,
-                k0, k1, c1, c2, c3, MAPPED,
+            score, place = candidate_scores(
+                logits_ptr, ids_ptr, line + ks * 0, place, known, _floor(floors_ptr, line, FLOORED),
+                tl.zeros_like(bound) + temperature, size, limit, vocab, k0, k1, c1, c2, c3, MAPPED,
             )  # fmt: skip
     best = tl.max(score, 0)
     chosen = tl.min(tl.where(known & (score == best), place, NO_TOKEN), 0)
@@ -118,8 +131,8 @@ def _finish_drafts(
             while left > 0:
                 split = tl.min(tl.where(pending, ks, NO_TOKEN), 0)
                 found, spot = rescan(
-                    logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit, temperature,
-                    k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
+                    logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
+                    _floor(floors_ptr, line, FLOORED), temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
                 )  # fmt: skip
                 better = (found > best) | ((found == best) & (spot < chosen))
                 best = tl.where(better, found, best)
@@ -138,16 +151,17 @@ def _finish_drafts(
 
 @triton.jit(do_not_specialize=["count", "limit"])
 def _write_processed(
-    logits_ptr, ids_ptr, temperature_ptr, chosen_ptr, out_ptr, count, vocab, limit, splits,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, ids_ptr, temperature_ptr, floors_ptr, chosen_ptr, out_ptr, count, vocab, limit, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``process_logits`` of one split of a row, padded ids masked."""
+    """``process_logits`` of one split of a row, ids beyond the target's masked."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     line, split = program // splits, program % splits
     temperature = tl.load(temperature_ptr + line // count).to(tl.float32)
     chosen = tl.load(chosen_ptr + line)
+    floor = _floor(floors_ptr, line, FLOORED)
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     point = (tl.zeros_like(local) + temperature < GREEDY) | (local * 0 + chosen < 0)
     for i in tl.static_range(SPLIT // TILE):
@@ -156,7 +170,7 @@ def _write_processed(
         ids = place
         if MAPPED:
             ids = tl.load(ids_ptr + place, mask=place < vocab, other=0).to(tl.int32)
-        x = tl.where(ids < limit, x, -float("inf"))
+        x = kept_logits(x, ids, limit, floor, True, FLOORED)
         value = processed_value(x, tl.zeros_like(x) + temperature)
         value = tl.where(point, tl.where(place == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
         tl.store(out_ptr + line.to(tl.int64) * vocab + place, value, mask=place < vocab)
@@ -165,11 +179,11 @@ def _write_processed(
 
 
 def sample_draft_triton(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, draft_to_target: Tensor | None, row: int,
-    target_vocab_size: int | None, *, shared: bool, stream: int, return_processed: bool, split: int | None = None,
-    tile: int = TILE, warps: int = WARPS,
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, target_vocab_size: int | None, *, shared: bool,
+    stream: int, return_processed: bool, split: int | None = None, tile: int = TILE, warps: int = WARPS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``specgraph::sample_draft`` without cuts; ``split``, ``tile`` and ``warps`` are for tests and tuning."""
+    """``specgraph::sample_draft`` up to float32; ``split``, ``tile`` and ``warps`` are for tests and tuning."""
     batch, count, vocab = logits.shape
     token = torch.empty(batch, count, dtype=torch.int64, device=logits.device)
     out = logits.new_empty((batch, count, vocab if return_processed else 0), dtype=torch.float32)
@@ -181,6 +195,9 @@ def sample_draft_triton(
     limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
     split = split_size(vocab) if split is None else split
     splits = triton.cdiv(vocab, split)
+    floors = find_floors(
+        logits, temperature, top_k, top_p, min_p, split=split, ids=ids if mapped else None, limit=target_vocab_size
+    )
     area = batch * count * splits
     best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))
     place = torch.empty(area, dtype=torch.int32, device=logits.device)
@@ -189,17 +206,19 @@ def sample_draft_triton(
     pdl = supports_pdl(logits.device)
     # Without contraction the same expression gives the same bits in every kernel.
     common: dict[str, Any] = {
-        "SPLIT": split, "TILE": tile, "MAPPED": mapped, "PDL": pdl, "num_warps": warps, "enable_fp_fusion": False,
-        **launch_options(pdl),
+        "SPLIT": split, "TILE": tile, "MAPPED": mapped, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
+        "enable_fp_fusion": False, **launch_options(pdl),
     }  # fmt: skip
     drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
+    bounds = best if floors is None else floors
     _scan_drafts[(area,)](
-        logits, ids, temperature, noise, key, best, place, second, count, row, vocab, limit, splits, **drawn, **common
-    )
+        logits, ids, temperature, noise, key, bounds, best, place, second, count, row, vocab, limit, splits, **drawn,
+        **common,
+    )  # fmt: skip
     _finish_drafts[(batch * count,)](
-        logits, ids, temperature, noise, key, best, place, second, token, chosen, count, row, vocab, limit, splits,
-        SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
+        logits, ids, temperature, noise, key, bounds, best, place, second, token, chosen, count, row, vocab, limit,
+        splits, SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
     )  # fmt: skip
     if return_processed:
-        _write_processed[(area,)](logits, ids, temperature, chosen, out, count, vocab, limit, splits, **common)
+        _write_processed[(area,)](logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common)
     return token, out

@@ -27,8 +27,8 @@ Rules
     typical: accept while ``p(x) > min(threshold, alpha * exp(-entropy))``. Lossy. Medusa, arXiv 2401.10774.
     synthetic: accept every draft with a given probability. Lossy, for benchmarks.
 
-On a GPU, strict, typical and synthetic without top-k, top-p and min-p run in two launches of Triton
-(:mod:`specgraph.kernels.verify_triton`); everything else is the reference, which does not wait for the host either.
+The op also says which sequences have a NaN among the logits they need (:func:`~specgraph.kernels.step.nan_rows`). On a
+GPU it runs in Triton (:mod:`specgraph.kernels.verify_triton`), except for float64, which is the reference's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from specgraph.kernels.sample import (
     sample,
     uniform,
 )
+from specgraph.kernels.step import nan_rows_reference
 from specgraph.kernels.verify_options import LOGPROBS, check_options, check_per_sequence, check_shapes, logprobs_kind
 from specgraph.kernels.verify_triton import covers, verify_triton
 
@@ -60,7 +61,7 @@ torch.library.define(
     "(Tensor logits, Tensor draft_tokens, Tensor? draft_logits, Tensor temperature, Tensor? seeds, Tensor positions, "
     "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor num_rows, Tensor num_forced, Tensor? draft_to_target, "
     'str rule="strict", str logprobs="none", float posterior_threshold=0.09, float posterior_alpha=0.3, '
-    "float acceptance_rate=0.7) -> (Tensor, Tensor, Tensor)",
+    "float acceptance_rate=0.7) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -466,7 +467,7 @@ def _verify(
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
     num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     out = verify_reference(
         logits, draft_tokens, draft_logits, temperature=temperature, seeds=seeds, positions=positions, rule=rule,
         top_k=top_k, top_p=top_p, min_p=min_p, num_rows=num_rows, num_forced=num_forced,
@@ -474,7 +475,8 @@ def _verify(
         posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha, acceptance_rate=acceptance_rate,
     )  # fmt: skip
     none = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
-    return out[0], out[1], out[2] if logprobs != "none" else none
+    bad = nan_rows_reference(logits, num_rows, num_forced, positions.shape[1])
+    return out[0], out[1], out[2] if logprobs != "none" else none, bad
 
 
 def _verify_fake(
@@ -482,7 +484,7 @@ def _verify_fake(
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
     num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs_kind(logprobs)
     check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
     check_per_sequence(
@@ -493,7 +495,8 @@ def _verify_fake(
     batch, width = positions.shape
     emitted = positions.new_empty((batch, width))
     columns = 0 if logprobs == "none" else width
-    return emitted, positions.new_empty((batch,)), logits.new_empty((batch, columns), dtype=torch.float32)
+    logprob, bad = logits.new_empty((batch, columns), dtype=torch.float32), logits.new_empty(batch, dtype=torch.bool)
+    return emitted, positions.new_empty((batch,)), logprob, bad
 
 
 def _verify_cuda(
@@ -501,9 +504,9 @@ def _verify_cuda(
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
     num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The Triton form where it covers the arguments that are given, whatever their values; else the reference."""
-    if not covers(logits, rule, top_k, top_p, min_p):
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The Triton form where it covers the dtypes that are given, whatever the values; else the reference."""
+    if not covers(logits, draft_logits):
         return _verify(
             logits, draft_tokens, draft_logits, temperature, seeds, positions, top_k, top_p, min_p, num_rows,
             num_forced, draft_to_target, rule, logprobs, posterior_threshold, posterior_alpha, acceptance_rate,
@@ -512,8 +515,9 @@ def _verify_cuda(
     check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
     check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
     return verify_triton(
-        logits, draft_tokens, temperature, seeds, positions, num_rows, num_forced, rule=rule, logprobs=logprobs,
-        posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha, acceptance_rate=acceptance_rate,
+        logits, draft_tokens, draft_logits, temperature, seeds, positions, top_k, top_p, min_p, num_rows, num_forced,
+        draft_to_target, rule=rule, logprobs=logprobs, posterior_threshold=posterior_threshold,
+        posterior_alpha=posterior_alpha, acceptance_rate=acceptance_rate,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """``process_logits, accept, residual, sample_next, emit`` and ``token_logprobs`` become one ``specgraph::verify``.
 
 The pattern is found from its last node, and every piece must read what its neighbours read: the same drafts, the same
-processed logits, the same row counts. A researcher's changed piece is left alone and reported.
+processed logits, the same row counts. A researcher's changed piece is left alone and reported. ``nan_rows`` of the same
+rows joins them, which saves reading the logits again; of other rows it stays as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from specgraph.graphs import calls
-from specgraph.kernels import verify
+from specgraph.kernels import step, verify
 from specgraph.kernels.sample import process_logits
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.program import Program
@@ -139,5 +140,21 @@ def _fuse(program: Program, match: _Match) -> None:
         node.replace_all_uses_with(item)
         graph.erase_node(node)
         item.name = node.name
+    for node in _nan_checks(match):
+        with graph.inserting_before(node):
+            item = graph.call_function(operator.getitem, (fused, 3))
+        item.meta["role"] = node.meta.get("role")
+        node.replace_all_uses_with(item)
+        graph.erase_node(node)
+        item.name = node.name
     for piece in reversed([p for p in match.pieces if p not in logprobs]):
         graph.erase_node(piece)
+
+
+def _nan_checks(match: _Match) -> list[fx.Node]:
+    """``nan_rows`` of the logits, rows and window that are verified here, behind the verification."""
+    logits, drafts = match.arguments["logits"], match.arguments["draft_tokens"]
+    window = drafts.args[0] if drafts.target is step.draft_tokens else None
+    verified = {"window": window, "num_rows": match.arguments["num_rows"], "num_forced": match.arguments["num_forced"]}
+    checks = [n for n in logits.users if n.target is step.nan_rows and match.emit < n]
+    return [n for n in checks if all(_arguments(n)[name] is value for name, value in verified.items())]

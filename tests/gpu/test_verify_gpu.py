@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.sample import STREAM_TARGET, gumbel, process_logits, sample, sample_draft_reference
+from specgraph.kernels.floors import find_floors
+from specgraph.kernels.sample import (
+    RULES,
+    STEP_NOISE_RULES,
+    STREAM_TARGET,
+    gumbel,
+    process_logits,
+    sample,
+    sample_draft_reference,
+)
 from specgraph.kernels.verify import verify_reference
 
 LOGPROB_ERROR = 4e-6
@@ -37,17 +46,19 @@ def problem(batch: int, drafts: int, vocab: int, temperature: float | None = Non
     }
 
 
-def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.specgraph.verify(
-        given["logits"], given["draft_tokens"], None, given["temperature"], given["seeds"], given["positions"], None,
-        None, None, given["num_rows"], given["num_forced"], None, rule=rule, logprobs=logprobs,
+def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> tuple[Tensor, ...]:
+    cuts = (given.get(name) for name in ("top_k", "top_p", "min_p"))
+    found: tuple[Tensor, ...] = torch.ops.specgraph.verify(
+        given["logits"], given["draft_tokens"], given.get("draft_logits"), given["temperature"], given["seeds"],
+        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("draft_to_target"), rule=rule,
+        logprobs=logprobs,
     )  # fmt: skip
     return found
 
 
 def reference(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
-    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens")}
-    return verify_reference(given["logits"], given["draft_tokens"], None, **rest, rule=rule)
+    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens", "draft_logits")}
+    return verify_reference(given["logits"], given["draft_tokens"], given.get("draft_logits"), **rest, rule=rule)
 
 
 def gaps(given: dict[str, Any]) -> Tensor:
@@ -70,11 +81,65 @@ def test_tokens_are_the_references(vocab: int, batch: int, drafts: int, rule: st
     assert torch.equal(found[1][clear], wanted[1][clear])
 
 
+CUTS = {
+    "top_k": torch.tensor([50, 0, 1, 1000, 0, 7, 0, 200000]),
+    "top_p": torch.tensor([0.9, 1.0, 0.5, 0.95, 0.3, 1.0, 0.999, 0.9]),
+    "min_p": torch.tensor([0.0, 0.05, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("vocab", [128256, 151936])
+@pytest.mark.parametrize("names", ["top_k", "top_p", "top_k top_p min_p"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_floors_keep_what_the_reference_keeps(vocab: int, names: str, dtype: torch.dtype) -> None:
+    """Rounding of the sums may move the floor of top-p by tokens that hold a millionth of the mass."""
+    given = problem(8, 3, vocab)
+    logits, heat = given["logits"].to(dtype), given["temperature"]
+    cuts = [CUTS[name].cuda() if name in names.split() else None for name in CUTS]
+    floors = find_floors(logits, heat, *cuts, split=4096)
+    assert floors is not None
+    wanted = process_logits(logits, heat, *cuts)
+    kept = logits.float() >= floors.view(8, 4, 1)
+    differ = (kept != (wanted > -torch.inf)) & (heat > 0).view(8, 1, 1)
+    if "top_p" not in names:
+        assert not differ.any()
+    mass = process_logits(logits, heat).softmax(-1).masked_fill(~differ, 0.0).sum(-1)
+    assert mass.max() < 3e-5
+    assert (differ.sum(-1) > 0).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_cuts_and_draft_logits(rule: str) -> None:
+    """One of these few hundred draws may be a near tie."""
+    given = problem(8, 7, 128256)
+    draw = torch.Generator("cuda").manual_seed(3)
+    ids = torch.randperm(128256, generator=draw, device="cuda")[:32000].sort().values
+    near = given["logits"][:, :7, ids] + torch.randn(8, 7, 32000, generator=draw, device="cuda")
+    cuts = {name: value.cuda() for name, value in CUTS.items()}
+    tokens, processed = torch.ops.specgraph.sample_draft(
+        near, given["temperature"], given["seeds"], given["positions"][:, 0].contiguous(), *cuts.values(), ids, 0,
+        rule, 128256, True,
+    )  # fmt: skip
+    given |= {"draft_tokens": tokens, **cuts}
+    if rule in STEP_NOISE_RULES:
+        given |= {"draft_logits": processed, "draft_to_target": ids}
+    found, wanted = op(given, rule), reference(given, rule)
+    assert (found[0] != wanted[0]).any(1).sum() <= 1
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op(given, rule)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for batch in (1, 5):
+        cut = {name: value if name == "draft_to_target" else value[:batch] for name, value in given.items()}
+        assert all(torch.equal(one[:batch], other) for one, other in zip(found, op(cut, rule), strict=True))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8, None])
 def test_logprobs_are_those_of_float64(temperature: float | None) -> None:
     given = problem(8, 3, 128256, temperature)
     for kind in ("raw", "processed"):
-        emitted, _, found = op(given, logprobs=kind)
+        emitted, _, found, _ = op(given, logprobs=kind)
         source = given["logits"].double()
         if kind == "processed":
             source = process_logits(source, given["temperature"].double())

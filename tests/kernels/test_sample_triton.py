@@ -42,8 +42,9 @@ def test_uniforms_are_the_references_bit_for_bit(stream: int) -> None:
 
 
 def drafts(
-    logits: Tensor, rule: str, ids: Tensor | None, limit: int | None, seeded: bool, kept: bool = True, tile: int = 1024
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    logits: Tensor, rule: str, ids: Tensor | None, limit: int | None, seeded: bool, kept: bool = True,
+    tile: int = 1024, cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
     """What the kernel and the reference draw; temperatures are mixed."""
     batch = len(logits)
     temperature = torch.tensor([0.7, 0.0, 1.0, 1.6]).repeat(batch)[:batch].to(DEVICE)
@@ -52,12 +53,10 @@ def drafts(
     ids = None if ids is None else ids.to(DEVICE)
     shared = rule in SHARED_NOISE_RULES
     found = sample_draft_triton(
-        logits, temperature, seeds, key, ids, 3, limit, shared=shared, stream=STREAM_TARGET if shared else STREAM_DRAFT,
-        return_processed=kept, split=1024, tile=tile,
+        logits, temperature, seeds, key, *cuts, ids, 3, limit, shared=shared,
+        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=kept, split=1024, tile=tile,
     )  # fmt: skip
-    wanted = sample_draft_reference(
-        logits, temperature, seeds, key, None, None, None, ids, 3, rule, limit, return_processed=kept
-    )
+    wanted = sample_draft_reference(logits, temperature, seeds, key, *cuts, ids, 3, rule, limit, return_processed=kept)
     return found, wanted
 
 
@@ -76,6 +75,17 @@ def test_drafts_are_the_references(rule: str, vocab: int, mapped: bool, limit: i
 
 def test_half_precision_and_several_turns() -> None:
     for one, other in zip(*drafts(noise(4, 1, 1500).half(), "strict", None, None, True, tile=256), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("mapped", "limit"), [(False, None), (True, 900)])
+def test_cuts(mapped: bool, limit: int | None) -> None:
+    ids = torch.randperm(1100, generator=torch.Generator().manual_seed(1)) if mapped else None
+    cuts = (
+        torch.tensor([0, 7, 40], device=DEVICE), torch.tensor([0.8, 1.0, 0.5], device=DEVICE),
+        torch.tensor([0.0, 0.0, 0.1], device=DEVICE),
+    )  # fmt: skip
+    for one, other in zip(*drafts(noise(3, 1, 1100).bfloat16(), "block", ids, limit, True, cuts=cuts), strict=True):
         assert torch.equal(one, other)
 
 

@@ -18,7 +18,7 @@ from specgraph.kernels.sample import (
     sample_draft,
     uniform,
 )
-from specgraph.kernels.step import needed_rows
+from specgraph.kernels.step import nan_rows, needed_rows
 from specgraph.kernels.verify import (
     LOSSLESS_RULES,
     accept,
@@ -472,7 +472,7 @@ def test_float64_stays_float64_and_integers_may_be_int32() -> None:
 # the pieces and the op
 
 
-def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, Tensor, Tensor]:
+def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The step graph's own spelling."""
     rows, forced = torch.full_like(given["seeds"], 4), torch.full_like(given["seeds"], 1)
     processed = process_logits(given["target_logits"], given["temperature"])
@@ -487,6 +487,7 @@ def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, Tensor, Tensor]:
         emitted,
         num_emitted,
         token_logprobs(given["target_logits"], processed, emitted, forced, logprobs="processed"),
+        nan_rows(given["target_logits"], given["positions"], rows, forced),
     )
 
 
@@ -503,6 +504,7 @@ def op_arguments(given: dict[str, Any], rule: str, logprobs: str, cuts: bool = F
 @pytest.mark.parametrize("rule", RULES)
 def test_the_op_is_the_composition_of_its_pieces(rule: str) -> None:
     given = problem()
+    given["target_logits"][3, 2, 1] = given["target_logits"][5, 0, 1] = torch.nan  # the second one is forced
     found = torch.ops.specgraph.verify(*op_arguments(given, rule, "processed"))
     for one, other in zip(found, composed(given, rule), strict=True):
         assert torch.equal(one, other)
@@ -530,7 +532,7 @@ def test_fake_outputs_match_real_ones(drafts: int, kind: str) -> None:
 
 def test_the_ops_defaults_are_strict_without_logprobs() -> None:
     given = problem(batch=3)
-    emitted, _, logprobs = torch.ops.specgraph.verify(*op_arguments(given, "strict", "none")[:12])
+    emitted, _, logprobs, _ = torch.ops.specgraph.verify(*op_arguments(given, "strict", "none")[:12])
     assert torch.equal(emitted, composed(given, "strict")[0])
     assert logprobs.shape == (3, 0)
 

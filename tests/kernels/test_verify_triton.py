@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.sample import process_logits, sample
+from specgraph.kernels.sample import RULES, STEP_NOISE_RULES, process_logits, sample, sample_draft_reference
+from specgraph.kernels.step import nan_rows_reference
 from specgraph.kernels.verify import verify_reference
-from specgraph.kernels.verify_triton import COVERED_RULES, covers, verify_triton
+from specgraph.kernels.verify_triton import covers, verify_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPLIT = {"split": 1024, "tile": 1024}
@@ -43,14 +44,40 @@ def problem(
 
 
 def reference(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> tuple[Tensor, ...]:
-    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens")}
+    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens", "draft_logits")}
     return verify_reference(
-        given["logits"], given["draft_tokens"], None, **rest, rule=rule, return_logprobs=logprobs, **OPTIONS
-    )
+        given["logits"], given["draft_tokens"], given.get("draft_logits"), **rest, rule=rule, return_logprobs=logprobs,
+        **OPTIONS,
+    )  # fmt: skip
 
 
 def launch(given: dict[str, Any], rule: str = "strict", logprobs: str = "none", **shape: int) -> tuple[Tensor, ...]:
-    return verify_triton(**given, rule=rule, logprobs=logprobs, **OPTIONS, **(shape or SPLIT))
+    absent = dict.fromkeys(("draft_logits", "top_k", "top_p", "min_p", "draft_to_target"))
+    return verify_triton(**{**absent, **given}, rule=rule, logprobs=logprobs, **OPTIONS, **(shape or SPLIT))
+
+
+def with_draft_logits(given: dict[str, Any], drawn: int, own: int | None = None) -> dict[str, Any]:
+    """Drafts drawn from logits near the target's, ``drawn`` of them; ``own`` is the size of a reduced vocabulary."""
+    drafts = given["draft_tokens"].shape[1]
+    vocab = given["logits"].shape[-1]
+    draw = torch.Generator().manual_seed(7)
+    ids = torch.arange(vocab) if own is None else torch.randperm(vocab, generator=draw)[:own]
+    near = given["logits"].cpu()[:, :drafts, ids].float()
+    near = near + torch.randn(near.shape, generator=draw)
+    tokens, processed = sample_draft_reference(
+        near, given["temperature"].cpu(), given["seeds"].cpu(), given["positions"].cpu()[:, 0], None, None, None, ids,
+        0, "block", vocab, True,
+    )  # fmt: skip
+    more = {"draft_logits": processed[:, :drawn].to(DEVICE), "draft_tokens": tokens.to(DEVICE)}
+    return {**given, **more, "draft_to_target": None if own is None else ids.to(DEVICE)}
+
+
+CUTS = {"top_k": [40, 0, 5, 3, 9], "top_p": [0.9, 1.0, 0.5, 0.95, 1.0], "min_p": [0.0, 0.05, 0.01, 0.0, 0.0]}
+
+
+def with_cuts(given: dict[str, Any]) -> dict[str, Any]:
+    batch = len(given["logits"])
+    return {**given, **{name: torch.tensor(v).repeat(batch)[:batch].to(DEVICE) for name, v in CUTS.items()}}
 
 
 def assert_same_tokens(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
@@ -83,7 +110,16 @@ def test_strict_emits_the_references_tokens(vocab: int, drafts: int, dtype: torc
     assert_logprobs(given, found, kind)
 
 
-@pytest.mark.parametrize(("rule", "kind"), [("strict", "raw"), ("typical", "processed"), ("synthetic", "none")])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ("strict", "raw"),
+        ("typical", "processed"),
+        ("synthetic", "none"),
+        ("block", "processed"),
+        ("probabilistic", "raw"),
+    ],
+)
 def test_rows_and_forced_rows_as_in_the_reference(rule: str, kind: str) -> None:
     given = problem(10, 3, 40)
     given["num_rows"] = torch.tensor([4, 4, 4, 4, 3, 2, 1, 0, 0, 2], device=DEVICE)
@@ -99,7 +135,7 @@ def test_rows_and_forced_rows_as_in_the_reference(rule: str, kind: str) -> None:
         torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(("rule", "rows"), [("strict", 1), ("strict", 3), ("typical", 2)])
+@pytest.mark.parametrize(("rule", "rows"), [("strict", 1), ("strict", 3), ("typical", 2), ("block", 3)])
 def test_a_wide_block_with_few_rows_of_logits(rule: str, rows: int) -> None:
     given = problem(6, 11, 300, rows)
     given["num_forced"] = torch.tensor([0, 3, 9, 10, 11, 7], device=DEVICE)
@@ -110,7 +146,7 @@ def test_a_wide_block_with_few_rows_of_logits(rule: str, rows: int) -> None:
     torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("rule", COVERED_RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
 def test_strange_logits(rule: str, value: float) -> None:
     given = problem(4, 1, 50)
@@ -127,7 +163,7 @@ def test_strange_logits(rule: str, value: float) -> None:
 def test_without_seeds_nothing_is_drawn(temperature: float) -> None:
     given = problem(2, 1, 1300)
     given["seeds"], given["temperature"] = None, torch.full((2,), temperature, device=DEVICE)
-    for rule in ("strict", "synthetic"):
+    for rule in ("strict", "synthetic", "probabilistic", "block"):
         assert_same_tokens(launch(given, rule), reference(given, rule))
 
 
@@ -185,9 +221,64 @@ def test_strides_and_integer_types_do_not_matter() -> None:
     assert_same_tokens(launch({**given, "draft_tokens": given["draft_tokens"].int()}), wanted)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_cuts(rule: str) -> None:
+    given = with_cuts(problem(5, 1, 1100, dtype=torch.bfloat16))
+    wanted, found = reference(given, rule, "processed"), launch(given, rule, "processed")
+    assert_same_tokens(found, wanted)
+    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+@pytest.mark.parametrize(("drawn", "own"), [(0, None), (2, None), (3, 200), (2, 250)])
+def test_drafts_with_logits_are_verified_as_in_the_reference(rule: str, drawn: int, own: int | None) -> None:
+    given = with_draft_logits(problem(6, 3, 300), drawn, own)
+    if drawn == 2:
+        given = with_cuts(given)
+    wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
+    assert_same_tokens(found, wanted)
+    assert len(set(wanted[1].tolist())) > 1
+    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+def test_draft_logits_of_forced_and_missing_rows_are_not_looked_at(rule: str) -> None:
+    given = with_draft_logits(problem(6, 3, 90), 3)
+    given["num_rows"] = torch.tensor([4, 4, 4, 3, 1, 0], device=DEVICE)
+    given["num_forced"] = torch.tensor([0, 1, 3, 2, 0, 0], device=DEVICE)
+    wanted = reference(given, rule)
+    given["draft_logits"][2], given["draft_logits"][4:], given["draft_logits"][1, :1] = torch.nan, torch.nan, torch.nan
+    assert_same_tokens(launch(given, rule), wanted)
+
+
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+def test_drafts_from_the_targets_own_distribution_are_accepted(rule: str) -> None:
+    """Nothing is left of ``p - q``; where a draft is rejected nevertheless the target's own distribution is drawn."""
+    given = problem(4, 3, 300)
+    given["temperature"] = torch.ones_like(given["temperature"])
+    tokens, processed = sample_draft_reference(
+        given["logits"][:, :3], given["temperature"], given["seeds"], given["positions"][:, 0], None, None, None, None,
+        0, "block", None, True,
+    )  # fmt: skip
+    given |= {"draft_tokens": tokens, "draft_logits": processed}
+    assert (launch(given, rule)[1] == 4).all()
+
+
+@pytest.mark.parametrize("rule", ["strict", "typical", "block"])
+def test_sequences_with_nan_among_the_logits_they_need(rule: str) -> None:
+    given = problem(6, 2, 60)
+    given["num_rows"] = torch.tensor([3, 3, 2, 3, 3, 0], device=DEVICE)
+    given["num_forced"] = torch.tensor([0, 1, 0, 0, 0, 0], device=DEVICE)
+    for b, r, place in ((0, 2, 59), (1, 0, 5), (2, 2, 5), (4, 1, 0), (5, 1, 3)):
+        given["logits"][b, r, place] = torch.nan
+    given["logits"][3, 0, 7], given["logits"][3, 1, 8] = torch.inf, -torch.inf
+    found = launch(given, rule)[3]
+    assert found.tolist() == [True, False, False, False, True, False]
+    assert torch.equal(found, nan_rows_reference(given["logits"], given["num_rows"], given["num_forced"], 3))
+
+
 def test_what_is_covered() -> None:
-    logits, option = torch.zeros(1, 1, 4), torch.ones(1)
-    assert covers(logits.half(), "strict", None, None, None)
-    assert not covers(logits.double(), "strict", None, None, None)
-    assert not covers(logits, "block", None, None, None)
-    assert not any(covers(logits, "strict", *(option if i == j else None for i in range(3))) for j in range(3))
+    logits = torch.zeros(1, 1, 4)
+    assert covers(logits.half(), None) and covers(logits, logits.bfloat16())
+    assert not covers(logits.double(), None)
+    assert not covers(logits, logits.double())

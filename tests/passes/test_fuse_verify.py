@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from specgraph.drafters.base import Drafter
 from specgraph.errors import PassError
 from specgraph.graphs import calls
-from specgraph.kernels import verify
+from specgraph.kernels import step, verify
 from specgraph.kernels.sample import RULES, process_logits
 from specgraph.model_info import ModelInfo
 from specgraph.passes.base import NearMiss, PassResult
@@ -76,8 +76,8 @@ def test_the_pieces_become_one_op():
     program = last(visible(), [FuseVerify()])
     verify_program(program)
     assert text(body(program)) == text("""
-        emitted, number, values = torch.ops.specgraph.verify.default(logits, drafts, draft_logits, temperature, seeds,
-            positions, top_k, None, None, num_rows, num_forced, None, rule="block", posterior_threshold=0.2,
+        emitted, number, values, _ = torch.ops.specgraph.verify.default(logits, drafts, draft_logits, temperature,
+            seeds, positions, top_k, None, None, num_rows, num_forced, None, rule="block", posterior_threshold=0.2,
             posterior_alpha=0.4, acceptance_rate=0.6, logprobs="raw")
         return emitted, number, values
     """)
@@ -191,6 +191,30 @@ def test_a_piece_that_reads_something_else_than_its_neighbours_is_left_alone(
     if parameter == "num_accepted":
         name, value, given = "token", "count", "num_rows"
     refused(program, f"{name} reads {value} as {parameter}, where {given} was read before")
+
+
+@pytest.mark.parametrize(("changed", "value"), [(None, None), ("num_rows", "num_forced"), ("window", "positions")])
+def test_looking_for_nan_joins_the_op_if_it_looks_at_the_same_rows(changed: str | None, value: str | None):
+    program = visible()
+    window = program.placeholder("window", Buffer(("B", K + 1)))
+    drafts = program.input("drafts")
+    with program.graph.inserting_after(window):
+        cut = program.graph.call_function(step.draft_tokens, (window,))
+    drafts.replace_all_uses_with(cut)
+    emitted, number, values = (node(program, name) for name in ("emitted", "number", "values"))
+    rows = (program.input("num_rows"), program.input("num_forced"))
+    bad = program.call(step.nan_rows, program.input("logits"), window, *rows, name="bad", role="bad")
+    program.set_output(emitted, number, values, bad)
+    if changed is not None and value is not None:
+        set_argument(program, "bad", changed, program.input(value))
+    before, after = program.step(), last(program, [FuseVerify()])
+    assert (after.one("bad").target is step.nan_rows) == (changed is not None)
+    inputs = random_inputs(1, K + 1)
+    inputs["logits"][1, 3, 2] = inputs["logits"][2, 0, 0] = torch.nan
+    inputs["window"] = torch.nn.functional.pad(inputs["drafts"], (1, 0))
+    expected, actual = before(**inputs), after.step()(**inputs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    assert changed is not None or expected[3].any()
 
 
 def test_accepting_from_raw_logits_is_left_alone():

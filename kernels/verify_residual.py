@@ -1,0 +1,490 @@
+"""``probabilistic`` and ``block`` in Triton: acceptance by p and q, and a draw from what is left of ``w * p - q``.
+
+Probabilities are never stored: wherever one is wanted it is computed from its logit and the row's sum. In order:
+
+    ``_sum_drafts``    largest value and sum of exponentials of every split of the draft's rows
+    ``_weigh_rows``    per sequence: both sums merged, p and q of every draft token, the chain of weights of ``block``
+    ``_sum_excess``    (``block``) the sum of ``max(w * p - q, 0)`` over every split of every row
+    ``_choose``        per sequence: how many drafts are accepted, which row the next token comes from
+    ``_race``          the winner of every split of that row
+    ``_finish_race``   per sequence: the winner of all, tokens and log-probabilities laid out
+
+The draw is the exponential race: the first argmax of ``v / -log1p(-u)``, which is that of ``log(v) + gumbel``.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.gumbel import (
+    GREEDY,
+    LOG2E,
+    NO_TOKEN,
+    accurate_log1p,
+    clean,
+    first_best,
+    load_tile,
+    noise_key,
+    noise_words,
+    philox,
+    scaled_uniform,
+    split_size,
+)
+from specgraph.kernels.sample import STREAM_ACCEPT, STREAM_RESIDUAL
+from specgraph.kernels.verify_rows import (
+    count_accepted,
+    fixed_sum,
+    floored_logits,
+    judge_rows,
+    last_row,
+    lay_out,
+    load_floors,
+    merge_sums,
+    place_rows,
+    split_largest,
+    split_sums,
+    store_bad,
+    write_logprobs,
+)
+
+_ACCEPT = tl.constexpr(STREAM_ACCEPT)
+_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
+_UNIT = tl.constexpr(2.0**-32)
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_REALS, _INTEGERS = 6, 3
+"""Columns of the tables of rows: largest and sum of the target, those of the draft, the weight before and after the
+row; and the token of a row that is a point mass or -1, whether it is live, its draft."""
+
+
+class Block(NamedTuple):
+    """What ``verify_triton`` was given, contiguous, and what ``_scan_rows`` has left."""
+
+    logits: Tensor
+    draft_tokens: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+    num_rows: Tensor
+    num_forced: Tensor
+    floors: Tensor
+    best: Tensor
+    place: Tensor
+    flags: Tensor
+    stats: Tensor
+
+
+@triton.jit
+def _target_prob(x, place, floor, largest, total, scale, point):
+    """Probabilities of the target's tokens at ``place``; ``point`` is the only one of a point mass, or -1."""
+    x = clean(tl.where(x < floor, -float("inf"), x))
+    return tl.where(point >= 0, tl.where(place == point, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
+
+
+@triton.jit
+def _draft_prob(
+    draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
+    DRAWN: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """What the draft gave the target's tokens at ``place``: a point mass at ``draft`` where it was not drawn."""
+    prob = tl.where(place == draft, 1.0, 0.0)
+    if DRAWN:
+        own = place
+        if MAPPED:
+            own = tl.load(own_ptr + place, mask=inside, other=-1)
+        has = inside & drawn & (own >= 0) & (own < own_vocab)
+        x = tl.load(draft_ptr + line.to(tl.int64) * own_vocab + own, mask=has, other=-float("inf")).to(tl.float32)
+        prob = tl.where(drawn, tl.exp2((x - largest) * LOG2E) / total, prob)
+    return prob
+
+
+@triton.jit(do_not_specialize=["drawn"])
+def _sum_drafts(
+    draft_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    batch, row = line // drawn, line % drawn
+    if (row < tl.load(num_rows_ptr + batch) - 1) & (row >= tl.load(num_forced_ptr + batch)):
+        row_ptr = draft_ptr + line.to(tl.int64) * own_vocab
+        largest, _ = split_largest(row_ptr, split * SPLIT, own_vocab, SPLIT, TILE)
+        tl.store(stats_ptr + program, largest)
+        largest = tl.where(largest > -float("inf"), largest, 0.0)
+        total, _ = split_sums(row_ptr, split * SPLIT, own_vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)
+        tl.store(stats_ptr + tl.num_programs(0) + program, total)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _point_tokens(best_ptr, place_ptr, at, known, cold, largest):
+    """The token of every row that is a point mass (greedy, or nothing but -inf), or -1."""
+    value = tl.load(best_ptr + at, mask=known, other=-float("inf"))
+    place = tl.load(place_ptr + at, mask=known, other=0)
+    first = tl.min(tl.where(known & (value == tl.max(value, 1)[:, None]), place, NO_TOKEN), 1)
+    empty = largest == -float("inf")
+    return tl.where(empty, 0, tl.where(cold, first, -1))
+
+
+@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "drawn"])
+def _weigh_rows(
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
+    best_ptr, place_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr,
+    count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, FLOORED: tl.constexpr, BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: the tables of its rows. For ``probabilistic`` the weight after a row is its draft's chance."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    row, needed, num_rows, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    draft, judged, live = judge_rows(
+        draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
+    )
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
+    scale = LOG2E * (1.0 / tl.where(temperature < GREEDY, 1.0, temperature))
+    ks = tl.arange(0, SPLITS)
+    line = (batch * count + rows).to(tl.int64)
+    at = line[:, None] * splits + ks[None, :]
+    known = needed[:, None] & (ks[None, :] < splits)
+    largest, total, _ = merge_sums(stats_ptr, at, known, lines * splits, 2, scale)
+    point = _point_tokens(best_ptr, place_ptr, at, known, cold, largest)
+    largest = tl.where(largest > -float("inf"), largest, 0.0)
+    floor = load_floors(floors_ptr, line, needed, FLOORED)
+    x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
+    p = _target_prob(x, draft, floor, largest, total, scale, point)
+
+    draft_line = batch * drawn + row
+    draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
+    if DRAWN:
+        own_ks = tl.arange(0, OWN_SPLITS)
+        has = live & judged & (row < drawn)
+        own_at = draft_line[:, None] * own_splits + own_ks[None, :]
+        own_known = has[:, None] & (own_ks[None, :] < own_splits)
+        area = tl.num_programs(0) * drawn * own_splits
+        draft_largest, draft_total, _ = merge_sums(draft_stats_ptr, own_at, own_known, area, 1, LOG2E)
+        draft_largest = tl.where(draft_largest > -float("inf"), draft_largest, 0.0)
+        draft_total = tl.where(draft_total > 0, draft_total, 1.0)
+    q = _draft_prob(
+        draft_ptr, own_ptr, draft_line, draft, live & judged, row < drawn, draft, draft_largest, draft_total,
+        own_vocab, DRAWN, MAPPED,
+    )  # fmt: skip
+
+    before = tl.full((ROWS,), 1.0, tl.float32)
+    after = tl.full((ROWS,), 1.0, tl.float32)
+    if BLOCK:
+        weight = tl.full((), 1.0, tl.float32)
+        for r in range(ROWS):
+            here = rows == r
+            here_p, here_q = tl.sum(tl.where(here, p, 0.0), 0), tl.sum(tl.where(here, q, 0.0), 0)
+            before = tl.where(here, weight, before)
+            scaled = weight * here_p
+            step = tl.minimum(scaled / tl.maximum(here_q, _TINY), 1.0)
+            step = tl.where((scaled >= here_q) & (here_p > 0), 1.0, step)
+            weight = tl.where(tl.sum(tl.where(here & live, 1, 0), 0) > 0, step, weight)
+            after = tl.where(here, weight, after)
+    else:
+        after = tl.where((p >= q) & (p > 0), 1.0, tl.minimum(p / tl.maximum(q, _TINY), 1.0))
+    inside = rows < count
+    tl.store(reals_ptr + line, largest, mask=inside)
+    tl.store(reals_ptr + lines + line, total, mask=inside)
+    tl.store(reals_ptr + 2 * lines + line, draft_largest, mask=inside)
+    tl.store(reals_ptr + 3 * lines + line, draft_total, mask=inside)
+    tl.store(reals_ptr + 4 * lines + line, before, mask=inside)
+    tl.store(reals_ptr + 5 * lines + line, after, mask=inside)
+    tl.store(integers_ptr + line, point, mask=inside)
+    tl.store(integers_ptr + lines + line, live.to(tl.int32), mask=inside)
+    tl.store(integers_ptr + 2 * lines + line, draft, mask=inside)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _left_over(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row, begin,
+    vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
+    place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    scale = LOG2E * (1.0 / tl.where(temperature < GREEDY, 1.0, temperature))
+    floor = tl.full((), -float("inf"), tl.float32)
+    if FLOORED:
+        floor = tl.load(floors_ptr + line)
+    largest, total = tl.load(reals_ptr + line), tl.load(reals_ptr + lines + line)
+    draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
+    weight, point, draft = (
+        tl.load(reals_ptr + 4 * lines + line), tl.load(integers_ptr + line), tl.load(integers_ptr + 2 * lines + line)
+    )  # fmt: skip
+    x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
+    p = _target_prob(x, place, floor, largest, total, scale, point)
+    q = _draft_prob(
+        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0), row < drawn, draft, draft_largest,
+        draft_total, own_vocab, DRAWN, MAPPED,
+    )  # fmt: skip
+    return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
+
+
+@triton.jit(do_not_specialize=["count", "width", "drawn"])
+def _sum_excess(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, excess_ptr,
+    count, width, vocab, splits, lines, drawn, own_vocab,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    batch = line // count
+    row = tl.minimum(tl.load(num_forced_ptr + batch).to(tl.int32), width - count) + line % count
+    if tl.load(integers_ptr + lines + line) > 0:
+        total = tl.zeros((TILE // 4, 4), tl.float32)
+        for i in range(SPLIT // TILE):
+            left, _ = _left_over(
+                logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
+                split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
+            )  # fmt: skip
+            total += left
+        tl.store(excess_ptr + program, tl.sum(tl.sum(total, 1), 0))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _block_chances(reals_ptr, integers_ptr, excess_ptr, line, rows, live, after, count, splits, lines,
+                   SPLITS: tl.constexpr):  # fmt: skip
+    """``h`` of Algorithm 2 for the prefix through each row's draft: see ``verify._block_chances``."""
+    ks = tl.arange(0, SPLITS)
+    follows = rows + 1 < count
+    next_live = tl.load(integers_ptr + lines + line + 1, mask=follows, other=0) > 0
+    at = (line[:, None] + 1) * splits + ks[None, :]
+    excess = fixed_sum(tl.load(excess_ptr + at, mask=next_live[:, None] & (ks[None, :] < splits), other=0.0))
+    total = excess + (1.0 - after)
+    share = tl.where(total > 0, excess / tl.maximum(total, _TINY), 1.0)
+    return tl.where(next_live, share, after)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _choose(
+    seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, reals_ptr, integers_ptr, excess_ptr, accepted_ptr,
+    count, width, splits, lines,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: the number of accepted tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    row, _, _, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    line = (batch * count + rows).to(tl.int64)
+    live = tl.load(integers_ptr + lines + line, mask=rows < count, other=0) > 0
+    chance = tl.load(reals_ptr + 5 * lines + line, mask=rows < count, other=0.0)
+    u = tl.full((ROWS,), 0.5, tl.float32)
+    if NOISE:
+        start = tl.load(positions_ptr + batch * width)
+        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
+        word, _, _, _ = philox((rows * 0).to(tl.uint32), c1, c2, c3, k0, k1)
+        u = scaled_uniform(word) * _UNIT
+    if BLOCK:
+        chance = _block_chances(
+            reals_ptr, integers_ptr, excess_ptr, line, rows, live, chance, count, splits, lines, SPLITS
+        )
+        accepted = forced + tl.max(tl.where((u < chance) & live, row - forced + 1, 0), 0)
+    else:
+        accepted, _ = count_accepted(u < chance, live, row, first, forced, count, ROWS)
+    tl.store(accepted_ptr + batch, accepted)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _race_split(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr, integers_ptr,
+    batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The first to arrive in a split: its speed, 0 if there is none, and its place."""
+    line = batch * count + last
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    top = tl.zeros((TILE // 4, 4), tl.float32)
+    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    for i in range(SPLIT // TILE):
+        value, _ = _left_over(
+            logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line,
+            first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
+        )  # fmt: skip
+        if NOISE:
+            start = tl.load(positions_ptr + batch * width)
+            key = tl.minimum(accepted, width - 1)
+            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
+            word, _ = noise_words(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
+            value = value / -accurate_log1p(-(scaled_uniform(word) * _UNIT))
+        better = value > top
+        top = tl.where(better, value, top)
+        turn = tl.where(better, i, turn)
+    return first_best(top, begin + turn * TILE + local)
+
+
+@triton.jit(do_not_specialize=["count", "width", "drawn"])
+def _race(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
+    floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    count, width, vocab, splits, lines, drawn, own_vocab,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    batch, split = program // splits, program % splits
+    num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
+    if num_forced < tl.load(num_rows_ptr + batch):
+        first = tl.minimum(num_forced, width - count)
+        accepted = tl.load(accepted_ptr + batch)
+        last = last_row(accepted, first, count)
+        own = 1 - tl.load(integers_ptr + lines + batch * count + last)
+        best, place = _race_split(
+            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab,
+            own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+        )  # fmt: skip
+        tl.store(best_ptr + program, best)
+        tl.store(place_ptr + program, place)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "drawn"])
+def _finish_race(
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
+    num_forced_ptr, floors_ptr, flags_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.program_id(0)
+    rows, ks = tl.arange(0, ROWS), tl.arange(0, SPLITS)
+    row, needed, _, first, _, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    accepted = tl.load(accepted_ptr + batch)
+    last = last_row(accepted, first, count)
+    inside = (ks < splits) & more
+    speed = tl.load(best_ptr + batch * splits + ks, mask=inside, other=0.0)
+    place = tl.load(place_ptr + batch * splits + ks, mask=inside, other=NO_TOKEN)
+    best = tl.max(speed, 0)
+    token = tl.min(tl.where(inside & (speed == best), place, NO_TOKEN), 0)
+    split = tl.where((best > 0) | (more == 0), splits, 0)
+    while split < splits:
+        # Rounding has left nothing of the difference: the target's own distribution.
+        found, spot = _race_split(
+            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab, 1,
+            SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+        )  # fmt: skip
+        token = tl.where(found > best, spot, token)
+        best = tl.maximum(best, found)
+        split += 1
+    token = tl.where(token < vocab, token, 0)
+    lay_out(
+        draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count,
+        width, drafts_stride, COLUMNS, RAW or PROCESSED,
+    )  # fmt: skip
+    line = (batch * count + rows).to(tl.int64)
+    at = line[:, None] * splits + ks[None, :]
+    known = needed[:, None] & (ks[None, :] < splits)
+    store_bad(bad_ptr, flags_ptr, batch, at, known)
+    if RAW or PROCESSED:
+        temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+        inverse = 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
+        point = tl.load(integers_ptr + line, mask=rows < count, other=-1)
+        draft = tl.load(integers_ptr + 2 * lines + line, mask=rows < count, other=0)
+        floor = load_floors(floors_ptr, line, needed, FLOORED)
+        write_logprobs(
+            logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
+            count, width, vocab, draft, token, accepted, point, inverse, RAW,
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def _own_ids(draft_to_target: Tensor | None, vocab: int, like: Tensor) -> Tensor:
+    """The draft id of every target id, -1 where it has none: int32 ``[V + 1]``, of which the last is not used."""
+    if draft_to_target is None:
+        return like
+    own = torch.full((vocab + 1,), -1, dtype=torch.int32, device=like.device)
+    ids = torch.arange(len(draft_to_target), dtype=torch.int32, device=like.device)
+    return own.scatter_(0, draft_to_target.clamp(max=vocab), ids)
+
+
+def verify_residual(
+    block: Block, draft_logits: Tensor | None, draft_to_target: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool, common: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or (``by_block``) ``block``.
+
+    ``common`` are launch options and sizes; a kernel takes those it knows.
+    """
+    batch, count, vocab = block.logits.shape
+    width, lines, device = block.positions.shape[1], batch * count, block.logits.device
+    drawn, own_vocab = (0, 1) if draft_logits is None else draft_logits.shape[1:]
+    draft = block.logits if draft_logits is None else draft_logits.contiguous()
+    own_split = split_size(own_vocab)
+    own_splits = triton.cdiv(own_vocab, own_split)
+    draft_stats = torch.empty(2 * max(batch * drawn * own_splits, 1), dtype=torch.float32, device=device)
+    reals = torch.empty((_REALS, lines), dtype=torch.float32, device=device)
+    integers = torch.empty((_INTEGERS, lines), dtype=torch.int32, device=device)
+    excess = torch.empty(lines * splits if by_block else 1, dtype=torch.float32, device=device)
+    accepted = torch.empty(batch, dtype=torch.int32, device=device)
+    own_ids = _own_ids(draft_to_target if drawn else None, vocab, integers)
+    drafts_stride = block.draft_tokens.stride(0)
+    options = {**common, "DRAWN": drawn > 0, "MAPPED": draft_to_target is not None and drawn > 0, "BLOCK": by_block,
+               "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}  # fmt: skip
+
+    def launch(kernel: Any, programs: int, *arguments: object, **changes: int) -> None:
+        known = {name: value for name, value in options.items() if not name.isupper() or name in kernel.arg_names}
+        kernel[(programs,)](*arguments, **{**known, **changes})
+
+    given, rows = (block.logits, draft, own_ids, block.temperature), (block.num_rows, block.num_forced)
+    noise, tables = (block.seeds, block.positions), (reals, integers)
+    if drawn:
+        launch(_sum_drafts, batch * drawn * own_splits, draft, *rows, draft_stats, drawn, own_vocab, own_splits,
+               SPLIT=own_split, TILE=min(own_split, common["TILE"]))  # fmt: skip
+    launch(
+        _weigh_rows, batch, block.logits, block.draft_tokens, draft, own_ids, block.temperature, *rows, block.floors,
+        block.best, block.place, block.stats, draft_stats, *tables, count, width, drafts_stride, vocab, splits, lines,
+        drawn, own_vocab, own_splits,
+    )  # fmt: skip
+    if by_block:
+        launch(
+            _sum_excess, lines * splits, *given, block.num_forced, block.floors, *tables, excess, count, width, vocab,
+            splits, lines, drawn, own_vocab,
+        )  # fmt: skip
+    launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
+    launch(
+        _race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, block.best, block.place, count,
+        width, vocab, splits, lines, drawn, own_vocab,
+    )  # fmt: skip
+    launch(
+        _finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.flags,
+        block.stats, *tables, accepted, block.best, block.place, *out, count, width, drafts_stride, vocab, splits,
+        lines, drawn, own_vocab,
+    )  # fmt: skip
