@@ -160,7 +160,8 @@ def test_float16_is_bitwise_as_well(kind: str) -> None:
 
 def test_requests_wait_for_nothing_but_their_results(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:
     """Setting the state, prompts of many chunks, steps and the end."""
-    decoder.generate(PROMPTS, **DRAWN)
+    for options in (GREEDY, DRAWN):  # captured, if they are not yet
+        decoder.generate(PROMPTS, **options)
     with no_synchronisation():
         assert same(decoder.generate(PROMPTS, **GREEDY).new_tokens, expected)
         decoder.generate(PROMPTS, **DRAWN)
@@ -249,6 +250,7 @@ def test_threads_decode_and_capture_side_by_side(
                     failed.append(index)
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    torch.cuda.synchronize()  # weights may still be moving on this thread's stream
     for thread in threads:
         thread.start()
     for thread in threads:
