@@ -248,7 +248,7 @@ def propose_(
     gives the target id of every draft id.
     """
     key = history_length(start, num_emitted)
-    return propose_at_(
+    return propose_at_(  # type: ignore[return-value]
         draft_logits, logits, key, num_emitted, temperature, seeds, top_k, top_p, min_p, row=row, rule=rule,
         target_vocab_size=target_vocab_size, draft_to_target=draft_to_target,
     )  # fmt: skip

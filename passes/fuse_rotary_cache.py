@@ -172,16 +172,18 @@ def _angles(source: fx.Node) -> _Angles:
     factors = producer(turned.args[0] if turned is not None else product, aten.mul.Tensor, aten.matmul.default)
     if factors is None:
         raise Mismatch(f"{source.name} is not the cosine's product of positions and frequencies")
-    value = product.meta.get("val")
+    value: Any = product.meta.get("val")
     roots = [_root(factor, dtype_of(product)) for factor in factors.args[:2]]
     positions, frequencies = sorted(roots, key=lambda node: node.op == "get_attr")
     positions, limit = _unclamped(positions)
-    rows = positions.meta.get("val")
-    known = isinstance(value, torch.Tensor) and isinstance(rows, torch.Tensor) and frequencies.op == "get_attr"
+    rows: Any
+    table: Any
+    rows, table = positions.meta.get("val"), frequencies.meta.get("val")
+    known = all(isinstance(v, torch.Tensor) for v in (value, rows, table)) and frequencies.op == "get_attr"
     # Where only broadcasting leads to the product, its shape says which way round it was taken.
-    if not known or rows.is_floating_point() or value.shape != (*rows.shape, *frequencies.meta["val"].shape):
+    if not known or rows.is_floating_point() or value.shape != (*rows.shape, *table.shape):
         raise Mismatch(f"{factors.name} is not the product of positions [B, T] and frequencies [F]")
-    if frequencies.meta["val"].device != value.device:
+    if table.device != value.device:
         raise Mismatch(f"{frequencies.name} is on another device")
     return _Angles(positions, limit, frequencies, value.dtype, layout)
 

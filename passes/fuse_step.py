@@ -66,7 +66,8 @@ def _fuse_settling(program: Program) -> int:
         raise Mismatch(f"{len(cuts)} calls of cut_at_eos and {len(counts)} of count_emitted, not one of each")
     (cut,), (count,) = cuts, counts
     rows = [user for user in cut.users if user.target in (step.next_tokens, step.draft_inputs)]
-    if len(rows) > 1 or any(user.target is step.draft_inputs and user.args[0].name != "window" for user in rows):
+    window = program.input("window")
+    if len(rows) > 1 or any(user.target is step.draft_inputs and user.args[0] is not window for user in rows):
         raise Mismatch(f"the drafter takes {', '.join(user.name for user in rows)}")
     shifted = not rows or rows[0].target is step.next_tokens
     parts = {cut: EMITTED, count: NUM_EMITTED, **dict.fromkeys(rows, ROWS)}
@@ -74,11 +75,11 @@ def _fuse_settling(program: Program) -> int:
     chained: dict[fx.Node, Any] = {u: u.args[2] for u in count.users if _calls(u, step.chain_positions, start, count)}
     drawn = [u for u in count.users if u.target is step.propose_ and u.args[2:4] == (start, count)]
     tokens, num_forced, eos_ids = cut.args
-    options = {"shifted": shifted, "chain": max(chained.values(), default=-1) + 1}
+    options: dict[str, Any] = {"shifted": shifted, "chain": max(chained.values(), default=-1) + 1}
     options |= {"vocab_size": rows[0].kwargs["vocab_size"]} if rows else {}
     with graph.inserting_before(cut):
-        arguments = (tokens, program.input("window"), start, num_forced, eos_ids)
-        settled = graph.create_node("call_function", step.settle, arguments, options, name="settled")  # type: ignore[arg-type]
+        arguments = (tokens, window, start, num_forced, eos_ids)
+        settled = graph.create_node("call_function", step.settle, arguments, options, name="settled")
         wanted = sorted({*parts.values(), *([CHAIN] if chained else []), *([LENGTH] if drawn else [])})
         items = {index: graph.call_function(operator.getitem, (settled, index)) for index in wanted}
         for index, name in ((LENGTH, "length"), (CHAIN, "chain")):

@@ -160,15 +160,15 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
             chosen["norm apart"] += 1
             continue
         with graph.inserting_before(linear):
-            weight = graph.get_attr(str(parts.args[1].target))  # the norm's own node may come later
-            keep_meta(weight, parts.args[1])
+            read: Any = parts.args[1]
+            weight = keep_meta(graph.get_attr(str(read.target)), read)  # the norm's own node may come later
             arguments = (*linear.args[:2], weight, *linear.args[2:])
             options = {**linear.kwargs, **parts.kwargs}
             joined = graph.create_node("call_function", LINEAR_NORM, arguments, options, name="linear_norm")
             out, gained, squares = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
         replace(graph, linear, out)
         for user in list(parts.users):
-            replace(graph, user, (gained, squares)[user.args[1]])
+            replace(graph, user, squares if user.args[1] else gained)
         chosen["norm joined to the linear before"] += 1
 
 
@@ -231,12 +231,13 @@ def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
     """``cat([rms_norm(x), rms_norm(y)], -1)``, and the embedding that ``x`` is if nothing else reads it."""
     graph = module.graph
     for node in list(calls(graph, aten.cat.default)):
-        norms = [producer(part, RMS_NORM) for part in node.args[0]]  # type: ignore[union-attr]
+        parts: Any = node.args[0]
+        norms = [part for part in parts if producer(part, RMS_NORM) and only_user(part) is node]
         value = node.meta.get("val")
-        if len(norms) != 2 or any(norm is None or only_user(norm) is not node for norm in norms):
+        if len(parts) != 2 or len(norms) != 2:
             continue
         (x, x_weight), (y, y_weight) = (norm.args for norm in norms)
-        shapes = [part.meta["val"].shape if "val" in part.meta else None for part in node.args[0]]  # type: ignore[union-attr]
+        shapes = [norm.meta["val"].shape if "val" in norm.meta else None for norm in norms]
         last = isinstance(value, Tensor) and node.args[1:] in ((-1,), (value.dim() - 1,))
         if not last or shapes[0] is None or shapes[0] != shapes[1] or dtype_of(norms[0]) != dtype_of(norms[1]):
             continue

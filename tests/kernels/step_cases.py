@@ -28,8 +28,10 @@ def _layout() -> dict[str, Case]:
     emitted = _ids([3, EOS, 4], [EOS, 5, EOS], [-1, -1, -1])
     many_eos = torch.cat([torch.arange(20, 50), _ids(EOS, -1)])  # torch.isin would sort them
     mask = {"mask_token_id": 5, "count": 2}
+    settled = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
     return {
         "row_positions": (step.row_positions, (_ids(5, 0, 2), tokens), {}),
+        "positions_and_next": (step.positions_and_next, (_ids(5, 0, 2), tokens), {}),
         "row_slots": (step.row_slots, (positions, counts, table, lengths), {"block_size": 4}),
         "needed_rows": (step.needed_rows, (hidden, _ids(0, 1, 2), 2), {}),
         "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
@@ -46,6 +48,8 @@ def _layout() -> dict[str, Case]:
         "catch_up_rows": (step.catch_up_rows, (counts,), {}),
         "chain_positions": (step.chain_positions, (counts, counts, 2), {}),
         "history_length": (step.history_length, (counts, counts), {}),
+        "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
+        "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
         "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), tokens, positions, counts), {}),
         "advance_": (
             step.advance_,
@@ -71,6 +75,7 @@ def _drawing() -> dict[str, Case]:
         drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
         options = {"row": 1, "rule": rule, "target_vocab_size": 44, "draft_to_target": vocabulary}
         cases[f"propose_, {rule}"] = (step.propose_, drawn, options)
+        cases[f"propose_at_, {rule}"] = (step.propose_at_, drawn, options)
     return cases
 
 
