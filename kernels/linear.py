@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel
+from specgraph.kernels.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
 from specgraph.kernels.sample import require
 
 torch.library.define(
@@ -194,6 +194,10 @@ def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> 
     return Tiles(64, 64, 64, pieces, True, 4, 6)
 
 
+_Following = tuple[Tensor, float, Tensor, Tensor]
+"""A norm whose parts are wanted: its weight, its offset, where the two parts go."""
+
+
 def _as_rows(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
@@ -259,17 +263,10 @@ def norm_parts(
     """:func:`norm_parts_reference` in one Triton kernel, with the bits that :func:`linear_norm` gives."""
     if x.dtype == torch.float64:
         return norm_parts_reference(x, norm_weight, norm_offset=norm_offset)
-    matrix = _as_rows(x)
-    gained, squares = _empty_parts(x)
-    rows, features = matrix.shape
-    if gained.numel() > 0:
-        pdl = supports_pdl(x.device) if pdl is None else pdl
-        block_o, block_n = 2 * NORM_GROUP, 1 if rows <= 16 else 16
-        norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(rows, block_n))](
-            gained, squares, matrix, norm_weight, rows, features, matrix.stride(0), norm_offset,
-            BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
-        )  # fmt: skip
-    return gained, squares
+    parts = _empty_parts(x)
+    if x.numel() > 0:
+        _launch_norm_parts(_as_rows(x), (norm_weight, norm_offset, *parts), pdl)
+    return parts
 
 
 def _out_shape(x: Tensor, weight: Tensor, activation: str) -> tuple[int, ...]:
@@ -291,20 +288,29 @@ def _launch(
     squares: Tensor | None,
     norm_eps: float,
     activation: str,
-    following: tuple[Tensor, float, Tensor, Tensor] | None,
+    following: _Following | None,
     tiling: Tiles | None,
     pdl: bool | None,
 ) -> None:
-    """Fill ``out``, and the parts of the ``following`` norm (its weight, its offset, the two parts)."""
+    """Fill ``out``, and the parts of the ``following`` norm."""
     matrix = _as_rows(x)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     added = None if residual is None else _as_rows(residual)
-    norm_weight, norm_offset, gained, out_squares = following or (None, 0.0, None, None)
     rows, (weight_rows, in_features) = matrix.shape[0], weight.shape
     gated = activation in _GATED
+    pdl = supports_pdl(x.device) if pdl is None else pdl
     cut = tiling or tiles(rows, weight_rows, in_features, x.element_size())
     if gated and following:
         cut = cut._replace(block_o=128)  # whole groups of the result
+    groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
+    # 32 registers of a thread for each of the things that a tile is finished with.
+    early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
+    scale = None
+    if squares is not None and not early:
+        scale, squares = _scale(squares, rows, in_features, groups, norm_eps, pdl), None
+    # The groups of large tiles cross warps: a launch of its own is cheaper then.
+    joined = following if cut.block_o * cut.block_n <= 4096 else None
+    norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
     pieces, blocks = _pieces(in_features, cut)
     tiles_o = triton.cdiv(weight_rows, cut.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, cut.block_n)
@@ -313,18 +319,38 @@ def _launch(
     if pieces > 1 and not serial:
         partial = x.new_empty(pieces, rows, tiles_o * cut.block_o, dtype=torch.float32)
         counters = arrival_counters(x.device)
-    pdl = supports_pdl(x.device) if pdl is None else pdl
-    groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
     even = in_features % (cut.block_k * blocks * pieces) == 0
-    ahead = int(pdl and even and rows <= 64 and _bulk(weight))
     linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, matrix, weight, bias, added, squares, norm_weight, gained, out_squares, partial, counters, rows,
+        out, matrix, weight, bias, added, squares, scale, norm_weight, gained, out_squares, partial, counters, rows,
         out.shape[-1], in_features, matrix.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
         norm_eps, norm_offset,
-        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces,
-        GROUPS=groups, SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=activation.removesuffix("_mul"),
-        GATED=gated, EARLY=max(groups, cut.block_o) * cut.block_n <= 2048, AHEAD=ahead, PDL=pdl,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
+        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces, GROUPS=groups,
+        SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=activation.removesuffix("_mul"), GATED=gated,
+        EARLY=early, AHEAD=int(pdl and even and rows <= 64 and _bulk(weight)), PDL=pdl, num_warps=cut.warps,
+        num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
+    )  # fmt: skip
+    if following and not joined:
+        _launch_norm_parts(_as_rows(out), following, pdl)
+
+
+def _scale(squares: Tensor, rows: int, features: int, groups: int, norm_eps: float, pdl: bool) -> Tensor:
+    """``[rows]``: what the product of every row is multiplied by."""
+    scale = squares.new_empty(rows)
+    norm_scale_kernel[(triton.cdiv(rows, 4),)](
+        scale, squares, rows, features, norm_eps, GROUPS=groups, BLOCK_N=4, PDL=pdl, num_warps=1,
+        enable_fp_fusion=False, **launch_options(pdl),
+    )  # fmt: skip
+    return scale
+
+
+def _launch_norm_parts(rows: Tensor, following: _Following, pdl: bool | None) -> None:
+    norm_weight, norm_offset, gained, squares = following
+    count, features = rows.shape
+    pdl = supports_pdl(rows.device) if pdl is None else pdl
+    block_o, block_n = 2 * NORM_GROUP, 1 if count <= 16 else 16
+    norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(count, block_n))](
+        gained, squares, rows, norm_weight, count, features, rows.stride(0), norm_offset,
+        BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 

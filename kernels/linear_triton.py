@@ -53,6 +53,20 @@ def _sum_in_any_order(values, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _norm_scale(squares, features, norm_eps):
+    return tl.math.rsqrt(_sum_in_any_order(squares, 0) / features + norm_eps)
+
+
+@triton.jit
+def _load_squares(squares_ptr, n, real, features, GROUPS: tl.constexpr):
+    """The sums of squares ``[GROUPS, N]`` of the rows ``n``."""
+    groups = tl.cdiv(features, _NORM_GROUP)
+    group = tl.arange(0, GROUPS)
+    places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+    return tl.load(places, mask=(group < groups)[:, None] & real[None, :], other=0.0)
+
+
+@triton.jit
 def _norm_parts(y, gain, gained_ptr, squares_ptr, tile_o, n, real, features):
     """Of ``y`` ``[O, N]``, rounded already: times the norm's weight, and the sums of squares of whole groups."""
     GROUPS: tl.constexpr = y.shape[0] // _NORM_GROUP
@@ -76,6 +90,7 @@ def _load_gain(gain_ptr, o, features, norm_offset):
 @triton.jit
 def _neighbours(
     squares_ptr,
+    scale_ptr,
     residual_ptr,
     gain_ptr,
     o,
@@ -87,18 +102,16 @@ def _neighbours(
     norm_offset,
     GROUPS: tl.constexpr,
 ):
-    """What a tile is finished with: sums of squares ``[GROUPS, N]``, residual ``[O, N]``, weight of the norm ``[O]``.
-
-    What does not exist is zeros, which nothing reads.
+    """What a tile is finished with: sums of squares ``[GROUPS, N]`` or the scale ``[1, N]`` made of them, residual
+    ``[O, N]``, weight of the following norm ``[O]``. What does not exist is zeros, which nothing reads.
     """
-    squares = tl.zeros((GROUPS, n.shape[0]), tl.float32)
+    squares = tl.zeros((1, n.shape[0]), tl.float32)
     added = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
     gain = tl.zeros((o.shape[0],), tl.float32)
     if squares_ptr is not None:
-        groups = tl.cdiv(in_features, _NORM_GROUP)
-        group = tl.arange(0, GROUPS)
-        places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
-        squares = tl.load(places, mask=(group < groups)[:, None] & real[None, :], other=0.0)
+        squares = _load_squares(squares_ptr, n, real, in_features, GROUPS)
+    elif scale_ptr is not None:
+        squares = tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
     if residual_ptr is not None:
         places = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
         added = tl.load(places, mask=(o < out_features)[:, None] & real[None, :], other=0.0).to(tl.float32)
@@ -167,15 +180,17 @@ def _finish(
     norm_eps,
     BLOCK_O: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Everything after the product: scale of the norm before, bias, activation, residual, the one rounding, and the
     parts of the norm that follows."""
-    if SCALED:
-        y = y * tl.math.rsqrt(_sum_in_any_order(squares, 0) / in_features + norm_eps)[None, :]
+    if SCALE == "squares":
+        y = y * _norm_scale(squares, in_features, norm_eps)[None, :]
+    elif SCALE == "ready":
+        y = y * squares
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     if GATED:
@@ -211,6 +226,7 @@ def linear_kernel(
     bias_ptr,
     residual_ptr,
     squares_ptr,
+    scale_ptr,
     gain_ptr,
     gained_ptr,
     out_squares_ptr,
@@ -244,6 +260,7 @@ def linear_kernel(
     for it. ``AHEAD`` blocks of the weight are asked for before the wait: they are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
+    SCALE: tl.constexpr = "squares" if squares_ptr is not None else "none" if scale_ptr is None else "ready"
     tile = tl.program_id(0)
     tiles_o = tl.cdiv(out_features, OUT_ROWS)
     group = tile // (_TILE_GROUP * tiles_o)
@@ -270,15 +287,16 @@ def linear_kernel(
         tl.extra.cuda.gdc_wait()
     if EARLY:
         squares, added, gain = _neighbours(
-            squares_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride, norm_offset,
-            GROUPS,
+            squares_ptr, scale_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride,
+            norm_offset, GROUPS,
         )  # fmt: skip
     if SPLIT:
         piece = tl.program_id(1)
         total = _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
     else:
         total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-        for piece in range(PIECES):
+        # As one loop, the loads do not run dry between pieces; larger tiles are slower that way.
+        for piece in tl.range(PIECES, flatten=BLOCK_O == 64):
             total += _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -296,14 +314,35 @@ def linear_kernel(
     if finish:
         if not EARLY:
             squares, added, gain = _neighbours(
-                squares_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride,
+                squares_ptr, scale_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride,
                 norm_offset, GROUPS,
             )  # fmt: skip
         _finish(
             total, squares, added, gain, out_ptr, bias_ptr, gained_ptr, out_squares_ptr, tile_o, weight_row, o, n, real,
-            out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, squares_ptr is not None, residual_ptr is not None,
-            ACTIVATION, GATED,
+            out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, SCALE, residual_ptr is not None, ACTIVATION, GATED,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_scale_kernel(
+    scale_ptr,
+    squares_ptr,
+    rows,
+    features,
+    norm_eps,
+    GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The scale of every row, once for all tiles of a wide product. Grid (blocks of rows)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < rows
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    squares = _load_squares(squares_ptr, n, real, features, GROUPS)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(scale_ptr + n, _norm_scale(squares, features, norm_eps), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
