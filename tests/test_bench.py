@@ -178,8 +178,9 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
     rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
     assert rows["linear", "qkv 128x64, 6 rows"] == 4 * (128 * 64 + 6 * 64 + 6 * 128)
-    assert rows["linear", "qkv with norm, 128x64, 2 rows"] == 4 * (128 * 64 + 2 * 64 + 64 + 2 * 128)
-    assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 64 + 2 * 192)
+    assert rows["linear", "qkv with norm, 128x64, 2 rows"] == 4 * (128 * 64 + 2 * 64 + 2 * 128)
+    assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
+    assert rows["linear", "down with residual, next norm, 64x192, 2 rows"] == 4 * (64 * 192 + 2 * 192 + 64 + 3 * 2 * 64)
     assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
     assert rows["gated_activation", "192 wide, 6 rows"] == 4 * 6 * 3 * 192
     assert rows["verify", "batch 2, K = 2, 512 tokens"] == 4 * 2 * 3 * 512

@@ -123,9 +123,8 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     for rows in sorted({batch * width for batch, width in shapes}):
         if _has("linear"):
             yield from (_linear(place, name, *size, rows) for name, size in sizes.linears.items())
-            yield from (
-                _fused_linear(place, name, *sizes.linears[name], rows) for name in ("qkv", "o", "gate_up", "down")
-            )
+            yield from (_linear_after_norm(place, name, *sizes.linears[name], rows) for name in ("qkv", "gate_up"))
+            yield from (_linear_before_norm(place, name, *sizes.linears[name], rows) for name in ("o", "down"))
         if _has("rms_norm", "norm"):
             yield _norm(place, sizes.hidden, rows)
         if _has("gated_activation", "activation"):
@@ -178,36 +177,47 @@ def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> C
     return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make)
 
 
-def _fused_linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
-    """As a lowered step has them: qkv and gate/up scale what a norm has begun and multiply gate with up; o and down add
-    the residual and begin the next norm. The library does the whole norm, before or after."""
-    gated, begins = name == "gate_up", name in ("o", "down")
+def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+    """As a lowered step has qkv and gate/up: they finish a norm whose parts are there, and multiply gate with up."""
+    gated = name == "gate_up"
 
     def make() -> tuple[Call, dict[str, Call]]:
-        x, scale = place.random(1, rows, inputs), place.random(outputs if begins else inputs)
-        weight, added = place.random(outputs, inputs, scale=inputs**-0.5), place.random(1, rows, outputs)
+        x, scale = place.random(1, rows, inputs), place.random(inputs)
+        weight = place.random(outputs, inputs, scale=inputs**-0.5)
 
-        def separate() -> Any:
-            if begins:
-                out = added + functional.linear(x, weight)
-                return out, functional.rms_norm(out, (outputs,), scale, 1e-5)
+        def separate() -> Tensor:
             out = functional.linear(functional.rms_norm(x, (inputs,), scale, 1e-5), weight)
             gate, up = out.chunk(2, dim=-1)
             return functional.silu(gate) * up if gated else out
 
-        ops = torch.ops.specgraph
-        _, squares = ops.norm_parts(x, x.new_ones(inputs))
-        product = functools.partial(ops.linear, activation="silu_mul" if gated else "none", norm_eps=1e-5)
-        return (
-            (lambda: ops.linear_norm(x, weight, scale, None, added))
-            if begins
-            else (lambda: product(x, weight, None, None, squares))
-        ), {"torch, separate": separate}
+        gained, squares = torch.ops.specgraph.norm_parts(x, scale)
+        fused = functools.partial(torch.ops.specgraph.linear, squares=squares, norm_eps=1e-5)
+        activation = "silu_mul" if gated else "none"
+        return lambda: fused(gained, weight, activation=activation), {"torch, separate": separate}
 
     width = outputs // 2 if gated else outputs
-    moved = place.size(outputs * inputs, rows * inputs, *([3 * rows * width] if begins else [rows * width]))
-    what = "residual, next norm" if begins else "norm, silu" if gated else "norm"
+    moved = place.size(outputs * inputs, rows * inputs, rows * width)
+    what = "norm, silu" if gated else "norm"
     return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make)
+
+
+def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+    """As a lowered step has o and down: they add the residual and give the parts of the norm that follows."""
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        x, residual, scale = place.random(1, rows, inputs), place.random(1, rows, outputs), place.random(outputs)
+        weight = place.random(outputs, inputs, scale=inputs**-0.5)
+
+        def separate() -> Tensor:
+            out = functional.linear(x, weight) + residual
+            functional.rms_norm(out, (outputs,), scale, 1e-5)
+            return out
+
+        fused = torch.ops.specgraph.linear_norm
+        return lambda: fused(x, weight, scale, None, residual)[0], {"torch, separate": separate}
+
+    moved = place.size(outputs * inputs, rows * inputs, outputs, 3 * rows * outputs)
+    return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make)
 
 
 def _norm(place: _Place, width: int, rows: int) -> Case:
