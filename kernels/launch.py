@@ -1,14 +1,19 @@
 """What the launchers of several kernels share: programmatic dependent launch, and counters for the last arrival.
 
 Programmatic dependent launch (Hopper and later) starts a kernel's programs while the kernel before it still runs. A
-kernel that is launched with :func:`launch_options` keeps to three rules, and is then right after any kernel:
+kernel that is launched with :func:`launch_options` keeps to these rules; by the first three it is right after any
+kernel:
 
 1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, and before
    the first write of anything at all, since an earlier kernel may still be reading it. The wait ends when the kernel
    before has finished and its writes are visible; that one has waited in its turn, so all earlier ones are done too.
    After a kernel that knows nothing of this it returns at once.
 2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
-3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, best given after the main loop.
+3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, best given after the main loop. It comes after the wait.
+4. What an argument holds may be read before the wait if it is never the work of the kernel right before: that one has
+   waited before its hint, or has ended, so all kernels before it are done when this one starts. Paged attention reads
+   slots, positions and block table early: a linear layer always lies between what fills those and attention. Never read
+   early what the kernel before may have made: queries, new keys and values, rotary angles.
 
 Both calls sit behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
 """

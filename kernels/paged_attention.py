@@ -1,11 +1,13 @@
 """Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``, which ``attention`` defines.
 
-The context of a sequence is split into pieces of ``Tiling.piece`` positions at absolute boundaries, and a piece into
-blocks of ``Tiling.block_keys`` keys. Within a piece, blocks are summed in order (online softmax: Milakov and Gimelshein
-2018, arXiv 1805.02867; FlashAttention-2: Dao 2023, arXiv 2307.08691); then pieces are merged in order (Flash-Decoding:
-Dao et al. 2023). A block or piece that a row does not see multiplies what that row has by one and adds zero. So the
-bits of a row depend on its own query, keys and values alone: not on the other rows, the batch, the width of the block
-table, the tile of rows, or on whether one program merged the pieces in registers or several did through memory.
+The context of a sequence is split at absolute positions into runs of ``Tiling.run`` pieces, each of ``Tiling.piece``
+positions in blocks of ``Tiling.block_keys`` keys. Within a piece, blocks are summed in order (online softmax: Milakov
+and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2: Dao 2023, arXiv 2307.08691); the pieces of a run are merged in
+order, and then the runs (Flash-Decoding: Dao et al. 2023). A block, piece or run that a row does not see multiplies
+what that row has by one and adds zero. So the bits of a row depend on its own query, keys and values alone: not on the
+other rows, the batch, the width of the block table, the tile of rows, or on whether one program merged in registers or
+several did through memory. Runs are there so that a long context leaves few partial results to merge, and a short one
+has a program for every piece.
 
 Products are ``K Q^T`` and ``V^T P``, context on the left and rows as columns: the order in which a tensor core sums
 does not depend on the number of columns. All programs have four warps, which fixes the order of the sum over keys, and
@@ -29,8 +31,8 @@ from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_opti
 
 NUM_WARPS = 4
 """Fixed: the sum of a block's weights goes across warps, so its order is a function of their number."""
-PROGRAMS = 512
-"""Contexts are spread over several programs up to about this many: four for each multiprocessor of a large GPU."""
+PROGRAMS = 264
+"""Rows and contexts are spread over about this many programs: two run on each multiprocessor of a large GPU."""
 WRITTEN_ROWS = 16
 """Up to so many rows per sequence are written by the launch that attends; wider calls write in a launch before."""
 
@@ -40,17 +42,23 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the tiles. The first two decide the bits of the result; the others, None for a default, do not.
+    """Sizes of the tiles. The first three decide the bits of the result; the others, None for a default, do not.
 
-    (In float32 on a GPU ``block_rows`` does as well.)
+    (In float32 on a GPU ``block_rows`` does as well.) Up to ``alone`` pieces are left to one program: merging through
+    memory takes longer. ``early``: whether places are read before the kernel before has ended, and old rows asked for
+    every ``prefetch`` bytes (0: not at all).
     """
 
     piece: int = 256
+    run: int = 4
     block_keys: int = 64
     block_rows: int | None = None
     split: int | None = None
     write_apart: bool | None = None
     num_stages: int | None = None
+    early: bool = True
+    alone: int = 2
+    prefetch: int = 128
 
 
 @triton.jit
@@ -62,39 +70,42 @@ def _bound(x):
 
 
 @triton.jit
-def _load_rows(x, offsets, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
-    """Elements ``dim`` of the heads at ``offsets``, rotated by halves in float32 and rounded to their dtype."""
-    values = tl.load(x + offsets + dim, mask=mask, other=0.0)
+def _load_rows(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Elements ``dim`` of the heads at ``x``, rotated by halves in float32 and rounded to their dtype."""
+    values = tl.load(x, mask=mask, other=0.0)
     if ROTARY:
         lower = dim < D // 2
-        other = tl.load(x + offsets + tl.where(lower, dim + D // 2, dim - D // 2), mask=mask, other=0.0).to(tl.float32)
-        c = tl.load(cos + angles + dim, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + angles + dim, mask=mask, other=0.0).to(tl.float32)
+        other = tl.load(x + tl.where(lower, D // 2, -(D // 2)), mask=mask, other=0.0).to(tl.float32)
+        c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
         turned = tl.where(lower, -other, other) * s
         values = tl.fma(values.to(tl.float32), c, turned).to(values.dtype)
     return values
 
 
 @triton.jit
-def _write_rows(
-    k, v, cos, sin, k_cache, v_cache, slots, batch, head, row, mine,
-    k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
+def _load_new_rows(
+    keys, values, cos, sin, angles, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Write rows ``row`` of a sequence that are ``mine`` and have a slot, one key-value head of each."""
-    slot = tl.load(slots + batch * T + row, mask=row < T, other=-1)
-    keep = (mine & (slot >= 0))[:, None]
-    row = row.to(tl.int64)
+    """The rows at ``keys`` and ``values`` of one key-value head, as they are cached; zeros where not ``keep``."""
     dim = tl.arange(0, DP)[None, :]
-    mask = keep & (dim < D)
-    offsets = (batch * k_b + head * k_h + row * k_t)[:, None]
-    angles = (batch * angle_b + row * angle_t)[:, None]
-    keys = _load_rows(k, offsets, dim, cos, sin, angles, mask, D, ROTARY)
-    tl.store(k_cache + slot[:, None] * k_slot + head * k_head + dim, keys, mask=mask)
+    rows = _load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
     dim = tl.arange(0, DVP)[None, :]
-    mask = keep & (dim < DV)
-    values = tl.load(v + (batch * v_b + head * v_h + row * v_t)[:, None] + dim, mask=mask, other=0.0)
-    tl.store(v_cache + slot[:, None] * v_slot + head * v_head + dim, values, mask=mask)
+    return rows, tl.load(values + dim, mask=keep[:, None] & (dim < DV), other=0.0)
+
+
+@triton.jit
+def _store_new_rows(
+    keys, values, k_cache, v_cache, slot, head, keep, k_slot, k_head, v_slot, v_head,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """Write what :func:`_load_new_rows` gave to ``slot``, where ``keep``."""
+    slot = slot[:, None]
+    dim = tl.arange(0, DP)[None, :]
+    tl.store(k_cache + slot * k_slot + head * k_head + dim, keys, mask=keep[:, None] & (dim < D))
+    dim = tl.arange(0, DVP)[None, :]
+    tl.store(v_cache + slot * v_slot + head * v_head + dim, values, mask=keep[:, None] & (dim < DV))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -110,10 +121,15 @@ def _write_cache(
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    _write_rows(
-        k, v, cos, sin, k_cache, v_cache, slots, batch, head, row, row < T,
-        k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T, D, DV, DP, DVP, ROTARY,
+    slot = tl.load(slots + batch * T + row, mask=row < T, other=-1)
+    row = row.to(tl.int64)[:, None]
+    keys, values = _load_new_rows(
+        k + batch * k_b + head * k_h + row * k_t, v + batch * v_b + head * v_h + row * v_t,
+        cos, sin, batch * angle_b + row * angle_t, slot >= 0, D, DV, DP, DVP, ROTARY,
     )  # fmt: skip
+    _store_new_rows(
+        keys, values, k_cache, v_cache, slot, head, slot >= 0, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
+    )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -125,15 +141,51 @@ def _above(top):
 
 
 @triton.jit
+def _load_early(places, mask, other):
+    """Integers that are read before the wait, so past this multiprocessor's own cache: it may hold an older step's."""
+    return tl.load(places, mask=mask, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """``PAGES`` pages from that of position ``begin`` on, as far as they hold positions below ``end``."""
+    index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
+    return tl.maximum(_load_early(table + index, index * BLOCK_SIZE < end, 0), 0).to(tl.int32)
+
+
+@triton.jit
+def _slots_of(pages, begin, key_place, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """Where positions lie whose pages :func:`_load_pages` has read: int32, which multiplies faster."""
+    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # a prefetch may reach past the end
+    return tl.gather(pages, index, 0) * BLOCK_SIZE + key_place % BLOCK_SIZE
+
+
+@triton.jit
+def _prefetch(cache, slot, stride, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr):
+    """Ask for the rows of ``D`` elements at ``slot``, every ``STEP`` bytes, to be brought to the second-level cache."""
+    ITEM: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+    COUNT: tl.constexpr = DP * ITEM // STEP if DP * ITEM > STEP else 1
+    step = tl.minimum(tl.arange(0, COUNT) * STEP, (D - 1) * ITEM)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
+        [(cache + slot * stride).to(tl.int64)[:, None] + step[None, :]], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _attend_piece(
-    query, place, k_cache, v_cache, table, begin, end, k_slot, v_slot, scale, cap,
+    query, place, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``place`` over the keys in ``[begin, end)``.
 
     ``begin`` is a multiple of ``BLOCK_K``. Scores are in units of log 2. Returns the largest score, the sum of weights
     and the weighted values ``[DVP, BLOCK_R]``.
+
+    All ``pages`` have been read before: keys whose place hangs on another read of the loop would be asked for only when
+    the block before them is done.
     """
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     # The sum over keys goes across warps, so it waits for the end of the piece.
@@ -144,8 +196,7 @@ def _attend_piece(
     for start in tl.range(_bound(begin), _bound(end), BLOCK_K, num_stages=STAGES):
         key_place = start + tl.arange(0, BLOCK_K)
         live = key_place < end
-        page = tl.load(table + key_place // BLOCK_SIZE, mask=live, other=0)
-        slot = (tl.maximum(page, 0).to(tl.int64) * BLOCK_SIZE + key_place % BLOCK_SIZE)[:, None]
+        slot = _slots_of(pages, begin, key_place, BLOCK_SIZE, PAGES).to(tl.int64)[:, None]
         keys = tl.load(k_cache + slot * k_slot + dim, mask=live[:, None] & (dim < D), other=0.0)
         scores = tl.dot(keys, query, input_precision="ieee") * scale
         if SOFTCAP:
@@ -168,6 +219,15 @@ def _attend_piece(
 
 
 @triton.jit
+def _piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
+    """Where a piece begins: at the block that holds the first position that any row sees, if a window hides some."""
+    begin = piece * PIECE
+    if WINDOW > 0:
+        begin = tl.maximum(begin, low // BLOCK_K * BLOCK_K)
+    return begin
+
+
+@triton.jit
 def _merge(top, total, summed, piece_top, piece_total, piece_summed):
     """Add a piece to the pieces before it; the first one merges with nothing and keeps its bits."""
     new_top = tl.maximum(top, piece_top)
@@ -179,24 +239,32 @@ def _merge(top, total, summed, piece_top, piece_total, piece_summed):
 
 
 @triton.jit
-def _store_piece(partials, index, top, total, summed, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Leave a piece for the program that merges: ``[2 + DVP, BLOCK_R]`` float32."""
+def _store_unit(partials, index, real, top, total, summed, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Leave the ``real`` rows of a unit for the program that merges: ``[BLOCK_R * (2 + DVP)]`` float32."""
     lane = tl.arange(0, BLOCK_R)
     partial = partials + index * ((DVP + 2) * BLOCK_R)
-    tl.store(partial + lane, top)
-    tl.store(partial + BLOCK_R + lane, total)
-    tl.store(partial + (tl.arange(0, DVP)[:, None] + 2) * BLOCK_R + lane[None, :], summed)
+    tl.store(partial + lane, top, mask=real)
+    tl.store(partial + BLOCK_R + lane, total, mask=real)
+    cells = (2 * BLOCK_R + lane * DVP)[None, :] + tl.arange(0, DVP)[:, None]
+    tl.store(partial + cells, summed, mask=real[None, :])
 
 
 @triton.jit
-def _load_piece(partials, index, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """A piece that another program may have left, past this multiprocessor's own cache."""
+def _load_unit(partials, index, real, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """A unit that another program may have left, past this multiprocessor's own cache."""
     lane = tl.arange(0, BLOCK_R)
     partial = partials + index * ((DVP + 2) * BLOCK_R)
-    top = tl.load(partial + lane, cache_modifier=".cg")
-    total = tl.load(partial + BLOCK_R + lane, cache_modifier=".cg")
-    cells = (tl.arange(0, DVP)[:, None] + 2) * BLOCK_R + lane[None, :]
-    return top, total, tl.load(partial + cells, cache_modifier=".cg")
+    top = tl.load(partial + lane, mask=real, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(partial + BLOCK_R + lane, mask=real, other=0.0, cache_modifier=".cg")
+    cells = (2 * BLOCK_R + lane * DVP)[None, :] + tl.arange(0, DVP)[:, None]
+    return top, total, tl.load(partial + cells, mask=real[None, :], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _nothing(DVP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """What merges with anything without a trace."""
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    return top, tl.zeros([BLOCK_R], tl.float32), tl.zeros([DVP, BLOCK_R], tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "max_pieces"])
@@ -205,17 +273,21 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
     T, max_pieces, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, ALONE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PAGES: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th piece of its context.
+    """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th unit of its context.
 
-    Grid (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own pieces hold,
-    so no program waits for another; several row tiles write the same bits to the same place. If ``SPLIT``, the pieces
-    of a tile go through ``partials`` and the program that finishes last merges them.
+    A unit is a piece if there are programs for all of them, and a run of ``RUN`` pieces otherwise. Grid (row tiles,
+    B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units hold, so no program waits
+    for another; several row tiles write the same bits to the same place. If ``SPLIT`` and there are more than ``ALONE``
+    pieces, the units of a tile go through ``partials`` and the program that finishes last merges them.
+
+    What is read before the wait was there before the kernel that made ``q``: rule 4 in ``launch``.
     """
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
     # The last rows see the most: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -225,8 +297,12 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
 
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     row = pair // GROUP
-    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
-    place = tl.load(positions + batch * T + row, mask=real, other=-1).to(tl.int32)
+    real = _load_early(slots + batch * T + row, row < T, -1) >= 0
+    place = tl.where(real, _load_early(positions + batch * T + row, row < T, -1).to(tl.int32), -1)
+    if WRITE > 0:
+        new_row = tl.arange(0, WRITE)
+        new_slot = _load_early(slots + batch * T + new_row, new_row < T, -1)
+        new_place = _load_early(positions + batch * T + new_row, new_row < T, -1).to(tl.int32)
     end = tl.max(place, 0) + 1
     low = 0
     if WINDOW > 0:
@@ -234,63 +310,96 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     first = low // PIECE
     last = tl.minimum((end + PIECE - 1) // PIECE, max_pieces)
     pieces = last - first
-    if part >= tl.maximum(pieces, 1):
+    programs = tl.num_programs(2)
+    per = tl.where(pieces <= programs, 1, RUN)
+    if SPLIT and pieces <= ALONE:
+        per = RUN
+        programs = 1
+    first_unit = first // per
+    units = tl.where(pieces > 0, (last - 1) // per - first_unit + 1, 0)
+    programs = tl.minimum(programs, units)
+    if part >= tl.maximum(programs, 1):
+        if PDL and EARLY:
+            tl.extra.cuda.gdc_wait()
         return
 
+    first_piece = tl.maximum((first_unit + part) * per, first)
+    begin = _piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
+    table = block_table + batch * table_b
+    pages = _load_pages(table, begin, tl.where(part < programs, end, 0), BLOCK_SIZE, PAGES)
+    k_cache_head = k_cache + head * k_head
+    v_cache_head = v_cache + head * v_head
+    if PREFETCH > 0:
+        ahead = tl.maximum(tl.minimum(begin + tl.arange(0, PIECE), end - 1), 0)
+        ahead = _slots_of(pages, begin, ahead, BLOCK_SIZE, PAGES).to(tl.int64)
+        _prefetch(k_cache_head, ahead, k_slot, D, DP, PREFETCH)
+        _prefetch(v_cache_head, ahead, v_slot, DV, DVP, PREFETCH)
+    if WRITE > 0:
+        new_piece = new_place // PIECE
+        new_unit = tl.where(per == 1, new_piece, new_piece // RUN) - first_unit
+        mine = (new_slot >= 0) & (new_piece >= first) & (new_piece < last)
+        mine = mine & (new_unit % tl.maximum(programs, 1) == part)
+        new_keys = (k + batch * k_b + head * k_h) + (new_row.to(tl.int64) * k_t)[:, None]
+        new_values = (v + batch * v_b + head * v_h) + (new_row.to(tl.int64) * v_t)[:, None]
+        new_angles = (batch * angle_b + new_row.to(tl.int64) * angle_t)[:, None]
     q_head = head * GROUP + pair % GROUP
     dim = tl.arange(0, DP)[:, None]
-    offsets = (batch * q_b + q_head * q_h + row.to(tl.int64) * q_t)[None, :]
-    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :]
-    query = _load_rows(q, offsets, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
-
+    queries = (q + batch * q_b) + (q_head * q_h + row.to(tl.int64) * q_t)[None, :] + dim
+    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :] + dim
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
     if WRITE > 0:
-        new_row = tl.arange(0, WRITE)
-        new_piece = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32) // PIECE - first
-        mine = (new_row < T) & (new_piece >= 0) & (new_piece < pieces) & (new_piece % tl.num_programs(2) == part)
-        _write_rows(
-            k, v, cos, sin, k_cache, v_cache, slots, batch, head, new_row, mine,
-            k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T, D, DV, DP, DVP, ROTARY,
-        )  # fmt: skip
+        keys, values = _load_new_rows(new_keys, new_values, cos, sin, new_angles, mine, D, DV, DP, DVP, ROTARY)
+    query = _load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+    if WRITE > 0:
+        _store_new_rows(
+            keys, values, k_cache, v_cache, new_slot, head, mine, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
+        )
         # What the threads of this program wrote, all of them may read.
         tl.debug_barrier()
 
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    summed = tl.zeros([DVP, BLOCK_R], tl.float32)
-    group = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
-    for index in range(_bound(part), _bound(pieces), _bound(tl.num_programs(2))):
-        begin = (first + index) * PIECE
-        if WINDOW > 0:
-            begin = tl.maximum(begin, low // BLOCK_K * BLOCK_K)
-        piece_top, piece_total, piece_summed = _attend_piece(
-            query, place, k_cache + head * k_head, v_cache + head * v_head, block_table + batch * table_b,
-            begin, tl.minimum(end, (first + index + 1) * PIECE), k_slot, v_slot, scale, cap,
-            D, DV, DP, DVP, BLOCK_SIZE, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES,
-        )  # fmt: skip
-        if SPLIT:
-            _store_piece(partials, group * max_pieces + index, piece_top, piece_total, piece_summed, DVP, BLOCK_R)
-        top, total, summed = _merge(top, total, summed, piece_top, piece_total, piece_summed)
+    top, total, summed = _nothing(DVP, BLOCK_R)
+    task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
+    for unit in range(_bound(part), _bound(units), _bound(tl.maximum(programs, 1))):
+        unit_top, unit_total, unit_summed = _nothing(DVP, BLOCK_R)
+        past = tl.minimum((first_unit + unit + 1) * per, last)
+        for piece in range(_bound(tl.maximum((first_unit + unit) * per, first)), _bound(past)):
+            piece_top, piece_total, piece_summed = _attend_piece(
+                query, place, k_cache_head, v_cache_head, pages,
+                begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, cap,
+                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES,
+            )  # fmt: skip
+            unit_top, unit_total, unit_summed = _merge(
+                unit_top, unit_total, unit_summed, piece_top, piece_total, piece_summed
+            )
+            following = tl.where(piece + 1 < past, piece + 1, (first_unit + unit + programs) * per)
+            begin = _piece_begin(following, low, PIECE, BLOCK_K, WINDOW)
+            pages = _load_pages(table, begin, end, BLOCK_SIZE, PAGES)
+        if SPLIT and programs > 1:
+            index = task * max_pieces + unit
+            _store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
+        top, total, summed = _merge(top, total, summed, unit_top, unit_total, unit_summed)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
     finish = True
-    if SPLIT:
-        finish = part == 0
-        if pieces > 1:
-            # Every thread's partial sums, then the count: release. The last to count sees all others': acquire.
-            tl.debug_barrier()
-            count = tl.minimum(pieces, tl.num_programs(2))
-            finish = tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == count - 1
-            if finish:
-                tl.store(counters + group, 0)
-                top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_R], tl.float32)
-                summed = tl.zeros([DVP, BLOCK_R], tl.float32)
-                for index in tl.range(0, _bound(pieces), num_stages=4 if BLOCK_R <= 32 else 2):
-                    piece_top, piece_total, piece_summed = _load_piece(
-                        partials, group * max_pieces + index, DVP, BLOCK_R
-                    )
-                    top, total, summed = _merge(top, total, summed, piece_top, piece_total, piece_summed)
+    if SPLIT and programs > 1:
+        # Every thread's partial sums, then the count: release. The last to count sees all others': acquire.
+        tl.debug_barrier()
+        finish = tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu") == programs - 1
+        if finish:
+            tl.store(counters + task, 0)
+            top, total, summed = _nothing(DVP, BLOCK_R)
+            run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
+            for unit in tl.range(0, _bound(units), num_stages=4 if BLOCK_R <= 32 else 2):
+                unit_top, unit_total, unit_summed = _load_unit(partials, task * max_pieces + unit, real, DVP, BLOCK_R)
+                if ((first_unit + unit) * per) % RUN == 0:
+                    top, total, summed = _merge(top, total, summed, run_top, run_total, run_summed)
+                    run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
+                run_top, run_total, run_summed = _merge(
+                    run_top, run_total, run_summed, unit_top, unit_total, unit_summed
+                )
+            top, total, summed = _merge(top, total, summed, run_top, run_total, run_summed)
     if finish:
         if SINKS:
             sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
@@ -354,7 +463,7 @@ def _launch(
             k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
         )
 
-    block_rows = tiling.block_rows or _block_rows(rows * heads // groups, sizes, q.dtype)
+    block_rows = tiling.block_rows or _block_rows(rows * heads // groups, batch * groups, sizes, q.dtype)
     tiles = triton.cdiv(rows * heads // groups, block_rows)
     pieces = triton.cdiv(block_table.shape[1] * caches[0].shape[1], tiling.piece)
     tasks = tiles * batch * groups
@@ -368,10 +477,12 @@ def _launch(
     _paged_attention[(tiles, batch * groups, split)](
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
         *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, *_score_factors(scale, softcap),
-        GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, BLOCK_K=tiling.block_keys,
-        BLOCK_R=block_rows, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)), WINDOW=window or 0,
-        SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
-        STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype), **sizes, **modes, **options,
+        GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, RUN=tiling.run, ALONE=tiling.alone,
+        BLOCK_K=tiling.block_keys, BLOCK_R=block_rows, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)),
+        WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
+        STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
+        PAGES=_pages(tiling.piece, caches[0].shape[1]), EARLY=tiling.early, PREFETCH=tiling.prefetch if pdl else 0,
+        **sizes, **modes, **options,
     )  # fmt: skip
     return out
 
@@ -402,22 +513,31 @@ def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
 
 
-def _block_rows(pairs: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
-    """As many (row, head) pairs per program as there are, up to what registers hold.
+def _block_rows(pairs: int, sequences: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
+    """The (row, head) pairs in a tile, of ``pairs`` for each of ``sequences`` (sequence, key-value head) pairs.
 
-    float32 has no tensor cores here, so its sum over keys is ordered by a layout that depends on the tile: one for all.
+    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then as many as registers hold,
+    since every tile reads all keys. float32 has no tensor cores here, so its sum over keys is ordered by a layout that
+    depends on the tile: one for all.
     """
-    if dtype.itemsize > 2:
-        return 16
-    return max(16, min(64 if max(sizes["DP"], sizes["DVP"]) <= 128 else 32, _power_of_two(pairs)))
+    largest = 16 if dtype.itemsize > 2 else 64 if max(sizes["DP"], sizes["DVP"]) <= 128 else 32
+    rows = 16
+    while rows < largest and triton.cdiv(pairs, rows) * sequences > PROGRAMS:
+        rows *= 2
+    return rows
+
+
+def _pages(piece: int, block_size: int) -> int:
+    """At least as many as hold a piece, wherever it begins."""
+    return _power_of_two(piece // block_size if piece % block_size == 0 else piece // block_size + 2)
 
 
 def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
-    """One more than there are blocks of keys and values in flight: up to two, in 128 KiB of shared memory.
+    """Blocks of keys and values in shared memory, one of them in use: up to three, in 128 KiB.
 
     Products without tensor cores run out of registers when anything is in flight.
     """
     if dtype.itemsize > 2:
         return 1
     size = block_keys * (sizes["DP"] + sizes["DVP"]) * dtype.itemsize
-    return 1 + min(2, 128 * 1024 // size)
+    return max(1, min(3, 128 * 1024 // size))

@@ -20,7 +20,7 @@ from specgraph.kernels.paged_attention import Tiling, paged_attention_triton, ro
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 DTYPES = [dtype for dtype in LIMITS if DEVICE == "cuda" or dtype != torch.bfloat16]
-SMALL = Tiling(piece=32, block_keys=16)
+SMALL = Tiling(piece=32, block_keys=16, run=2)
 NAN = float("nan")
 
 
@@ -207,6 +207,8 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
         {"block_rows": 16, "split": 1},
         {"block_rows": 64, "split": 2},
         {"block_rows": 16, "split": 3, "write_apart": True},
+        {"block_rows": 32, "split": 8, "alone": 1},
+        {"block_rows": 16, "split": 8, "alone": 3},
     ):
         if dtype == torch.float32 and DEVICE == "cuda":
             change["block_rows"] = 16
@@ -220,6 +222,17 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
     for of, first, count in ((1, 0, 1), (1, 8, 1), (1, 3, 4), (0, 16, 2), (0, 0, 17)):
         found = case.run(first=first, count=count, of=of)
         assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_runs_and_pieces_give_the_same_bits_through_memory_and_in_registers(window: int | None):
+    """Contexts of 10, 4, 2 and 1 pieces; the first program takes runs, the last one a piece each."""
+    case = Case((300, 120, 50, 5), (3, 2, 3, 1), torch.float16, rotary=True)
+    wanted = case.run(dataclasses.replace(SMALL, split=1), window=window)
+    assert_near(wanted, case.expected(window=window))
+    for split, alone in ((2, 1), (3, 2), (7, 1), (8, 4), (16, 1)):
+        tiling = dataclasses.replace(SMALL, split=split, alone=alone)
+        assert torch.equal(case.run(tiling, window=window), wanted), tiling
 
 
 @pytest.mark.parametrize("split", [1, 4])
