@@ -91,7 +91,8 @@ class InsertKVCache(Pass):
         with graph.inserting_after(slots):
             known = graph.call_function(torch.ops.aten.clamp.default, (positions,), {"max": limit - 1})
         known.name = "known_positions"
-        positions.replace_all_uses_with(known, lambda user: user not in (slots, known))
+        sizes = torch.ops.aten.sym_size.int  # reads no position, and would keep the clamp where nothing else needs it
+        positions.replace_all_uses_with(known, lambda user: user not in (slots, known) and user.target is not sizes)
 
     def _replace(
         self, graph: fx.Graph, node: fx.Node, caches: fx.Node, layer: int, places: tuple[fx.Node, ...]
