@@ -463,22 +463,23 @@ def _launch(
             k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
         )
 
-    block_rows = tiling.block_rows or _block_rows(rows * heads // groups, batch * groups, sizes, q.dtype)
-    tiles = triton.cdiv(rows * heads // groups, block_rows)
+    pairs = rows * heads // groups
+    tile = tiling.block_rows or block_rows(pairs, batch * groups, max(sizes["DP"], sizes["DVP"]), q.dtype)
+    tiles = triton.cdiv(pairs, tile)
     pieces = triton.cdiv(block_table.shape[1] * caches[0].shape[1], tiling.piece)
     tasks = tiles * batch * groups
     split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
     counters = arrival_counters(q.device)  # even if not needed now: a later call may be captured
     partials = None
     if split > 1:
-        size = tasks * pieces * (sizes["DVP"] + 2) * block_rows
+        size = tasks * pieces * (sizes["DVP"] + 2) * tile
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
     out = q.new_empty(batch, rows, heads, value_dim)
     _paged_attention[(tiles, batch * groups, split)](
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
         *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, *_score_factors(scale, softcap),
         GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, RUN=tiling.run, ALONE=tiling.alone,
-        BLOCK_K=tiling.block_keys, BLOCK_R=block_rows, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)),
+        BLOCK_K=tiling.block_keys, BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)),
         WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
         STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
         PAGES=_pages(tiling.piece, caches[0].shape[1]), EARLY=tiling.early, PREFETCH=tiling.prefetch if pdl else 0,
@@ -513,16 +514,16 @@ def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
 
 
-def _block_rows(pairs: int, sequences: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
+def block_rows(pairs: int, sequences: int, dim: int, dtype: torch.dtype) -> int:
     """The (row, head) pairs in a tile, of ``pairs`` for each of ``sequences`` (sequence, key-value head) pairs.
 
-    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then as many as registers hold,
-    since every tile reads all keys. float32 has no tensor cores here, so its sum over keys is ordered by a layout that
-    depends on the tile: one for all.
+    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then as many as registers hold
+    for heads of ``dim``, since every tile reads all keys. float32 has no tensor cores here, so its sum over keys is
+    ordered by a layout that depends on the tile: one for all.
     """
-    largest = 16 if dtype.itemsize > 2 else 64 if max(sizes["DP"], sizes["DVP"]) <= 128 else 32
+    largest = 16 if dtype.itemsize > 2 else 64 if dim <= 128 else 32
     rows = 16
-    while rows < largest and triton.cdiv(pairs, rows) * sequences > PROGRAMS:
+    while rows < min(pairs, largest) and triton.cdiv(pairs, rows) * sequences > PROGRAMS:
         rows *= 2
     return rows
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.attention import PADDING_SLOT
-from specgraph.kernels.paged_attention import Tiling, paged_attention_triton, rotary_attention_triton
+from specgraph.kernels.paged_attention import Tiling, block_rows, paged_attention_triton, rotary_attention_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -256,3 +256,12 @@ def test_heads_that_no_tile_holds_are_refused():
     case = Case((0,), (1,), dim=272)
     with pytest.raises(ValueError, match="head dims up to 256, not 272 and 16"):
         case.run()
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "expected"),
+    [(1, 1, 16), (1, 9, 16), (8, 9, 16), (64, 4, 16), (32, 9, 64), (64, 8, 32), (1, 256, 32), (8, 256, 64)],
+)
+def test_tiles_are_small_where_programs_are_left_over_and_hold_what_there_is(batch: int, rows: int, expected: int):
+    """Four query heads for each of eight key-value heads of 128."""
+    assert block_rows(rows * 4, batch * 8, 128, torch.bfloat16) == expected
