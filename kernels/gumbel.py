@@ -39,6 +39,8 @@ BOUND_LIMIT = tl.constexpr(3.0e38)
 """Bounds are cut here, so that none is infinite; whatever comes near it is scanned again."""
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_ROUNDS = tl.constexpr(7)
+"""``PHILOX_ROUNDS`` of the reference, which imports what imports this."""
 _EVEN = tl.constexpr(0xD2511F53)
 _ODD = tl.constexpr(0xCD9E8D57)
 _KEY_EVEN = tl.constexpr(0x9E3779B9)
@@ -68,12 +70,12 @@ def noise_key(seed, stream, place, line):
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 of uint32 words that broadcast: see ``specgraph.kernels.sample.philox``.
+    """Philox4x32-7 of uint32 words that broadcast: see ``specgraph.kernels.sample.philox``.
 
     Products are 64 bits wide, one instruction each. Whatever is the same for a whole row should come as a scalar: a
     quarter of the first three rounds then is computed once.
     """
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(_ROUNDS):
         even = c0.to(tl.uint64) * _EVEN
         odd = c2.to(tl.uint64) * _ODD
         c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
@@ -196,9 +198,24 @@ def first_best(score, place):
 
 
 @triton.jit
-def any_nan(every):
-    """1 if a block, a maximum that lets NaN through, has one."""
-    return tl.max(tl.max((every != every).to(tl.int32), 1), 0)
+def add_strange(strange, x):
+    """Make ``strange`` NaN where ``x`` is NaN or infinite: a multiply-add, which costs half of a comparison."""
+    return tl.fma(x, tl.zeros_like(x), strange)
+
+
+@triton.jit
+def any_nan(strange, row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """1 if a logit of the split is NaN. Splits with infinities, and the last of a row, are read again to tell."""
+    found = tl.max(tl.max((strange != strange).to(tl.int32), 1), 0)
+    if found > 0:
+        nans = tl.zeros((TILE // 4, 4), tl.int32)
+        first, end = begin, tl.minimum(begin + SPLIT, vocab)
+        while first < end:
+            x = load_tile(row_ptr, first, vocab, TILE)
+            nans = tl.maximum(nans, (x != x).to(tl.int32))
+            first += TILE
+        found = tl.max(tl.max(nans, 1), 0)
+    return found
 
 
 @triton.jit
@@ -220,10 +237,10 @@ def scan_values(
     """
     top = tl.full((TILE // 4,), -float("inf"), tl.float32)
     turn = tl.zeros((TILE // 4,), tl.int32)
-    every = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    strange = tl.zeros((TILE // 4, 4), tl.float32)
     for i in tl.static_range(SPLIT // TILE):
         x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
-        every = tl.maximum(every, x, propagate_nan=tl.PropagateNan.ALL)
+        strange = add_strange(strange, x)
         if MAPPED:
             place = begin + i * TILE + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
             x = tl.where(tl.load(ids_ptr + place, mask=place < vocab, other=limit) < limit, x, -float("inf"))
@@ -239,7 +256,7 @@ def scan_values(
         there = there & (tl.load(ids_ptr + place, mask=there, other=limit) < limit)
     x = tl.load(row_ptr + place, mask=there, other=-float("inf")).to(tl.float32)
     hit = there & (_value_of(x, temperature, DIVIDED) == best)
-    return best, tl.min(tl.where(hit, place, NO_TOKEN), 0), any_nan(every)
+    return best, tl.min(tl.where(hit, place, NO_TOKEN), 0), any_nan(strange, row_ptr, begin, vocab, SPLIT, TILE)
 
 
 @triton.jit
@@ -264,10 +281,10 @@ def scan_bounds(
     scale = LOG2E / temperature
     top = tl.full((TILE // 4,), -float("inf"), tl.float32)
     second = tl.full((TILE // 4,), -float("inf"), tl.float32)
-    every = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    strange = tl.zeros((TILE // 4, 4), tl.float32)
     for i in tl.static_range(SPLIT // TILE):
         x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
-        every = tl.maximum(every, x, propagate_nan=tl.PropagateNan.ALL)
+        strange = add_strange(strange, x)
         word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
         x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
         bound = tl.max(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(scaled_uniform(word))), 1)
@@ -282,7 +299,12 @@ def scan_bounds(
     turn = (top.to(tl.uint32, bitcast=True) & 15).to(tl.int32)
     best, four = _first_four(top, turn, begin, TILE)
     mine = begin + turn * TILE + tl.arange(0, TILE // 4) * 4
-    return best, four, tl.max(tl.where(mine == four, second, top), 0), any_nan(every)
+    return (
+        best,
+        four,
+        tl.max(tl.where(mine == four, second, top), 0),
+        any_nan(strange, row_ptr, begin, vocab, SPLIT, TILE),
+    )
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def _sum_drafts(
     batch, row = line // drawn, line % drawn
     if (row < tl.load(num_rows_ptr + batch) - 1) & (row >= tl.load(num_forced_ptr + batch)):
         row_ptr = draft_ptr + line.to(tl.int64) * own_vocab
-        largest, _ = split_largest(row_ptr, split * SPLIT, own_vocab, SPLIT, TILE)
+        largest = split_largest(row_ptr, split * SPLIT, own_vocab, SPLIT, TILE)
         tl.store(stats_ptr + program, largest)
         largest = tl.where(largest > -float("inf"), largest, 0.0)
         total, _ = split_sums(row_ptr, split * SPLIT, own_vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)

@@ -115,7 +115,7 @@ def _scan_rows(
         tl.store(flags_ptr + at, bad.to(tl.uint8))
         if RAW or SCALED:
             area = tl.num_programs(0)
-            largest, _ = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
+            largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
             largest = tl.where(largest > -float("inf"), largest, 0.0)
             if RAW:

@@ -36,19 +36,28 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# The vectors of philox4x32-10 in kat_vectors, published with Random123 (Salmon et al. 2011): counter, key, result.
+# The vectors of philox4x32 in kat_vectors, published with Random123 (Salmon et al. 2011): rounds, counter, key, result.
+_ZEROS, _ONES = " ".join(["00000000"] * 6), " ".join(["ffffffff"] * 6)
+_PI = "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"
 KNOWN_ANSWERS = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (7, _ZEROS, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (7, _ONES, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (7, _PI, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (10, _ZEROS, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (10, _ONES, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (10, _PI, "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
-    words = [torch.tensor([int(word, 16)]) for word in f"{counter} {key}".split()]
-    found = module.philox((words[0], words[1], words[2], words[3]), (words[4], words[5]))
+@pytest.mark.parametrize(("rounds", "given", "result"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(rounds: int, given: str, result: str) -> None:
+    words = [torch.tensor([int(word, 16)]) for word in given.split()]
+    found = module.philox((words[0], words[1], words[2], words[3]), (words[4], words[5]), rounds)
     assert " ".join(f"{word.item():08x}" for word in found) == result
+
+
+def test_noise_takes_seven_rounds() -> None:
+    assert module.PHILOX_ROUNDS == 7
 
 
 def test_the_counter_is_laid_out_as_documented() -> None:
