@@ -177,7 +177,7 @@ def _take_activation(linear: _Linear) -> str | None:
     user = only_user(linear.end)
     if user is None:
         return None
-    if user.target is aten.split_with_sizes.default:
+    if user.target in (aten.split_with_sizes.default, aten.chunk.default):
         return _take_gate(linear, user)
     name = _activation(user)
     if name is not None:
@@ -189,6 +189,9 @@ def _take_activation(linear: _Linear) -> str | None:
 def _take_gate(linear: _Linear, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
     sizes, dim = split.args[1], split.args[2:] or (0,)
+    if split.target is aten.chunk.default:
+        width = linear.end.meta["val"].shape[-1]
+        sizes = [width // 2] * 2 if sizes == 2 and width % 2 == 0 else None
     if dim[0] not in (-1, linear.end.meta["val"].dim() - 1):
         return None
     if set(parts) != {0, 1} or not isinstance(sizes, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
