@@ -19,6 +19,7 @@ from specgraph.graphs import calls
 from specgraph.kernels import step, verify
 from specgraph.kernels.sample import process_logits
 from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.patterns import Mismatch, producer
 from specgraph.program import Program
 
 VERIFY = torch.ops.specgraph.verify.default
@@ -26,10 +27,6 @@ _KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if "Tensor" not in st
 """The op's options: everything in its schema that is not a tensor."""
 _SHARED = ("draft_tokens", "draft_logits", "num_rows", "num_forced", "processed", "num_accepted", "seeds", "positions",
            "rule", "draft_to_target")  # fmt: skip
-
-
-class _Mismatch(Exception):
-    """Why a candidate is not the pattern."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class FuseVerify(Pass):
         for node in calls(program.graph, verify.emit):
             try:
                 matches.append(_match(node))
-            except _Mismatch as reason:
+            except Mismatch as reason:
                 misses.append(NearMiss(node.name, str(reason)))
         for match in matches:
             _fuse(program, match)
@@ -72,10 +69,11 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _producer(value: Any, function: Any, reader: fx.Node) -> fx.Node:
     """The node behind ``value``, which must call ``function``."""
-    if isinstance(value, fx.Node) and value.target is function:
-        return value
+    node = producer(value, function)
+    if node is not None:
+        return node
     found = getattr(value, "target", value)
-    raise _Mismatch(f"{reader.name} reads {getattr(found, '__name__', found)}, not {function.__name__}")
+    raise Mismatch(f"{reader.name} reads {getattr(found, '__name__', found)}, not {function.__name__}")
 
 
 def _match(emit: fx.Node) -> _Match:
@@ -89,7 +87,7 @@ def _match(emit: fx.Node) -> _Match:
     for piece in pieces:
         for name, value in _arguments(piece).items():
             if name in _SHARED and merged.setdefault(name, value) != value:
-                raise _Mismatch(f"{piece.name} reads {value} as {name}, where {merged[name]} was read before")
+                raise Mismatch(f"{piece.name} reads {value} as {name}, where {merged[name]} was read before")
             merged[name] = value
     logprobs = [n for n in process.users if n.target is verify.token_logprobs]
     _check_users(pieces, logprobs)
@@ -101,15 +99,15 @@ def _check_logprobs(emit: fx.Node, logprobs: list[fx.Node], merged: dict[str, An
     """Log-probabilities of this verification's own logits and tokens, of one kind: what the op can give."""
     kinds = {_arguments(node)["logprobs"] for node in logprobs}
     if len(kinds) > 1:
-        raise _Mismatch(f"{logprobs[0].name} and {logprobs[1].name} ask for different log-probabilities")
+        raise Mismatch(f"{logprobs[0].name} and {logprobs[1].name} ask for different log-probabilities")
     for node in logprobs:
         own = _arguments(node)
         tokens = own["emitted"]
         if tokens.target is not operator.getitem or tokens.args != (emit, 0):
-            raise _Mismatch(f"{node.name} reads {tokens.name}, not the tokens of {emit.name}")
+            raise Mismatch(f"{node.name} reads {tokens.name}, not the tokens of {emit.name}")
         for name in ("logits", "num_forced"):
             if own[name] is not merged[name]:
-                raise _Mismatch(f"{node.name} reads {own[name]} as {name}, where {merged[name]} was read before")
+                raise Mismatch(f"{node.name} reads {own[name]} as {name}, where {merged[name]} was read before")
 
 
 def _check_users(pieces: tuple[fx.Node, ...], logprobs: list[fx.Node]) -> None:
@@ -118,7 +116,7 @@ def _check_users(pieces: tuple[fx.Node, ...], logprobs: list[fx.Node]) -> None:
     for piece in pieces[:-1]:
         outside = [user.name for user in piece.users if user not in inside]
         if outside:
-            raise _Mismatch(f"{piece.name} is also read by {', '.join(outside)}")
+            raise Mismatch(f"{piece.name} is also read by {', '.join(outside)}")
 
 
 def _fuse(program: Program, match: _Match) -> None:
