@@ -357,6 +357,35 @@ def candidate_scores(
 
 
 @triton.jit
+def best_candidates(
+    logits_ptr, ids_ptr, line, bound, four, known, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The best exact score of every row's candidates and its place: ``[R]`` each, from ``[R, splits]``.
+
+    ``line``, ``floor``, ``temperature`` and the noise's words are ``[R, 1]``. The four of the largest bound come first;
+    others are looked at only if their bound reaches what was found, which is seldom.
+    """
+    lead = tl.min(tl.where(known & (bound == tl.max(bound, 1)[:, None]), four, NO_TOKEN), 1)[:, None]
+    score, place = candidate_scores(
+        logits_ptr, ids_ptr, line, tl.where(lead < NO_TOKEN, lead, 0), lead < NO_TOKEN, floor, temperature, vocab,
+        limit, stride, k0, k1, c1, c2, c3, MAPPED,
+    )  # fmt: skip
+    best, token = tl.max(score, 1), tl.min(place, 1)
+    others = known & (four != lead) & may_hide(bound, best[:, None])
+    if tl.sum(tl.sum(others.to(tl.int32), 1), 0) > 0:
+        scores, places = candidate_scores(
+            logits_ptr, ids_ptr, line, four, others, floor, temperature + tl.zeros_like(bound), vocab, limit, stride,
+            k0, k1, c1, c2, c3, MAPPED,
+        )  # fmt: skip
+        top = tl.max(scores, 1)
+        spot = tl.min(tl.where((scores == top[:, None]) & (scores > -float("inf")), places, NO_TOKEN), 1)
+        better = (top > best) | ((top == best) & (spot < token))
+        best, token = tl.where(better, top, best), tl.where(better, spot, token)
+    return best, token
+
+
+@triton.jit
 def may_hide(second, best):
     """Whether a split whose second-best bound is ``second`` may hold a token as good as exact ``best``.
 

@@ -6,10 +6,8 @@ Probabilities are never stored: wherever one is wanted it is computed from its l
     ``_weigh_rows``    per sequence: both sums merged, p and q of every draft token, the chain of weights of ``block``
     ``_sum_excess``    (``block``) the sum of ``max(w * p - q, 0)`` over every split of every row
     ``_choose``        per sequence: how many drafts are accepted, which row the next token comes from
-    ``_race``          the winner of every split of that row
-    ``_finish_race``   per sequence: the winner of all, tokens and log-probabilities laid out
-
-The draw is the exponential race: the first argmax of ``v / -log1p(-u)``, which is that of ``log(v) + gumbel``.
+    ``race``           the winner of every split of that row (:mod:`specgraph.kernels.verify_race`)
+    ``finish_race``    per sequence: the winner of all, tokens and log-probabilities laid out
 """
 
 # Triton functions carry no types.
@@ -24,39 +22,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import (
-    GREEDY,
-    LOG2E,
-    NO_TOKEN,
-    accurate_log1p,
-    clean,
-    first_best,
-    load_tile,
-    noise_key,
-    noise_words,
-    philox,
-    scaled_uniform,
-    split_size,
-)
-from specgraph.kernels.sample import STREAM_ACCEPT, STREAM_RESIDUAL
+from specgraph.kernels.gumbel import GREEDY, LOG2E, NO_TOKEN, noise_key, philox, scaled_uniform, split_size
+from specgraph.kernels.sample import STREAM_ACCEPT
+from specgraph.kernels.verify_race import draft_prob, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify_rows import (
     count_accepted,
     fixed_sum,
     floored_logits,
     judge_rows,
-    last_row,
-    lay_out,
     load_floors,
     merge_sums,
     place_rows,
     split_largest,
     split_sums,
-    store_bad,
-    write_logprobs,
 )
 
 _ACCEPT = tl.constexpr(STREAM_ACCEPT)
-_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 _UNIT = tl.constexpr(2.0**-32)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _REALS, _INTEGERS = 6, 3
@@ -79,30 +60,6 @@ class Block(NamedTuple):
     place: Tensor
     flags: Tensor
     stats: Tensor
-
-
-@triton.jit
-def _target_prob(x, place, floor, largest, total, scale, point):
-    """Probabilities of the target's tokens at ``place``; ``point`` is the only one of a point mass, or -1."""
-    x = clean(tl.where(x < floor, -float("inf"), x))
-    return tl.where(point >= 0, tl.where(place == point, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
-
-
-@triton.jit
-def _draft_prob(
-    draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
-    DRAWN: tl.constexpr, MAPPED: tl.constexpr,
-):  # fmt: skip
-    """What the draft gave the target's tokens at ``place``: a point mass at ``draft`` where it was not drawn."""
-    prob = tl.where(place == draft, 1.0, 0.0)
-    if DRAWN:
-        own = place
-        if MAPPED:
-            own = tl.load(own_ptr + place, mask=inside, other=-1)
-        has = inside & drawn & (own >= 0) & (own < own_vocab)
-        x = tl.load(draft_ptr + line.to(tl.int64) * own_vocab + own, mask=has, other=-float("inf")).to(tl.float32)
-        prob = tl.where(drawn, tl.exp2((x - largest) * LOG2E) / total, prob)
-    return prob
 
 
 @triton.jit(do_not_specialize=["drawn"])
@@ -165,7 +122,7 @@ def _weigh_rows(
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
-    p = _target_prob(x, draft, floor, largest, total, scale, point)
+    p = target_prob(x, draft, floor, largest, total, scale, point)
 
     draft_line = batch * drawn + row
     draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
@@ -178,7 +135,7 @@ def _weigh_rows(
         draft_largest, draft_total, _ = merge_sums(draft_stats_ptr, own_at, own_known, area, 1, LOG2E)
         draft_largest = tl.where(draft_largest > -float("inf"), draft_largest, 0.0)
         draft_total = tl.where(draft_total > 0, draft_total, 1.0)
-    q = _draft_prob(
+    q = draft_prob(
         draft_ptr, own_ptr, draft_line, draft, live & judged, row < drawn, draft, draft_largest, draft_total,
         own_vocab, DRAWN, MAPPED,
     )  # fmt: skip
@@ -212,33 +169,6 @@ def _weigh_rows(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def _left_over(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row, begin,
-    vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr,
-):  # fmt: skip
-    """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
-    place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    scale = LOG2E * (1.0 / tl.where(temperature < GREEDY, 1.0, temperature))
-    floor = tl.full((), -float("inf"), tl.float32)
-    if FLOORED:
-        floor = tl.load(floors_ptr + line)
-    largest, total = tl.load(reals_ptr + line), tl.load(reals_ptr + lines + line)
-    draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
-    weight, point, draft = (
-        tl.load(reals_ptr + 4 * lines + line), tl.load(integers_ptr + line), tl.load(integers_ptr + 2 * lines + line)
-    )  # fmt: skip
-    x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
-    p = _target_prob(x, place, floor, largest, total, scale, point)
-    q = _draft_prob(
-        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0), row < drawn, draft, draft_largest,
-        draft_total, own_vocab, DRAWN, MAPPED,
-    )  # fmt: skip
-    return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
-
-
 @triton.jit(do_not_specialize=["count", "width", "drawn"])
 def _sum_excess(
     logits_ptr, draft_ptr, own_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, excess_ptr,
@@ -255,7 +185,7 @@ def _sum_excess(
     if tl.load(integers_ptr + lines + line) > 0:
         total = tl.zeros((TILE // 4, 4), tl.float32)
         for i in range(SPLIT // TILE):
-            left, _ = _left_over(
+            left, _ = left_over(
                 logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
                 split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
             )  # fmt: skip
@@ -308,120 +238,6 @@ def _choose(
     else:
         accepted, _ = count_accepted(u < chance, live, row, first, forced, count, ROWS)
     tl.store(accepted_ptr + batch, accepted)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _race_split(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr, integers_ptr,
-    batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr,
-):  # fmt: skip
-    """The first to arrive in a split: its speed, 0 if there is none, and its place."""
-    line = batch * count + last
-    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    top = tl.zeros((TILE // 4, 4), tl.float32)
-    turn = tl.zeros((TILE // 4, 4), tl.int32)
-    for i in range(SPLIT // TILE):
-        value, _ = _left_over(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line,
-            first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
-        if NOISE:
-            start = tl.load(positions_ptr + batch * width)
-            key = tl.minimum(accepted, width - 1)
-            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
-            word, _ = noise_words(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
-            value = value / -accurate_log1p(-(scaled_uniform(word) * _UNIT))
-        better = value > top
-        top = tl.where(better, value, top)
-        turn = tl.where(better, i, turn)
-    return first_best(top, begin + turn * TILE + local)
-
-
-@triton.jit(do_not_specialize=["count", "width", "drawn"])
-def _race(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
-    floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
-    count, width, vocab, splits, lines, drawn, own_vocab,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
-    batch, split = program // splits, program % splits
-    num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
-    if num_forced < tl.load(num_rows_ptr + batch):
-        first = tl.minimum(num_forced, width - count)
-        accepted = tl.load(accepted_ptr + batch)
-        last = last_row(accepted, first, count)
-        own = 1 - tl.load(integers_ptr + lines + batch * count + last)
-        best, place = _race_split(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab,
-            own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
-        tl.store(best_ptr + program, best)
-        tl.store(place_ptr + program, place)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "drawn"])
-def _finish_race(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
-    num_forced_ptr, floors_ptr, flags_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
-    emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
-    count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-    NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
-    MAPPED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    batch = tl.program_id(0)
-    rows, ks = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    row, needed, _, first, _, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
-    accepted = tl.load(accepted_ptr + batch)
-    last = last_row(accepted, first, count)
-    inside = (ks < splits) & more
-    speed = tl.load(best_ptr + batch * splits + ks, mask=inside, other=0.0)
-    place = tl.load(place_ptr + batch * splits + ks, mask=inside, other=NO_TOKEN)
-    best = tl.max(speed, 0)
-    token = tl.min(tl.where(inside & (speed == best), place, NO_TOKEN), 0)
-    split = tl.where((best > 0) | (more == 0), splits, 0)
-    while split < splits:
-        # Rounding has left nothing of the difference: the target's own distribution.
-        found, spot = _race_split(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab, 1,
-            SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
-        )  # fmt: skip
-        token = tl.where(found > best, spot, token)
-        best = tl.maximum(best, found)
-        split += 1
-    token = tl.where(token < vocab, token, 0)
-    lay_out(
-        draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count,
-        width, drafts_stride, COLUMNS, RAW or PROCESSED,
-    )  # fmt: skip
-    line = (batch * count + rows).to(tl.int64)
-    at = line[:, None] * splits + ks[None, :]
-    known = needed[:, None] & (ks[None, :] < splits)
-    store_bad(bad_ptr, flags_ptr, batch, at, known)
-    if RAW or PROCESSED:
-        temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-        inverse = 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
-        point = tl.load(integers_ptr + line, mask=rows < count, other=-1)
-        draft = tl.load(integers_ptr + 2 * lines + line, mask=rows < count, other=0)
-        floor = load_floors(floors_ptr, line, needed, FLOORED)
-        write_logprobs(
-            logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
-            count, width, vocab, draft, token, accepted, point, inverse, RAW,
-        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -480,11 +296,11 @@ def verify_residual(
         )  # fmt: skip
     launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
     launch(
-        _race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, block.best, block.place, count,
+        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, block.best, block.place, count,
         width, vocab, splits, lines, drawn, own_vocab,
     )  # fmt: skip
     launch(
-        _finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.flags,
+        finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.flags,
         block.stats, *tables, accepted, block.best, block.place, *out, count, width, drafts_stride, vocab, splits,
         lines, drawn, own_vocab,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from specgraph.kernels.gumbel import (
     TILE,
     WARPS,
     aligned,
-    candidate_scores,
+    best_candidates,
     may_hide,
     noise_key,
     philox,
@@ -144,21 +144,18 @@ def _row_tokens(
     bound = tl.load(best_ptr + at, mask=inside, other=-float("inf"))
     place = tl.load(place_ptr + at, mask=inside, other=0)
     known = inside & (bound > -float("inf"))
-    score = bound
+    best = tl.max(bound, 1)
+    token = tl.min(tl.where(known & (bound == best[:, None]), place, NO_TOKEN), 1)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
             seed = tl.load(seeds_ptr + batch)
             place64 = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
             k0, k1, c1, c2, c3 = noise_key(seed, _TARGET, place64[:, None], place64[:, None] * 0)
             floor = load_floors(floors_ptr, line, needed, FLOORED)
-            score, place = candidate_scores(
-                logits_ptr, logits_ptr, line[:, None], place, known, floor[:, None], tl.zeros_like(bound) + temperature,
-                vocab, vocab, vocab, k0, k1, c1, c2, c3, False,
+            best, token = best_candidates(
+                logits_ptr, logits_ptr, line[:, None], bound, place, known, floor[:, None],
+                tl.zeros_like(floor)[:, None] + temperature, vocab, vocab, vocab, k0, k1, c1, c2, c3, False,
             )  # fmt: skip
-    best = tl.max(score, 1)
-    token = tl.min(tl.where(known & (score == best[:, None]) & (score > -float("inf")), place, NO_TOKEN), 1)
-    if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
-        if temperature >= GREEDY:
             second = tl.load(second_ptr + at, mask=inside, other=-float("inf"))
             number = rows[:, None] * SPLITS + ks[None, :]
             pending = inside & may_hide(second, best[:, None])
@@ -166,14 +163,14 @@ def _row_tokens(
             while left > 0:
                 chosen = tl.min(tl.min(tl.where(pending, number, NO_TOKEN), 1), 0)
                 chosen_row = chosen // SPLITS
-                place64 = tl.load(positions_ptr + batch * width + tl.sum(tl.where(rows == chosen_row, row, 0), 0))
-                k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _TARGET, place64, place64 * 0)
+                here = tl.load(positions_ptr + batch * width + tl.sum(tl.where(rows == chosen_row, row, 0), 0))
+                h0, h1, h2, h3, h4 = noise_key(tl.load(seeds_ptr + batch), _TARGET, here, here * 0)
                 row_ptr = logits_ptr + (batch * count + chosen_row).to(tl.int64) * vocab
-                floor = tl.full((), -float("inf"), tl.float32)
+                least = tl.full((), -float("inf"), tl.float32)
                 if FLOORED:
-                    floor = tl.load(floors_ptr + batch * count + chosen_row)
+                    least = tl.load(floors_ptr + batch * count + chosen_row)
                 found, spot = rescan(
-                    row_ptr, row_ptr, (chosen % SPLITS) * SPLIT, vocab, vocab, floor, temperature, k0, k1, c1, c2, c3,
+                    row_ptr, row_ptr, (chosen % SPLITS) * SPLIT, vocab, vocab, least, temperature, h0, h1, h2, h3, h4,
                     SPLIT, TILE, False, FLOORED,
                 )  # fmt: skip
                 better = (rows == chosen_row) & ((found > best) | ((found == best) & (spot < token)))
