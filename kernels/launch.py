@@ -10,10 +10,6 @@ kernel:
    After a kernel that knows nothing of this it returns at once.
 2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
 3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, best given after the main loop. It comes after the wait.
-4. What an argument holds may be read before the wait if it is never the work of the kernel right before: that one has
-   waited before its hint, or has ended, so all kernels before it are done when this one starts. Paged attention reads
-   slots, positions and block table early: a linear layer always lies between what fills those and attention. Never read
-   early what the kernel before may have made: queries, new keys and values, rotary angles.
 
 Both calls sit behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
 """

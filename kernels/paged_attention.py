@@ -44,9 +44,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 class Tiling:
     """Sizes of the tiles. The first three decide the bits of the result; the others, None for a default, do not.
 
-    (In float32 on a GPU ``block_rows`` does as well.) Up to ``alone`` pieces are left to one program: merging through
-    memory takes longer. ``early``: whether places are read before the kernel before has ended, and old rows asked for
-    every ``prefetch`` bytes (0: not at all).
+    (In float32 on a GPU ``block_rows`` does as well.)
     """
 
     piece: int = 256
@@ -56,9 +54,6 @@ class Tiling:
     split: int | None = None
     write_apart: bool | None = None
     num_stages: int | None = None
-    early: bool = True
-    alone: int = 2
-    prefetch: int = 128
 
 
 @triton.jit
@@ -141,35 +136,17 @@ def _above(top):
 
 
 @triton.jit
-def _load_early(places, mask, other):
-    """Integers that are read before the wait, so past this multiprocessor's own cache: it may hold an older step's."""
-    return tl.load(places, mask=mask, other=other, cache_modifier=".cg")
-
-
-@triton.jit
 def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """``PAGES`` pages from that of position ``begin`` on, as far as they hold positions below ``end``."""
     index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
-    return tl.maximum(_load_early(table + index, index * BLOCK_SIZE < end, 0), 0).to(tl.int32)
+    return tl.maximum(tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0), 0).to(tl.int32)
 
 
 @triton.jit
 def _slots_of(pages, begin, key_place, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """Where positions lie whose pages :func:`_load_pages` has read: int32, which multiplies faster."""
-    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # a prefetch may reach past the end
+    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # the last block may reach past the end
     return tl.gather(pages, index, 0) * BLOCK_SIZE + key_place % BLOCK_SIZE
-
-
-@triton.jit
-def _prefetch(cache, slot, stride, D: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr):
-    """Ask for the rows of ``D`` elements at ``slot``, every ``STEP`` bytes, to be brought to the second-level cache."""
-    ITEM: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
-    COUNT: tl.constexpr = DP * ITEM // STEP if DP * ITEM > STEP else 1
-    step = tl.minimum(tl.arange(0, COUNT) * STEP, (D - 1) * ITEM)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-        [(cache + slot * stride).to(tl.int64)[:, None] + step[None, :]], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -267,27 +244,36 @@ def _nothing(DVP: tl.constexpr, BLOCK_R: tl.constexpr):
     return top, tl.zeros([BLOCK_R], tl.float32), tl.zeros([DVP, BLOCK_R], tl.float32)
 
 
+@triton.jit
+def _result(top, total, summed, sinks, q_head, SINKS: tl.constexpr):
+    """The weighted mean of the values, the sink's weight among the weights; a row that sees nothing has zeros."""
+    if SINKS:
+        sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
+        above = _above(tl.maximum(top, sink))
+        kept = tl.exp2(top - above)
+        total = tl.fma(total, kept, tl.exp2(sink - above))
+        summed = summed * kept[None, :]
+    return summed / tl.where(total > 0.0, total, 1.0)[None, :]
+
+
 @triton.jit(do_not_specialize=["T", "max_pieces"])
 def _paged_attention(  # noqa: C901  (one launch: its parts share most of what they have)
     q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
     T, max_pieces, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, ALONE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PAGES: tl.constexpr, EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th unit of its context.
 
     A unit is a piece if there are programs for all of them, and a run of ``RUN`` pieces otherwise. Grid (row tiles,
     B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units hold, so no program waits
-    for another; several row tiles write the same bits to the same place. If ``SPLIT`` and there are more than ``ALONE``
-    pieces, the units of a tile go through ``partials`` and the program that finishes last merges them.
-
-    What is read before the wait was there before the kernel that made ``q``: rule 4 in ``launch``.
+    for another; several row tiles write the same bits to the same place. If ``SPLIT``, the units of a tile
+    that has several go through ``partials`` and the program that finishes last merges them.
     """
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     # The last rows see the most: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -297,12 +283,12 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
 
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     row = pair // GROUP
-    real = _load_early(slots + batch * T + row, row < T, -1) >= 0
-    place = tl.where(real, _load_early(positions + batch * T + row, row < T, -1).to(tl.int32), -1)
+    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
+    place = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
     if WRITE > 0:
         new_row = tl.arange(0, WRITE)
-        new_slot = _load_early(slots + batch * T + new_row, new_row < T, -1)
-        new_place = _load_early(positions + batch * T + new_row, new_row < T, -1).to(tl.int32)
+        new_slot = tl.load(slots + batch * T + new_row, mask=new_row < T, other=-1)
+        new_place = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32)
     end = tl.max(place, 0) + 1
     low = 0
     if WINDOW > 0:
@@ -312,15 +298,10 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     pieces = last - first
     programs = tl.num_programs(2)
     per = tl.where(pieces <= programs, 1, RUN)
-    if SPLIT and pieces <= ALONE:
-        per = RUN
-        programs = 1
     first_unit = first // per
     units = tl.where(pieces > 0, (last - 1) // per - first_unit + 1, 0)
     programs = tl.minimum(programs, units)
     if part >= tl.maximum(programs, 1):
-        if PDL and EARLY:
-            tl.extra.cuda.gdc_wait()
         return
 
     first_piece = tl.maximum((first_unit + part) * per, first)
@@ -329,11 +310,6 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     pages = _load_pages(table, begin, tl.where(part < programs, end, 0), BLOCK_SIZE, PAGES)
     k_cache_head = k_cache + head * k_head
     v_cache_head = v_cache + head * v_head
-    if PREFETCH > 0:
-        ahead = tl.maximum(tl.minimum(begin + tl.arange(0, PIECE), end - 1), 0)
-        ahead = _slots_of(pages, begin, ahead, BLOCK_SIZE, PAGES).to(tl.int64)
-        _prefetch(k_cache_head, ahead, k_slot, D, DP, PREFETCH)
-        _prefetch(v_cache_head, ahead, v_slot, DV, DVP, PREFETCH)
     if WRITE > 0:
         new_piece = new_place // PIECE
         new_unit = tl.where(per == 1, new_piece, new_piece // RUN) - first_unit
@@ -346,8 +322,6 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     dim = tl.arange(0, DP)[:, None]
     queries = (q + batch * q_b) + (q_head * q_h + row.to(tl.int64) * q_t)[None, :] + dim
     angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :] + dim
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
     if WRITE > 0:
         keys, values = _load_new_rows(new_keys, new_values, cos, sin, new_angles, mine, D, DV, DP, DVP, ROTARY)
     query = _load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
@@ -382,12 +356,14 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    finish = True
+    value_dim = tl.arange(0, DVP)[:, None]
+    cells = ((batch * T + row) * (HEADS * GROUP) + q_head)[None, :] * DV + value_dim
+    mask = (row < T)[None, :] & (value_dim < DV)
+    # Each way stores for itself: one store after both would have to move the sums to a common layout.
     if SPLIT and programs > 1:
         # Every thread's partial sums, then the count: release. The last to count sees all others': acquire.
         tl.debug_barrier()
-        finish = tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu") == programs - 1
-        if finish:
+        if tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.store(counters + task, 0)
             top, total, summed = _nothing(DVP, BLOCK_R)
             run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
@@ -400,18 +376,11 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
                     run_top, run_total, run_summed, unit_top, unit_total, unit_summed
                 )
             top, total, summed = _merge(top, total, summed, run_top, run_total, run_summed)
-    if finish:
-        if SINKS:
-            sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
-            above = _above(tl.maximum(top, sink))
-            kept = tl.exp2(top - above)
-            total = tl.fma(total, kept, tl.exp2(sink - above))
-            summed = summed * kept[None, :]
-        # A row that sees nothing has zeros over zero.
-        result = summed / tl.where(total > 0.0, total, 1.0)[None, :]
-        value_dim = tl.arange(0, DVP)[:, None]
-        cells = ((batch * T + row) * (HEADS * GROUP) + q_head)[None, :] * DV + value_dim
-        tl.store(out + cells, result.to(out.dtype.element_ty), mask=(row < T)[None, :] & (value_dim < DV))
+            result = _result(top, total, summed, sinks, q_head, SINKS)
+            tl.store(out + cells, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        result = _result(top, total, summed, sinks, q_head, SINKS)
+        tl.store(out + cells, result.to(out.dtype.element_ty), mask=mask)
 
 
 def paged_attention_triton(
@@ -478,11 +447,11 @@ def _launch(
     _paged_attention[(tiles, batch * groups, split)](
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
         *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, *_score_factors(scale, softcap),
-        GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, RUN=tiling.run, ALONE=tiling.alone,
+        GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, RUN=tiling.run,
         BLOCK_K=tiling.block_keys, BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)),
         WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
         STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
-        PAGES=_pages(tiling.piece, caches[0].shape[1]), EARLY=tiling.early, PREFETCH=tiling.prefetch if pdl else 0,
+        PAGES=_pages(tiling.piece, caches[0].shape[1]),
         **sizes, **modes, **options,
     )  # fmt: skip
     return out

@@ -207,8 +207,8 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
         {"block_rows": 16, "split": 1},
         {"block_rows": 64, "split": 2},
         {"block_rows": 16, "split": 3, "write_apart": True},
-        {"block_rows": 32, "split": 8, "alone": 1},
-        {"block_rows": 16, "split": 8, "alone": 3},
+        {"block_rows": 32, "split": 8},
+        {"block_rows": 16, "split": 8},
     ):
         if dtype == torch.float32 and DEVICE == "cuda":
             change["block_rows"] = 16
@@ -230,8 +230,8 @@ def test_runs_and_pieces_give_the_same_bits_through_memory_and_in_registers(wind
     case = Case((300, 120, 50, 5), (3, 2, 3, 1), torch.float16, rotary=True)
     wanted = case.run(dataclasses.replace(SMALL, split=1), window=window)
     assert_near(wanted, case.expected(window=window))
-    for split, alone in ((2, 1), (3, 2), (7, 1), (8, 4), (16, 1)):
-        tiling = dataclasses.replace(SMALL, split=split, alone=alone)
+    for split in (2, 3, 7, 8, 16):
+        tiling = dataclasses.replace(SMALL, split=split)
         assert torch.equal(case.run(tiling, window=window), wanted), tiling
 
 
