@@ -116,7 +116,8 @@ def norm_parts_reference(x: Tensor, norm_weight: Tensor, *, norm_offset: float =
     exact = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(exact)
     padded = functional.pad(rows, (0, -x.shape[-1] % NORM_GROUP))
-    squares = padded.unflatten(-1, (-1, NORM_GROUP)).square().sum(-1)
+    groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // NORM_GROUP, NORM_GROUP)
+    squares = groups.square().sum(-1)
     return (rows * (norm_weight.to(exact) + norm_offset)).to(x.dtype), squares
 
 
