@@ -1,8 +1,7 @@
 """What the launchers of several kernels share: programmatic dependent launch, and counters for the last arrival.
 
 Programmatic dependent launch (Hopper and later) starts a kernel's programs while the kernel before it still runs. A
-kernel that is launched with :func:`launch_options` keeps to these rules; by the first three it is right after any
-kernel:
+kernel that is launched with :func:`launch_options` keeps to three rules, and is then right after any kernel:
 
 1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, and before
    the first write of anything at all, since an earlier kernel may still be reading it. The wait ends when the kernel
