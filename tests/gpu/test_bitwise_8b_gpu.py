@@ -1,0 +1,74 @@
+"""``numerics: bitwise`` at the shapes of Llama-3-8B, bf16, random weights: up to 576 rows, contexts of several pieces.
+
+Random logits lie close together, so that any difference between two sums shows in the tokens soon. Random heads are
+hardly ever right; n-gram drafts are, where a sequence repeats itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.bench.models import random_head, random_target
+
+SEQUENCES, NEW_TOKENS = 64, 96
+Found = list[tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def target() -> PreTrainedModel:
+    return random_target("llama-3-8b-shape", torch.device("cuda"), torch.bfloat16)
+
+
+def prompts() -> list[Tensor]:
+    """Of 3 to 570 tokens: a context is one piece for some, and three for others."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3 + 9 * row for row in range(SEQUENCES)]
+    return [torch.randint(0, 128256, (length,), generator=generator) for length in lengths]
+
+
+@functools.cache
+def decoder(kind: str, k: int = 1) -> SpeculativeDecoder:
+    head = random_head(target(), kind == "peagle") if kind in ("eagle3", "peagle") else None
+    draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if head else {"kind": kind})
+    config = {"draft": draft, "debug": {"self_check": False}, "max_length": 1024}
+    return specgraph.compile_speculative(target(), config, draft=head)
+
+
+def run(compiled: SpeculativeDecoder, rows: list[int], temperature: float) -> Found:
+    out = compiled.generate(
+        [prompts()[row] for row in rows], max_new_tokens=NEW_TOKENS, temperature=temperature, seed=rows,
+        return_logprobs=True,
+    )  # fmt: skip
+    assert out.logprobs is not None
+    return list(zip(out.new_tokens, out.logprobs, strict=True))
+
+
+@functools.cache
+def plain(temperature: float) -> Found:
+    return run(decoder("none"), list(range(SEQUENCES)), temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "k", "rows"),
+    [
+        ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("eagle3", 3, [63]), ("eagle3", 3, list(range(32))),
+        ("eagle3", 8, list(range(SEQUENCES))), ("peagle", 7, [1]), ("peagle", 7, list(range(SEQUENCES))),
+        ("ngram", 4, list(range(SEQUENCES))),
+    ],
+    ids=lambda value: f"batch {len(value)}" if isinstance(value, list) else None,
+)  # fmt: skip
+def test_speculation_changes_no_bit(kind: str, k: int, rows: list[int], temperature: float) -> None:
+    found, expected = run(decoder(kind, k), rows, temperature), plain(temperature)
+    tokens = [row for row, (a, _) in zip(rows, found, strict=True) if not torch.equal(a, expected[row][0])]
+    values = [row for row, (_, a) in zip(rows, found, strict=True) if not torch.equal(a, expected[row][1])]
+    assert not tokens and not values, f"tokens differ in {tokens}, log-probabilities in {values} of {len(rows)}"
+    assert all(len(a) == NEW_TOKENS for a, _ in found)
