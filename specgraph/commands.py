@@ -129,7 +129,7 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     elif options.target in SHAPES:
         rows = run.run_steps(run.make_target(options, torch.device(device)), options, config)
     else:
-        rows = run.run_steps(load_model(options.target, device, dtype), options, config)
+        rows = run.run_steps(load_model(options.target, device, dtype, "target"), options, config)
     return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
 
 
@@ -215,8 +215,8 @@ def check_folder(name: str, key: str = "model") -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def load_model(name: str, device: str, dtype: str) -> PreTrainedModel:
-    """A causal LM in evaluation mode; the last one is kept, for the next job of a sweep.
+def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTrainedModel:
+    """A causal LM in evaluation mode; the last one is kept, for the next job of a sweep. ``key`` is what named it.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -224,7 +224,7 @@ def load_model(name: str, device: str, dtype: str) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model={name} cannot be loaded as a causal LM: {_first_line(error)}") from error
+        raise ConfigError(f"{key}={name} cannot be loaded as a causal LM: {_first_line(error)}") from error
     model: PreTrainedModel = loaded.to(device).eval()
     return model
 

@@ -227,6 +227,11 @@ def test_a_mistake_gets_one_sentence(override: str, message: str, capsys: pytest
     assert shown.err.count("\n") == 1
 
 
+def test_a_target_that_is_no_model_is_named_as_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"target={tmp_path}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: target={tmp_path} cannot be loaded as a causal LM: ")
+
+
 def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
     assert capsys.readouterr().err == (
