@@ -327,7 +327,7 @@ def _launch(
         norm_eps, norm_offset,
         BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces, GROUPS=groups,
         SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=activation.removesuffix("_mul"), GATED=gated,
-        EARLY=early, AHEAD=int(pdl and even and rows <= 64 and _bulk(weight)), PDL=pdl, num_warps=cut.warps,
+        EARLY=early, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl, num_warps=cut.warps,
         num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     if following and not joined:

@@ -257,7 +257,7 @@ def linear_kernel(
     """Grid ``(tiles, PIECES)`` if ``SPLIT``, or ``(tiles, 1)``; tiles of x in groups, tiles of the weight within.
 
     ``EARLY`` reads what a tile is finished with before the product, during which it arrives; large tiles have no room
-    for it. ``AHEAD`` blocks of the weight are asked for before the wait: they are constant.
+    for it. ``AHEAD`` asks for the first block of the weight before the wait: weights are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     SCALE: tl.constexpr = "squares" if squares_ptr is not None else "none" if scale_ptr is None else "ready"
@@ -280,9 +280,9 @@ def linear_kernel(
     real = n < rows
     x_rows = x_ptr + n.to(tl.int64) * x_stride
 
-    if AHEAD > 0:
+    if AHEAD:
         begin = tl.program_id(1) * BLOCKS * BLOCK_K
-        _bring_nearer(weight_rows + begin, AHEAD * BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _bring_nearer(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if EARLY:
@@ -363,7 +363,7 @@ def norm_parts_kernel(
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
-    gain = _load_gain(gain_ptr, o, features, norm_offset)
+    gain = _load_gain(gain_ptr, o, features, norm_offset)  # a parameter: no kernel writes it
     if PDL:
         tl.extra.cuda.gdc_wait()
     mask = (o < features)[:, None] & real[None, :]

@@ -111,7 +111,7 @@ def _race_split(
     return first_best(top, begin + turn * TILE + local)
 
 
-@triton.jit(do_not_specialize=["count", "width", "drawn"])
+@triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def race(
     logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
     floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
@@ -140,7 +140,7 @@ def race(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "drawn"])
+@triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def finish_race(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
     num_forced_ptr, floors_ptr, flags_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,

@@ -93,7 +93,7 @@ def _point_tokens(best_ptr, place_ptr, at, known, cold, largest):
     return tl.where(empty, 0, tl.where(cold, first, -1))
 
 
-@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "drawn"])
+@triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def _weigh_rows(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
     best_ptr, place_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr,
@@ -169,7 +169,7 @@ def _weigh_rows(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["count", "width", "drawn"])
+@triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def _sum_excess(
     logits_ptr, draft_ptr, own_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, excess_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
@@ -196,8 +196,7 @@ def _sum_excess(
 
 
 @triton.jit
-def _block_chances(reals_ptr, integers_ptr, excess_ptr, line, rows, live, after, count, splits, lines,
-                   SPLITS: tl.constexpr):  # fmt: skip
+def _block_chances(integers_ptr, excess_ptr, line, rows, after, count, splits, lines, SPLITS: tl.constexpr):
     """``h`` of Algorithm 2 for the prefix through each row's draft: see ``verify._block_chances``."""
     ks = tl.arange(0, SPLITS)
     follows = rows + 1 < count
@@ -209,7 +208,7 @@ def _block_chances(reals_ptr, integers_ptr, excess_ptr, line, rows, live, after,
     return tl.where(next_live, share, after)
 
 
-@triton.jit(do_not_specialize=["count", "width"])
+@triton.jit(do_not_specialize=["lines", "count", "width"])
 def _choose(
     seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, reals_ptr, integers_ptr, excess_ptr, accepted_ptr,
     count, width, splits, lines,
@@ -231,9 +230,7 @@ def _choose(
         word, _, _, _ = philox((rows * 0).to(tl.uint32), c1, c2, c3, k0, k1)
         u = scaled_uniform(word) * _UNIT
     if BLOCK:
-        chance = _block_chances(
-            reals_ptr, integers_ptr, excess_ptr, line, rows, live, chance, count, splits, lines, SPLITS
-        )
+        chance = _block_chances(integers_ptr, excess_ptr, line, rows, chance, count, splits, lines, SPLITS)
         accepted = forced + tl.max(tl.where((u < chance) & live, row - forced + 1, 0), 0)
     else:
         accepted, _ = count_accepted(u < chance, live, row, first, forced, count, ROWS)

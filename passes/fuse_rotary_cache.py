@@ -180,6 +180,9 @@ def _angles(source: fx.Node) -> _Angles:
     table: Any
     rows, table = positions.meta.get("val"), frequencies.meta.get("val")
     known = all(isinstance(v, torch.Tensor) for v in (value, rows, table)) and frequencies.op == "get_attr"
+    if known and value.dtype not in (torch.float32, torch.float64):
+        raise Mismatch(f"{factors.name} rounds the angles to {value.dtype}, and the positions with them")
+    known = known and rows.dim() == 2 and table.dim() == 1
     # Where only broadcasting leads to the product, its shape says which way round it was taken.
     if not known or rows.is_floating_point() or value.shape != (*rows.shape, *table.shape):
         raise Mismatch(f"{factors.name} is not the product of positions [B, T] and frequencies [F]")

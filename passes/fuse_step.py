@@ -2,7 +2,7 @@
 
 A step graph reads best as one function per thought, and each of them is a launch of 1.5 to 2 us or several. Nothing is
 computed twice for the next position, the number of accepted tokens or the places of chained drafts: all of it follows
-from the verified tokens, in one launch. Functions that were replaced by others are left alone and keep their inputs.
+from the verified tokens, in one launch. A function of somebody's own in the place of one of these stays as it is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FuseStep(LoweringPass):
             found += _fuse_settling(program)
         except Mismatch as reason:
             return PassResult(found, near_misses=(NearMiss("step", str(reason)),))
-        return PassResult(found, notes=(f"{found} functions of the step became {2 if found else 0} launches or less",))
+        return PassResult(found, notes=(f"{found} functions of the step are joined",) if found else ())
 
 
 def _fuse_positions(program: Program, node: fx.Node) -> int:

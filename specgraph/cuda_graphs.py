@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,12 +49,15 @@ class GraphPool:
             self._stream.wait_stream(outside)
             # A capture that fails leaves its stream the current one: this puts the right one back.
             with torch.cuda.stream(self._stream):
-                function()
-                outside.wait_stream(self._stream)
+                try:
+                    function()
+                finally:  # whoever frees what it used must not do so while it runs
+                    outside.wait_stream(self._stream)
                 return self._record(function)
 
     def _record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
+        before = sys.exception()
         try:
             with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
                 result = function()
@@ -61,15 +65,18 @@ class GraphPool:
             raise
         except RuntimeError as error:
             raise PassError(
-                f"capture_cuda_graph: the step runs, but not as a CUDA graph: {first_error(error)} Set "
+                f"capture_cuda_graph: the step runs, but not as a CUDA graph: {first_error(error, before)} Set "
                 "lowering.cuda_graph=false."
             ) from error
         return graph.replay, result
 
 
-def first_error(error: BaseException) -> str:
-    """The first line of the error that came before all others: ending a broken capture raises once more."""
-    while error.__context__ is not None:
+def first_error(error: BaseException, before: BaseException | None = None) -> str:
+    """The first line of the error that came before all others: ending a broken capture raises once more.
+
+    ``before`` is what was being handled already, and is no part of it.
+    """
+    while error.__context__ is not None and error.__context__ is not before:
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
 

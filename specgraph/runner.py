@@ -119,6 +119,10 @@ class Workspace:
         """Bytes of the state."""
         return num_bytes(self.state)
 
+    def has(self, mode: Mode, batch: int) -> bool:
+        """Whether that graph is there."""
+        return (mode, batch) in self._graphs
+
     def captured(self, key: tuple[Mode, int], step: fx.GraphModule, function: Callable[[], Tensor]) -> _Captured:
         """The graph of ``key``, a mode and a batch size; ``function`` runs ``step`` if it is yet to be captured."""
         if key not in self._graphs:
@@ -140,8 +144,8 @@ class GraphRunner(Runner):
         super().__init__(step, prefix(program, space.state, batch), space.counters)
         self.space = space
         with self.active():
-            # An interrupted request may have left rows active, which would run in the capture.
-            clear_state(program, self.state)
+            if not space.has(mode, batch):  # an interrupted request may have left rows active: they would run now
+                clear_state(program, self.state)
             window = self.state["next_window"]
             self._captured = space.captured((mode, batch), step, lambda: self._call(window))
 

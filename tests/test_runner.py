@@ -257,6 +257,16 @@ def test_of_several_errors_the_first_is_named() -> None:
     assert first_error(KeyError()) == "KeyError."
 
 
+def test_an_error_that_a_caller_is_handling_is_not_the_one_that_is_named() -> None:
+    try:
+        raise LookupError("the caller's own")
+    except LookupError as own:
+        with pytest.raises(ValueError, match="invalid literal") as caught:
+            int("nothing")
+        assert first_error(caught.value) == "the caller's own."
+        assert first_error(caught.value, own).startswith("invalid literal")
+
+
 def test_what_is_staged_for_a_cpu_is_not_copied() -> None:
     values = torch.arange(3)
     assert staged(values, torch.device("cpu")) is values

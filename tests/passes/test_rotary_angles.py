@@ -67,6 +67,8 @@ def test_every_spelling_becomes_one_op_of_the_same_bits(spelled, layout, dtype: 
         (lambda x, f: twice(product(x, f)[:, 1:]), "not the cosine's product"),
         (lambda x, f: product(x, f.bfloat16().float()), "rounds what the angles are computed from"),
         (lambda x, f: product(x.unsqueeze(0), f), "not the product of positions"),
+        (lambda x, f: product(x[0], f), "not the product of positions"),
+        (lambda x, f: x.unsqueeze(-1).bfloat16() * f.bfloat16(), "rounds the angles to torch.bfloat16"),
         (lambda x, f: torch.repeat_interleave(product(x, f), 3, dim=-1), "does not repeat the angles in pairs"),
         (lambda x, f: x.float().unsqueeze(-1) * 2.0, "is a number"),
     ],
