@@ -13,6 +13,7 @@ from torch import fx, nn
 from specgraph.errors import VerificationError
 from specgraph.graphs import calls, new_module
 from specgraph.kernels import step
+from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.pipeline import run_passes
 from specgraph.program import Buffer, Program
@@ -134,7 +135,8 @@ def test_reading_draft_logits_after_a_proposal_wrote_them():
 
 
 def test_a_read_moved_behind_a_write():
-    program = last(first("ngram"), every_pass())
+    # Before verification is fused, telling which logits are NaN is a read of its own.
+    program = last(first("ngram"), [pass_ for pass_ in every_pass() if not isinstance(pass_, FuseVerify)])
     program.graph.output_node().prepend(program.one("bad"))
     refused(program, r"^step: bad reads num_rows after advance has written it; move it up\.$")
 
