@@ -100,6 +100,27 @@ def scaled_uniform(word):
 
 
 @triton.jit
+def uniform(word):
+    """In (0, 1), float32."""
+    return scaled_uniform(word) * _UNIT
+
+
+@triton.jit
+def inverse_temperature(temperature):
+    """What logits are multiplied by in a softmax; 1 for a greedy row, whose temperature may be 0."""
+    return 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
+
+
+@triton.jit
+def load_floor(floors_ptr, line, FLOORED: tl.constexpr):
+    """The smallest logit that a row keeps (:mod:`specgraph.kernels.floors`): -inf if nothing is cut."""
+    floor = tl.full((), -float("inf"), tl.float32)
+    if FLOORED:
+        floor = tl.load(floors_ptr + line)
+    return floor
+
+
+@triton.jit
 def accurate_log(x):
     if INTERPRETED:  # noqa: SIM108  (a constexpr branch: the other side does not compile)
         result = tl.log(x.to(tl.float64)).to(tl.float32)
@@ -148,8 +169,7 @@ def processed_value(x, temperature):
 @triton.jit
 def gumbel_scores(x, temperature, word):
     """Exact scores: ``x / temperature - log(-log1p(-u))``, each step rounded to float32. Blocks of one shape."""
-    u = scaled_uniform(word) * _UNIT
-    return processed_value(x, temperature) - accurate_log(-accurate_log1p(-u))
+    return processed_value(x, temperature) - accurate_log(-accurate_log1p(-uniform(word)))
 
 
 @triton.jit

@@ -174,6 +174,17 @@ def _expand_rows_kernel(
 
 
 @triton.jit
+def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tokens ``[BLOCK]`` of one sequence, those after the first unforced EOS replaced by -1."""
+    first = tl.full((BLOCK,), BLOCK, tl.int32)
+    for index in range(NUM_EOS):
+        first = tl.where(token == tl.load(eos_ids + index), row, first)
+    unforced = (token >= 0) & (row >= num_forced)
+    end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
+    return tl.where(row > end, -1, token)
+
+
+@triton.jit
 def _settle_kernel(
     emitted, num_emitted, rows, positions, num_rows, last, accepted, ahead, tokens, window, start, num_forced, eos_ids,
     width, window_width, vocab, NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
@@ -185,12 +196,7 @@ def _settle_kernel(
     row = tl.arange(0, BLOCK)
     inside = row < width
     token = tl.load(tokens + b * width + row, mask=inside, other=-1)
-    first = tl.full((BLOCK,), BLOCK, tl.int32)
-    for index in range(NUM_EOS):
-        first = tl.where(token == tl.load(eos_ids + index), row, first)
-    unforced = (token >= 0) & (row >= tl.load(num_forced + b))
-    end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
-    token = tl.where(row > end, -1, token)
+    token = cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
     count = tl.sum((token >= 0).to(tl.int64), axis=0)
     begin = tl.load(start + b)
     known = tl.minimum(tl.maximum(token, 0), vocab - 1)

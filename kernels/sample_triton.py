@@ -25,6 +25,7 @@ from specgraph.kernels.gumbel import (
     aligned,
     candidate_scores,
     kept_logits,
+    load_floor,
     load_tile,
     may_hide,
     noise_key,
@@ -46,14 +47,6 @@ def _draft_key(seeds_ptr, key_ptr, batch, number, STREAM: tl.constexpr, SHARED: 
     else:
         k0, k1, c1, c2, c3 = noise_key(seed, STREAM, start, start * 0 + number)
     return k0, k1, c1, c2, c3
-
-
-@triton.jit
-def _floor(floors_ptr, line, FLOORED: tl.constexpr):
-    floor = tl.full((), -float("inf"), tl.float32)
-    if FLOORED:
-        floor = tl.load(floors_ptr + line)
-    return floor
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
@@ -80,7 +73,7 @@ def _scan_drafts(
         else:
             k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
             best, place, second, _ = scan_bounds(
-                row_ptr, ids_ptr, begin, size, limit, _floor(floors_ptr, line, FLOORED), temperature,
+                row_ptr, ids_ptr, begin, size, limit, load_floor(floors_ptr, line, FLOORED), temperature,
                 k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
             )  # fmt: skip
         tl.store(second_ptr + program, second)
@@ -118,7 +111,7 @@ def _finish_drafts(
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
             score, place = candidate_scores(
-                logits_ptr, ids_ptr, line + ks * 0, place, known, _floor(floors_ptr, line, FLOORED),
+                logits_ptr, ids_ptr, line + ks * 0, place, known, load_floor(floors_ptr, line, FLOORED),
                 tl.zeros_like(bound) + temperature, size, limit, vocab, k0, k1, c1, c2, c3, MAPPED,
             )  # fmt: skip
     best = tl.max(score, 0)
@@ -132,7 +125,8 @@ def _finish_drafts(
                 split = tl.min(tl.where(pending, ks, NO_TOKEN), 0)
                 found, spot = rescan(
                     logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
-                    _floor(floors_ptr, line, FLOORED), temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
+                    load_floor(floors_ptr, line, FLOORED), temperature, k0, k1, c1, c2, c3,
+                    SPLIT, TILE, MAPPED, FLOORED,
                 )  # fmt: skip
                 better = (found > best) | ((found == best) & (spot < chosen))
                 best = tl.where(better, found, best)
@@ -161,7 +155,7 @@ def _write_processed(
     line, split = program // splits, program % splits
     temperature = tl.load(temperature_ptr + line // count).to(tl.float32)
     chosen = tl.load(chosen_ptr + line)
-    floor = _floor(floors_ptr, line, FLOORED)
+    floor = load_floor(floors_ptr, line, FLOORED)
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     point = (tl.zeros_like(local) + temperature < GREEDY) | (local * 0 + chosen < 0)
     for i in tl.static_range(SPLIT // TILE):

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from specgraph.kernels.attention import PADDING_SLOT
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.rows import Settled, among, check_batch, cut_reference
+from specgraph.kernels.rows import Settled, among, check_batch, cut_reference, cut_row
 from specgraph.kernels.sample import require, sample_draft
 
 torch.library.define(
@@ -381,14 +381,10 @@ def _cut_at_eos_kernel(
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
     token = tl.load(emitted + b * width + row, mask=row < width, other=-1)
-    first = tl.full((BLOCK,), BLOCK, tl.int32)
-    for index in range(NUM_EOS):
-        first = tl.where(token == tl.load(eos_ids + index), row, first)
-    unforced = (token >= 0) & (row >= tl.load(num_forced + b))
-    end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
+    token = cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(cut + b * width + row, tl.where(row > end, -1, token), mask=row < width)
+    tl.store(cut + b * width + row, token, mask=row < width)
 
 
 @triton.jit

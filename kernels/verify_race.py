@@ -13,22 +13,22 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.gumbel import (
-    GREEDY,
     LOG2E,
     NO_TOKEN,
     accurate_log1p,
     clean,
     first_best,
+    inverse_temperature,
+    load_floor,
     load_tile,
     noise_key,
     noise_words,
-    scaled_uniform,
+    uniform,
 )
 from specgraph.kernels.sample import STREAM_RESIDUAL
 from specgraph.kernels.verify_rows import last_row, lay_out, load_floors, place_rows, store_bad, write_logprobs
 
 _RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
-_UNIT = tl.constexpr(2.0**-32)
 
 
 @triton.jit
@@ -64,10 +64,8 @@ def left_over(
     """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
     place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    scale = LOG2E * (1.0 / tl.where(temperature < GREEDY, 1.0, temperature))
-    floor = tl.full((), -float("inf"), tl.float32)
-    if FLOORED:
-        floor = tl.load(floors_ptr + line)
+    scale = LOG2E * inverse_temperature(temperature)
+    floor = load_floor(floors_ptr, line, FLOORED)
     largest, total = tl.load(reals_ptr + line), tl.load(reals_ptr + lines + line)
     draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
     weight, point, draft = (
@@ -104,7 +102,7 @@ def _race_split(
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
             word, _ = noise_words(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
-            value = value / -accurate_log1p(-(scaled_uniform(word) * _UNIT))
+            value = value / -accurate_log1p(-uniform(word))
         better = value > top
         top = tl.where(better, value, top)
         turn = tl.where(better, i, turn)
@@ -184,7 +182,7 @@ def finish_race(
     store_bad(bad_ptr, flags_ptr, batch, at, known)
     if RAW or PROCESSED:
         temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-        inverse = 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
+        inverse = inverse_temperature(temperature)
         point = tl.load(integers_ptr + line, mask=rows < count, other=-1)
         draft = tl.load(integers_ptr + 2 * lines + line, mask=rows < count, other=0)
         floor = load_floors(floors_ptr, line, needed, FLOORED)

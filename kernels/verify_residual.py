@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LOG2E, NO_TOKEN, noise_key, philox, scaled_uniform, split_size
-from specgraph.kernels.sample import STREAM_ACCEPT
+from specgraph.kernels.gumbel import GREEDY, LOG2E, NO_TOKEN, inverse_temperature, split_size
 from specgraph.kernels.verify_race import draft_prob, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify_rows import (
+    acceptance_uniforms,
     count_accepted,
     fixed_sum,
     floored_logits,
@@ -37,8 +37,6 @@ from specgraph.kernels.verify_rows import (
     split_sums,
 )
 
-_ACCEPT = tl.constexpr(STREAM_ACCEPT)
-_UNIT = tl.constexpr(2.0**-32)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _REALS, _INTEGERS = 6, 3
 """Columns of the tables of rows: largest and sum of the target, those of the draft, the weight before and after the
@@ -112,7 +110,7 @@ def _weigh_rows(
     )
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
-    scale = LOG2E * (1.0 / tl.where(temperature < GREEDY, 1.0, temperature))
+    scale = LOG2E * inverse_temperature(temperature)
     ks = tl.arange(0, SPLITS)
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]
@@ -223,12 +221,7 @@ def _choose(
     line = (batch * count + rows).to(tl.int64)
     live = tl.load(integers_ptr + lines + line, mask=rows < count, other=0) > 0
     chance = tl.load(reals_ptr + 5 * lines + line, mask=rows < count, other=0.0)
-    u = tl.full((ROWS,), 0.5, tl.float32)
-    if NOISE:
-        start = tl.load(positions_ptr + batch * width)
-        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
-        word, _, _, _ = philox((rows * 0).to(tl.uint32), c1, c2, c3, k0, k1)
-        u = scaled_uniform(word) * _UNIT
+    u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE)
     if BLOCK:
         chance = _block_chances(integers_ptr, excess_ptr, line, rows, chance, count, splits, lines, SPLITS)
         accepted = forced + tl.max(tl.where((u < chance) & live, row - forced + 1, 0), 0)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specgraph.kernels.gumbel import LOG2E, clean, load_tile
+from specgraph.kernels.gumbel import LOG2E, clean, load_tile, noise_key, philox, uniform
+from specgraph.kernels.sample import STREAM_ACCEPT
 
+_ACCEPT = tl.constexpr(STREAM_ACCEPT)
 _FIXED = tl.constexpr(2.0**40)
 """Fixed point of sums over splits: a row's sum of exponentials is below 2**22, so 64 bits hold it."""
 
@@ -121,6 +123,18 @@ def judge_rows(
     judged = drafted & (row < num_rows - 1) & (rows < count - 1) & (draft64 >= 0) & (draft64 < vocab)
     live = (rows < first_false(judged | (real & (row < forced)), rows, ROWS)) & (row >= forced)
     return tl.where(judged, draft64, 0).to(tl.int32), judged, live
+
+
+@triton.jit
+def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE: tl.constexpr):
+    """What the draft of every row is accepted by, of the step's own noise; a half if there is none."""
+    u = tl.full(row.shape, 0.5, tl.float32)
+    if NOISE:
+        start = tl.load(positions_ptr + batch * width)
+        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
+        word, _, _, _ = philox((row * 0).to(tl.uint32), c1, c2, c3, k0, k1)
+        u = uniform(word)
+    return u
 
 
 @triton.jit

@@ -31,19 +31,20 @@ from specgraph.kernels.gumbel import (
     WARPS,
     aligned,
     best_candidates,
+    inverse_temperature,
+    load_floor,
     may_hide,
     noise_key,
-    philox,
     rescan,
-    scaled_uniform,
     scan_bounds,
     scan_values,
     split_size,
 )
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.sample import STEP_NOISE_RULES, STREAM_ACCEPT, STREAM_TARGET
+from specgraph.kernels.sample import STEP_NOISE_RULES, STREAM_TARGET
 from specgraph.kernels.verify_residual import Block, verify_residual
 from specgraph.kernels.verify_rows import (
+    acceptance_uniforms,
     count_accepted,
     floored_logits,
     judge_rows,
@@ -63,8 +64,6 @@ _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 _TARGET = tl.constexpr(STREAM_TARGET)
-_ACCEPT = tl.constexpr(STREAM_ACCEPT)
-_UNIT = tl.constexpr(2.0**-32)
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -87,9 +86,7 @@ def _scan_rows(
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
         begin = split * SPLIT
         at = line * splits + split
-        floor = tl.full((), -float("inf"), tl.float32)
-        if FLOORED:
-            floor = tl.load(floors_ptr + line)
+        floor = load_floor(floors_ptr, line, FLOORED)
         if NOISE:
             if temperature < GREEDY:
                 best, place, bad = scan_values(
@@ -166,9 +163,7 @@ def _row_tokens(
                 here = tl.load(positions_ptr + batch * width + tl.sum(tl.where(rows == chosen_row, row, 0), 0))
                 h0, h1, h2, h3, h4 = noise_key(tl.load(seeds_ptr + batch), _TARGET, here, here * 0)
                 row_ptr = logits_ptr + (batch * count + chosen_row).to(tl.int64) * vocab
-                least = tl.full((), -float("inf"), tl.float32)
-                if FLOORED:
-                    least = tl.load(floors_ptr + batch * count + chosen_row)
+                least = load_floor(floors_ptr, batch * count + chosen_row, FLOORED)
                 found, spot = rescan(
                     row_ptr, row_ptr, (chosen % SPLITS) * SPLIT, vocab, vocab, least, temperature, h0, h1, h2, h3, h4,
                     SPLIT, TILE, False, FLOORED,
@@ -209,7 +204,7 @@ def _finish(
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     store_bad(bad_ptr, flags_ptr, batch, at, known)
-    inverse = 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
+    inverse = inverse_temperature(temperature)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     point = tl.where(cold, token, -1)
     if SCALED:
@@ -218,12 +213,7 @@ def _finish(
     if RULE == STRICT:
         good = token == draft
     else:
-        u = tl.full((ROWS,), 0.5, tl.float32)
-        if NOISE:
-            start = tl.load(positions_ptr + batch * width)
-            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
-            word, _, _, _ = philox((rows * 0).to(tl.uint32), c1, c2, c3, k0, k1)
-            u = scaled_uniform(word) * _UNIT
+        u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE)
         if RULE == SYNTHETIC:
             good = u < rate
         else:

@@ -131,16 +131,9 @@ def _fuse(program: Program, match: _Match) -> None:
         fused = graph.call_function(VERIFY, tuple(positional), {**keywords, "logprobs": mode})
         fused.name = "verification"
     match.emit.replace_all_uses_with(fused)
-    for node in logprobs:
+    for node, index in (*((node, 2) for node in logprobs), *((node, 3) for node in _nan_checks(match))):
         with graph.inserting_before(node):
-            item = graph.call_function(operator.getitem, (fused, 2))
-        item.meta["role"] = node.meta.get("role")
-        node.replace_all_uses_with(item)
-        graph.erase_node(node)
-        item.name = node.name
-    for node in _nan_checks(match):
-        with graph.inserting_before(node):
-            item = graph.call_function(operator.getitem, (fused, 3))
+            item = graph.call_function(operator.getitem, (fused, index))
         item.meta["role"] = node.meta.get("role")
         node.replace_all_uses_with(item)
         graph.erase_node(node)
