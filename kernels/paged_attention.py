@@ -256,11 +256,11 @@ def _result(top, total, summed, sinks, q_head, SINKS: tl.constexpr):
     return summed / tl.where(total > 0.0, total, 1.0)[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "max_pieces"])
+@triton.jit(do_not_specialize=["T", "max_pieces", "max_units"])
 def _paged_attention(  # noqa: C901  (one launch: its parts share most of what they have)
     q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
-    T, max_pieces, scale, cap,
+    T, max_pieces, max_units, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -350,7 +350,7 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
             begin = _piece_begin(following, low, PIECE, BLOCK_K, WINDOW)
             pages = _load_pages(table, begin, end, BLOCK_SIZE, PAGES)
         if SPLIT and programs > 1:
-            index = task * max_pieces + unit
+            index = task * max_units + unit
             _store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
         top, total, summed = _merge(top, total, summed, unit_top, unit_total, unit_summed)
     if PDL:
@@ -368,7 +368,7 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
             top, total, summed = _nothing(DVP, BLOCK_R)
             run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
             for unit in tl.range(0, _bound(units), num_stages=4 if BLOCK_R <= 32 else 2):
-                unit_top, unit_total, unit_summed = _load_unit(partials, task * max_pieces + unit, real, DVP, BLOCK_R)
+                unit_top, unit_total, unit_summed = _load_unit(partials, task * max_units + unit, real, DVP, BLOCK_R)
                 if ((first_unit + unit) * per) % RUN == 0:
                     top, total, summed = _merge(top, total, summed, run_top, run_total, run_summed)
                     run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
@@ -439,14 +439,16 @@ def _launch(
     tasks = tiles * batch * groups
     split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
     counters = arrival_counters(q.device)  # even if not needed now: a later call may be captured
+    # Of a context of more than `split` pieces, a unit is a run.
+    units = max(split, triton.cdiv(pieces, tiling.run))
     partials = None
     if split > 1:
-        size = tasks * pieces * (sizes["DVP"] + 2) * tile
+        size = tasks * units * (sizes["DVP"] + 2) * tile
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
     out = q.new_empty(batch, rows, heads, value_dim)
     _paged_attention[(tiles, batch * groups, split)](
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
-        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, *_score_factors(scale, softcap),
+        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, units, *_score_factors(scale, softcap),
         GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, RUN=tiling.run,
         BLOCK_K=tiling.block_keys, BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)),
         WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
