@@ -1,16 +1,17 @@
 """One pass over logits that draws by Gumbel-max: the Triton noise and scan behind ``verify`` and draft sampling.
 
-A row of the vocabulary is cut into splits whose size depends on the vocabulary alone. A program scans one split and
-keeps two candidates; a finishing kernel merges the splits of a row. A candidate is four neighbouring tokens, which
-share one block of noise: keeping the best then costs two instructions per token. Exact scores ``logit / temperature +
-gumbel`` cost two accurate logarithms per token, three times what reading the logits allows, so the scan takes an upper
-bound instead:
+A row of the vocabulary is cut into splits. A program scans one split in turns of a tile and names one candidate; a
+finishing kernel merges the splits of a row. A candidate is a column: the four neighbouring tokens, which share one
+block of noise, that one place of the tile holds in every turn. Keeping the best column costs one maximum per token.
+Exact scores ``logit / temperature + gumbel`` cost two accurate logarithms per token, three times what reading the
+logits allows, so the scan takes an upper bound instead:
 
     -log(-log1p(-u)) <= -log(u),  so  score * log2(e) <= logit * log2(e) / temperature - log2(u)
 
-which is one multiply-add and the hardware's log2. The finishing kernel evaluates the best four of every split exactly.
-A split can hide a better token only if its second-best bound reaches the exact best of the row; such a split (about one
-row in a hundred has one) is scanned again with exact scores. The result is the first exact argmax, always.
+which is one multiply-add and the hardware's log2. The finishing kernel evaluates the columns that may hold the best
+token exactly. A split can hide a better one only if the bound of its second-best column reaches the exact best of the
+row; such a split (about one row in a hundred has one) is scanned again with exact scores. The result is the first exact
+argmax, always, whatever the splits and tiles.
 
 The uniforms are those of :mod:`specgraph.kernels.sample`, bit for bit, and every exact score here comes from
 :func:`gumbel_scores`, so kernels agree with each other. At temperature 0 the scan compares the logits themselves.
@@ -30,6 +31,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 TILE = 1024
 WARPS = 4
+_SHORTEST = 1024
+_PROGRAMS = 1000
+"""A Hopper GPU holds some 1300 programs of a scan at a time."""
 
 GREEDY = tl.constexpr(1e-30)
 """``GREEDY_BELOW`` of the reference."""
@@ -37,6 +41,9 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 """What +inf counts as."""
 BOUND_LIMIT = tl.constexpr(3.0e38)
 """Bounds are cut here, so that none is infinite; whatever comes near it is scanned again."""
+_NAN_BOUND = tl.constexpr(3.3e38)
+"""The bound of a column that has a NaN, above all others."""
+_NAN_ABOVE = tl.constexpr(3.2e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _ROUNDS = tl.constexpr(7)
@@ -45,12 +52,25 @@ _EVEN = tl.constexpr(0xD2511F53)
 _ODD = tl.constexpr(0xCD9E8D57)
 _KEY_EVEN = tl.constexpr(0x9E3779B9)
 _KEY_ODD = tl.constexpr(0xBB67AE85)
-_UNIT = tl.constexpr(2.0**-32)
+_ONE = tl.constexpr(0x3F800000)
+"""1.0 as bits."""
+_ONE_LESS = tl.constexpr(1.0 - 2.0**-24)
 
 
 def split_size(vocab: int) -> int:
     """Entries of one split: at most 128 splits for vocabularies up to half a million, and 8 or more from 8192 on."""
     return 1024 if vocab <= 65536 else 4096
+
+
+def scan_size(vocab: int, rows: int) -> int:
+    """As :func:`split_size`, for a scan that sums nothing: shorter for few rows, which would not fill the device.
+
+    Tokens are the same for any size; sums, and so log-probabilities, have their bits of one size.
+    """
+    size = split_size(vocab)
+    while size > _SHORTEST and rows * triton.cdiv(vocab, size) < _PROGRAMS:
+        size //= 2
+    return size
 
 
 def aligned(logits: Tensor) -> Tensor:
@@ -94,15 +114,13 @@ def pick_word(c0, c1, c2, c3, lane):
 
 
 @triton.jit
-def scaled_uniform(word):
-    """``uniform * 2**32``, exact in float32: the upper 23 bits and a half."""
-    return ((word & 0xFFFFFE00) | 0x100).to(tl.float32)
-
-
-@triton.jit
 def uniform(word):
-    """In (0, 1), float32."""
-    return scaled_uniform(word) * _UNIT
+    """``(word // 2**9 + 0.5) * 2**-23`` in (0, 1), float32.
+
+    Made of bits: 1 and the upper 23 bits as its fraction, less ``1 - 2**-24``, which is exact. A conversion would run
+    at half the rate.
+    """
+    return ((word >> 9) + _ONE).to(tl.float32, bitcast=True) - _ONE_LESS
 
 
 @triton.jit
@@ -193,10 +211,38 @@ def noise_words(first, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE: tl.constexpr, M
 
 
 @triton.jit
+def widen(x):
+    """Float32. Bfloat16 takes one instruction for each, where the compiler's own takes two for every other."""
+    if (x.dtype == tl.bfloat16) and (not INTERPRETED):
+        result = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        result = x.to(tl.float32)
+    return result
+
+
+@triton.jit
 def load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
     """Entries ``[TILE // 4, 4]`` from ``first`` on, float32, -inf behind the last."""
     place = first + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
+    return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
+
+
+@triton.jit
+def _read_tile(row_ptr, first, vocab, TILE: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr):
+    """The same as stored; ``WHOLE`` tiles end before the vocabulary does. Reads keep their order.
+
+    ``FLAT`` addresses make reads of 16 bytes, but a layout that reads of ids do not have.
+    """
+    place = tl.arange(0, TILE)
+    if not FLAT:
+        place = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    if WHOLE:
+        x = tl.load(row_ptr + first + place, volatile=True)
+    else:
+        x = tl.load(row_ptr + first + place, mask=first + place < vocab, other=-float("inf"), volatile=True)
+    return tl.reshape(x, (TILE // 4, 4))
 
 
 @triton.jit
@@ -205,7 +251,7 @@ def kept_logits(x, ids, limit, floor, MAPPED: tl.constexpr, FLOORED: tl.constexp
     if MAPPED:
         x = tl.where(ids < limit, x, -float("inf"))
     if FLOORED:
-        x = tl.where(x >= floor, x, -float("inf"))
+        x = tl.where(x < floor, -float("inf"), x)  # leaves NaN
     return x
 
 
@@ -289,42 +335,65 @@ def _value_of(x, temperature, DIVIDED: tl.constexpr):
 
 
 @triton.jit
-def scan_bounds(
-    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+def _best_bounds(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, scale, seed_ptr, place_ptr, shift, line,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The largest bound of a split in units of log2, less 32; the first place of its four; the largest bound of all
-    other fours; and whether a logit is NaN.
+    """The largest bound over the turns of a split, ``[TILE // 4, 4]``; NaN where one was NaN.
 
-    Every lane keeps its own best two fours. The low four bits of a bound say which turn it came from.
+    Volatile reads keep their order. The noise needs the last of them, so that all are under way before it begins; else
+    the assembler moves reads behind noise, to save registers, and waits for each.
     """
-    scale = LOG2E / temperature
-    top = tl.full((TILE // 4,), -float("inf"), tl.float32)
-    second = tl.full((TILE // 4,), -float("inf"), tl.float32)
-    strange = tl.zeros((TILE // 4, 4), tl.float32)
+    tiles = ()
     for i in tl.static_range(SPLIT // TILE):
-        x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
-        strange = add_strange(strange, x)
+        x = _read_tile(row_ptr + begin, i * TILE, vocab - begin, TILE, not MAPPED, WHOLE)
+        tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  (Triton unpacks no tuple)
+    seed, place = tl.load(seed_ptr, volatile=True), tl.load(place_ptr, volatile=True)
+    k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place + shift, line)
+    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    for i in tl.static_range(SPLIT // TILE):
         word, ids = noise_words(begin + i * TILE, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
-        x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
-        bound = tl.max(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(scaled_uniform(word))), 1)
-        bound = tl.minimum(bound, BOUND_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        # An infinity with other low bits is a NaN: like a logit that is NaN it loses against everything.
-        bits = (bound.to(tl.uint32, bitcast=True) & 0xFFFFFFF0) | i
-        bound = bits.to(tl.float32, bitcast=True)
-        if INTERPRETED:
-            bound = tl.where(bound == bound, bound, -float("inf"))
-        second = tl.maximum(second, tl.minimum(top, bound, propagate_nan=tl.PropagateNan.ALL))
-        top = tl.maximum(top, bound)
-    turn = (top.to(tl.uint32, bitcast=True) & 15).to(tl.int32)
-    best, four = _first_four(top, turn, begin, TILE)
-    mine = begin + turn * TILE + tl.arange(0, TILE // 4) * 4
-    return (
-        best,
-        four,
-        tl.max(tl.where(mine == four, second, top), 0),
-        any_nan(strange, row_ptr, begin, vocab, SPLIT, TILE),
-    )
+        x = kept_logits(widen(tiles[i]), ids, limit, floor, MAPPED, FLOORED)
+        bound = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(word)))
+        top = tl.maximum(top, bound, propagate_nan=tl.PropagateNan.ALL)
+    return top
+
+
+@triton.jit
+def scan_bounds(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed_ptr, place_ptr, shift, line,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """The largest bound of a split in units of log2; the first place of its column; the largest bound of all other
+    columns; and whether a logit is NaN. A split with a NaN is scanned again.
+
+    The noise is that of ``line`` and of ``shift`` added to what is at ``place_ptr``. The low eight bits of a bound name
+    its column, so that one maximum finds both.
+    """
+    tl.static_assert(TILE <= 1024)
+    scale = LOG2E / temperature
+    if begin + SPLIT <= vocab:
+        top = _best_bounds(
+            row_ptr, ids_ptr, begin, vocab, limit, floor, scale, seed_ptr, place_ptr, shift, line, STREAM, SPLIT, TILE,
+            MAPPED, FLOORED, True,
+        )  # fmt: skip
+    else:
+        top = _best_bounds(
+            row_ptr, ids_ptr, begin, vocab, limit, floor, scale, seed_ptr, place_ptr, shift, line, STREAM, SPLIT, TILE,
+            MAPPED, FLOORED, False,
+        )  # fmt: skip
+    halves = tl.split(tl.reshape(top, (TILE // 4, 2, 2)))
+    pairs = tl.split(tl.maximum(halves[0], halves[1], propagate_nan=tl.PropagateNan.ALL))
+    bound = tl.maximum(pairs[0], pairs[1], propagate_nan=tl.PropagateNan.ALL)
+    bound = tl.where(bound == bound, tl.minimum(bound, BOUND_LIMIT), _NAN_BOUND)
+    bits = (bound.to(tl.uint32, bitcast=True) & 0xFFFFFF00) | tl.arange(0, TILE // 4)
+    named = tl.where(bound > -float("inf"), bits.to(tl.uint32).to(tl.float32, bitcast=True), bound)
+    best = tl.max(named, 0)
+    second = tl.max(tl.where(named == best, -float("inf"), named), 0)
+    bad = (best > _NAN_ABOVE).to(tl.int32)
+    column = (best.to(tl.uint32, bitcast=True) & 0xFF).to(tl.int32)
+    return best, begin + column * 4, tl.where(bad > 0, best, second), bad
 
 
 @triton.jit
@@ -348,68 +417,65 @@ def rescan(
 
 
 @triton.jit
-def candidate_scores(
-    logits_ptr, ids_ptr, line, four, known, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3,
-    MAPPED: tl.constexpr,
+def _column_score(
+    logits_ptr, ids_ptr, line, first, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The best exact score of four tokens from ``four`` on, and its place: blocks of one shape.
+    """The best exact score of the column from ``first`` on of every row, and its first place: ``[R]``.
 
-    -inf and NO_TOKEN where ``known`` is not, or nothing is left.
+    Arguments that rows differ in are ``[R, 1]``. -inf and NO_TOKEN where ``first`` is NO_TOKEN, or nothing is left.
     """
-    best = tl.full(four.shape, -float("inf"), tl.float32)
-    place = tl.full(four.shape, NO_TOKEN, tl.int32)
-    w0, w1, w2, w3 = philox((four // 4).to(tl.uint32), c1, c2, c3, k0, k1)
-    for lane in tl.static_range(4):
-        here = four + lane
-        there = known & (here < vocab)
-        x = tl.load(logits_ptr + line.to(tl.int64) * stride + here, mask=there, other=-float("inf")).to(tl.float32)
-        word = pick_word(w0, w1, w2, w3, lane)
-        if MAPPED:
-            ids = tl.load(ids_ptr + here, mask=there, other=NO_TOKEN).to(tl.int32)
-            v0, v1, v2, v3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
-            word = pick_word(v0, v1, v2, v3, ids % 4)
-            there = there & (ids < limit)
-        score = gumbel_scores(x, temperature, word)
-        score = tl.where(there & (x >= floor), score, -float("inf"))
-        place = tl.where(score > best, here, place)
-        best = tl.maximum(best, score)
-    return best, place
+    number = tl.arange(0, SPLIT // TILE * 4)[None, :]
+    known = first < NO_TOKEN
+    place = tl.where(known, first, 0) + number // 4 * TILE + number % 4
+    there = known & (place < vocab)
+    x = tl.load(logits_ptr + line.to(tl.int64) * stride + place, mask=there, other=-float("inf")).to(tl.float32)
+    ids = place
+    if MAPPED:
+        ids = tl.load(ids_ptr + place, mask=there, other=NO_TOKEN).to(tl.int32)
+        there = there & (ids < limit)
+    w0, w1, w2, w3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
+    score = gumbel_scores(x, temperature + tl.zeros_like(x), pick_word(w0, w1, w2, w3, ids % 4))
+    score = tl.where(there & (x >= floor), score, -float("inf"))
+    best = tl.max(score, 1)
+    hit = (score == best[:, None]) & (score > -float("inf"))
+    return best, tl.min(tl.where(hit, place, NO_TOKEN), 1)
 
 
 @triton.jit
 def best_candidates(
-    logits_ptr, ids_ptr, line, bound, four, known, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3,
-    MAPPED: tl.constexpr,
+    logits_ptr, ids_ptr, line, bound, first, known, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """The best exact score of every row's candidates and its place: ``[R]`` each, from ``[R, splits]``.
 
-    ``line``, ``floor``, ``temperature`` and the noise's words are ``[R, 1]``. The four of the largest bound come first;
-    others are looked at only if their bound reaches what was found, which is seldom.
+    ``line``, ``floor``, ``temperature`` and the noise's words are ``[R, 1]``. Candidates are taken from the largest
+    bound on until no bound reaches what was found: mostly one of every row.
     """
-    lead = tl.min(tl.where(known & (bound == tl.max(bound, 1)[:, None]), four, NO_TOKEN), 1)[:, None]
-    score, place = candidate_scores(
-        logits_ptr, ids_ptr, line, tl.where(lead < NO_TOKEN, lead, 0), lead < NO_TOKEN, floor, temperature, vocab,
-        limit, stride, k0, k1, c1, c2, c3, MAPPED,
-    )  # fmt: skip
-    best, token = tl.max(score, 1), tl.min(place, 1)
-    others = known & (four != lead) & may_hide(bound, best[:, None])
-    if tl.sum(tl.sum(others.to(tl.int32), 1), 0) > 0:
-        scores, places = candidate_scores(
-            logits_ptr, ids_ptr, line, four, others, floor, temperature + tl.zeros_like(bound), vocab, limit, stride,
-            k0, k1, c1, c2, c3, MAPPED,
+    best = tl.full((bound.shape[0],), -float("inf"), tl.float32)
+    token = tl.full((bound.shape[0],), NO_TOKEN, tl.int32)
+    left = known
+    again = 1
+    while again > 0:
+        lead = tl.max(tl.where(left, bound, -float("inf")), 1)
+        chosen = tl.min(tl.where(left & (bound == lead[:, None]), first, NO_TOKEN), 1)[:, None]
+        score, place = _column_score(
+            logits_ptr, ids_ptr, line, chosen, floor, temperature, vocab, limit, stride, k0, k1, c1, c2, c3, SPLIT,
+            TILE, MAPPED,
         )  # fmt: skip
-        top = tl.max(scores, 1)
-        spot = tl.min(tl.where((scores == top[:, None]) & (scores > -float("inf")), places, NO_TOKEN), 1)
-        better = (top > best) | ((top == best) & (spot < token))
-        best, token = tl.where(better, top, best), tl.where(better, spot, token)
+        better = (score > best) | ((score == best) & (place < token))
+        best, token = tl.where(better, score, best), tl.where(better, place, token)
+        left = left & (first != chosen) & may_hide(bound, best[:, None])
+        again = tl.max(tl.max(left.to(tl.int32), 1), 0)
     return best, token
 
 
 @triton.jit
-def may_hide(second, best):
-    """Whether a split whose second-best bound is ``second`` may hold a token as good as exact ``best``.
+def may_hide(bound, best):
+    """Whether a column bounded by ``bound`` may hold a token as good as exact ``best``.
 
-    The bound carries the rounding of float32 (its low four bits are the turn's), of the scale and of the rough log2.
+    The bound is off by at most 255 units in the last place (its low bits are the column's name), which is 3.05e-5 of
+    it; by the rounding of the scale, the multiply-add and the exact score, some 1e-6 of it; and by the rough log2.
     """
-    reach = second + tl.abs(second) * 8e-6 + 1e-3
-    return (second > -float("inf")) & (reach >= tl.minimum(best * LOG2E - 32.0, 2.9e38))
+    reach = bound + tl.abs(bound) * 3.3e-5 + 1e-3
+    return (bound > -float("inf")) & (reach >= tl.minimum(best * LOG2E, 2.9e38))

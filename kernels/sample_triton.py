@@ -23,7 +23,7 @@ from specgraph.kernels.gumbel import (
     TILE,
     WARPS,
     aligned,
-    candidate_scores,
+    best_candidates,
     kept_logits,
     load_floor,
     load_tile,
@@ -32,6 +32,7 @@ from specgraph.kernels.gumbel import (
     processed_value,
     rescan,
     scan_bounds,
+    scan_size,
     scan_values,
     split_size,
 )
@@ -39,14 +40,16 @@ from specgraph.kernels.launch import launch_options, supports_pdl
 
 
 @triton.jit
-def _draft_key(seeds_ptr, key_ptr, batch, number, STREAM: tl.constexpr, SHARED: tl.constexpr):
-    """Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number."""
-    seed, start = tl.load(seeds_ptr + batch), tl.load(key_ptr + batch)
+def _draft_place(number, SHARED: tl.constexpr):
+    """Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number: what is added
+    to the first position, and the row of the noise.
+    """
+    number = number.to(tl.int64)
     if SHARED:
-        k0, k1, c1, c2, c3 = noise_key(seed, STREAM, start + number, start * 0)
+        shift, row = number, number * 0
     else:
-        k0, k1, c1, c2, c3 = noise_key(seed, STREAM, start, start * 0 + number)
-    return k0, k1, c1, c2, c3
+        shift, row = number * 0, number
+    return shift, row
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
@@ -58,6 +61,8 @@ def _scan_drafts(
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
+        # ``_finish_drafts`` is small: it may as well be there when the last split is done.
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     line, split = program // splits, program % splits
     batch = line // count
@@ -71,10 +76,10 @@ def _scan_drafts(
             best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, False, MAPPED)
             second = tl.full((), -float("inf"), tl.float32)
         else:
-            k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
+            shift, number = _draft_place(first + line % count, SHARED)
             best, place, second, _ = scan_bounds(
                 row_ptr, ids_ptr, begin, size, limit, load_floor(floors_ptr, line, FLOORED), temperature,
-                k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
+                seeds_ptr + batch, key_ptr + batch, shift, number, STREAM, SPLIT, TILE, MAPPED, FLOORED,
             )  # fmt: skip
         tl.store(second_ptr + program, second)
     elif temperature < GREEDY:
@@ -83,8 +88,6 @@ def _scan_drafts(
         best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, True, MAPPED)
     tl.store(best_ptr + program, best)
     tl.store(place_ptr + program, place)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
@@ -106,27 +109,28 @@ def _finish_drafts(
     bound = tl.load(best_ptr + line * splits + ks, mask=inside, other=-float("inf"))
     place = tl.load(place_ptr + line * splits + ks, mask=inside, other=0)
     known = bound > -float("inf")
-    score = bound
-    k0, k1, c1, c2, c3 = _draft_key(seeds_ptr, key_ptr, batch, first + line % count, STREAM, SHARED)
+    best = tl.max(bound, 0)
+    chosen = tl.min(tl.where(known & (bound == best), place, NO_TOKEN), 0)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            score, place = candidate_scores(
-                logits_ptr, ids_ptr, line + ks * 0, place, known, load_floor(floors_ptr, line, FLOORED),
-                tl.zeros_like(bound) + temperature, size, limit, vocab, k0, k1, c1, c2, c3, MAPPED,
+            shift, number = _draft_place(first + line % count, SHARED)
+            place64 = tl.load(key_ptr + batch) + shift
+            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), STREAM, place64, number)
+            floor = load_floor(floors_ptr, line, FLOORED)
+            zero = tl.zeros((1, 1), tl.int32)
+            bests, tokens = best_candidates(
+                logits_ptr, ids_ptr, zero + line, bound[None, :], place[None, :], known[None, :], floor, temperature,
+                size, limit, vocab, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
             )  # fmt: skip
-    best = tl.max(score, 0)
-    chosen = tl.min(tl.where(known & (score == best), place, NO_TOKEN), 0)
-    if NOISE:  # noqa: SIM102
-        if temperature >= GREEDY:
+            best, chosen = tl.max(bests, 0), tl.min(tokens, 0)
             second = tl.load(second_ptr + line * splits + ks, mask=inside, other=-float("inf"))
             pending = inside & may_hide(second, best)
             left = tl.sum(pending.to(tl.int32), 0)
             while left > 0:
                 split = tl.min(tl.where(pending, ks, NO_TOKEN), 0)
                 found, spot = rescan(
-                    logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
-                    load_floor(floors_ptr, line, FLOORED), temperature, k0, k1, c1, c2, c3,
-                    SPLIT, TILE, MAPPED, FLOORED,
+                    logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit, floor, temperature,
+                    k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
                 )  # fmt: skip
                 better = (found > best) | ((found == best) & (spot < chosen))
                 best = tl.where(better, found, best)
@@ -187,11 +191,12 @@ def sample_draft_triton(
     mapped = draft_to_target is not None
     ids = key if draft_to_target is None else draft_to_target.contiguous()
     limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
-    split = split_size(vocab) if split is None else split
-    splits = triton.cdiv(vocab, split)
     floors = find_floors(
-        logits, temperature, top_k, top_p, min_p, split=split, ids=ids if mapped else None, limit=target_vocab_size
-    )
+        logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab), ids=ids if mapped else None,
+        limit=target_vocab_size,
+    )  # fmt: skip
+    split = split or scan_size(vocab, batch * count)
+    splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))
     place = torch.empty(area, dtype=torch.int32, device=logits.device)

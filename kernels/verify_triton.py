@@ -37,6 +37,7 @@ from specgraph.kernels.gumbel import (
     noise_key,
     rescan,
     scan_bounds,
+    scan_size,
     scan_values,
     split_size,
 )
@@ -73,16 +74,20 @@ def _scan_rows(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, then sum and moment as scaled."""
+    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, then sum and moment as scaled.
+
+    The grid is ``(splits, R, B)``.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
-    line, split = program // splits, program % splits
-    batch = line // count
+        # ``_finish`` is small: it may as well be there when the last split is done.
+        tl.extra.cuda.gdc_launch_dependents()
+    split, batch = tl.program_id(0), tl.program_id(2)
+    line = batch * count + tl.program_id(1)
     num_rows, num_forced = tl.load(num_rows_ptr + batch), tl.load(num_forced_ptr + batch)
-    row = tl.minimum(num_forced, width - count) + line % count
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    row = tl.minimum(num_forced, width - count) + tl.program_id(1)
     if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced):
-        temperature = tl.load(temperature_ptr + batch).to(tl.float32)
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
         begin = split * SPLIT
         at = line * splits + split
@@ -94,10 +99,9 @@ def _scan_rows(
                 )
                 second = tl.full((), -float("inf"), tl.float32)
             else:
-                place64 = tl.load(positions_ptr + batch * width + row)
-                k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _TARGET, place64, place64 * 0)
                 best, place, second, bad = scan_bounds(
-                    row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, False,
+                    row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seeds_ptr + batch,
+                    positions_ptr + batch * width + row, 0, tl.full((), 0, tl.int64), _TARGET, SPLIT, TILE, False,
                     FLOORED,
                 )  # fmt: skip
             tl.store(second_ptr + at, second)
@@ -111,7 +115,7 @@ def _scan_rows(
         tl.store(place_ptr + at, place)
         tl.store(flags_ptr + at, bad.to(tl.uint8))
         if RAW or SCALED:
-            area = tl.num_programs(0)
+            area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
             largest = tl.where(largest > -float("inf"), largest, 0.0)
@@ -123,8 +127,6 @@ def _scan_rows(
                 total, moment = split_sums(row_ptr, begin, vocab, largest, floor, scale, SPLIT, TILE, FLOORED)
                 tl.store(stats_ptr + 2 * area + at, total)
                 tl.store(stats_ptr + 3 * area + at, moment)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -141,19 +143,20 @@ def _row_tokens(
     bound = tl.load(best_ptr + at, mask=inside, other=-float("inf"))
     place = tl.load(place_ptr + at, mask=inside, other=0)
     known = inside & (bound > -float("inf"))
+    if NOISE:
+        second = tl.load(second_ptr + at, mask=inside, other=-float("inf"))
+        seed = tl.load(seeds_ptr + batch)
+        place64 = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
     best = tl.max(bound, 1)
     token = tl.min(tl.where(known & (bound == best[:, None]), place, NO_TOKEN), 1)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            seed = tl.load(seeds_ptr + batch)
-            place64 = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
             k0, k1, c1, c2, c3 = noise_key(seed, _TARGET, place64[:, None], place64[:, None] * 0)
             floor = load_floors(floors_ptr, line, needed, FLOORED)
             best, token = best_candidates(
-                logits_ptr, logits_ptr, line[:, None], bound, place, known, floor[:, None],
-                tl.zeros_like(floor)[:, None] + temperature, vocab, vocab, vocab, k0, k1, c1, c2, c3, False,
+                logits_ptr, logits_ptr, line[:, None], bound, place, known, floor[:, None], temperature, vocab, vocab,
+                vocab, k0, k1, c1, c2, c3, SPLIT, TILE, False,
             )  # fmt: skip
-            second = tl.load(second_ptr + at, mask=inside, other=-float("inf"))
             number = rows[:, None] * SPLITS + ks[None, :]
             pending = inside & may_hide(second, best[:, None])
             left = tl.sum(tl.sum(pending.to(tl.int32), 1), 0)
@@ -252,7 +255,7 @@ def verify_triton(
     """``specgraph::verify`` for what :func:`covers` names; shapes are checked by the caller.
 
     ``draft_to_target`` names no target id twice. ``split``, ``tile`` and ``warps`` are for tests and tuning.
-    Log-probabilities, and floors of top-p, depend on them in the last bits.
+    Log-probabilities, and floors of top-p, depend on them in the last bits, so their split has one size for all blocks.
     """
     batch, count, vocab = logits.shape
     width = positions.shape[1]
@@ -264,11 +267,11 @@ def verify_triton(
     logits, positions, temperature = aligned(logits), positions.contiguous(), temperature.contiguous()
     num_rows, num_forced = num_rows.contiguous(), num_forced.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
-    split = split_size(vocab) if split is None else split
-    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split)
-    splits = triton.cdiv(vocab, split)
+    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab))
     by_step = rule in STEP_NOISE_RULES
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
+    split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
+    splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))
     place = torch.empty(area, dtype=torch.int32, device=logits.device)
@@ -283,7 +286,7 @@ def verify_triton(
     }  # fmt: skip
     bounds = best if floors is None else floors
     # Rules with noise of the step's own draw later, and need the largest values of a row only.
-    _scan_rows[(area,)](
+    _scan_rows[(splits, count, batch)](
         logits, temperature, noise, positions, num_rows, num_forced, bounds, best, place, second, flags, stats, count,
         width, vocab, splits, RAW=raw, SCALED=scaled, NOISE=seeds is not None and not by_step, **common,
     )  # fmt: skip

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import noise_key, philox, scaled_uniform
+from specgraph.kernels import gumbel
+from specgraph.kernels.gumbel import noise_key, philox
 from specgraph.kernels.sample import (
     SHARED_NOISE_RULES,
     STREAM_DRAFT,
@@ -28,7 +29,13 @@ def _uniforms(out_ptr, seeds_ptr, key_ptr, row_ptr, STREAM: tl.constexpr, COUNT:
     seed, place, row = tl.load(seeds_ptr + at), tl.load(key_ptr + at), tl.load(row_ptr + at)
     k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, row)
     w0, _, _, _ = philox((at * 0).to(tl.uint32), c1, c2, c3, k0, k1)
-    tl.store(out_ptr + at, scaled_uniform(w0) * 2.0**-32)
+    tl.store(out_ptr + at, gumbel.uniform(w0))
+
+
+@triton.jit
+def _uniforms_of_words(out_ptr, words_ptr, COUNT: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(out_ptr + at, gumbel.uniform(tl.load(words_ptr + at).to(tl.uint32)))
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2, 3])
@@ -39,6 +46,15 @@ def test_uniforms_are_the_references_bit_for_bit(stream: int) -> None:
     seeds, key, row, out = seeds.to(DEVICE), key.abs().to(DEVICE), row.to(DEVICE), torch.empty(1024, device=DEVICE)
     _uniforms[(1,)](out, seeds, key, row, STREAM=stream, COUNT=1024)
     assert torch.equal(out, uniform(seeds, stream, key.unsqueeze(1), row.unsqueeze(1)).squeeze(1))
+
+
+def test_uniforms_of_all_words_are_exact() -> None:
+    """The upper 23 bits count; half of the words have the lower nine, too."""
+    words = torch.arange(0, 2**32, 512)
+    words[1::2] += 511
+    found = torch.empty(len(words), device=DEVICE)
+    _uniforms_of_words[(len(words) // 16384,)](found, words.to(DEVICE), COUNT=16384)
+    assert torch.equal(found.double().cpu(), ((words >> 9) + 0.5).double() * 2.0**-23)
 
 
 def drafts(

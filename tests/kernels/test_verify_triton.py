@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.gumbel import scan_size, split_size
 from specgraph.kernels.sample import RULES, STEP_NOISE_RULES, process_logits, sample, sample_draft_reference
 from specgraph.kernels.step import nan_rows_reference
 from specgraph.kernels.verify import verify_reference
@@ -189,6 +190,21 @@ def test_all_turns_of_a_split_are_seen() -> None:
         found = launch(given, logprobs="raw", split=1024, tile=tile)
         assert_same_tokens(found, reference(given))
         assert_logprobs(given, found, "raw")
+
+
+def test_few_rows_have_shorter_splits_where_nothing_is_summed() -> None:
+    assert [scan_size(vocab, 4) for vocab in (300, 32000, 65537, 128256)] == [1024] * 4
+    assert scan_size(128256, 512) == split_size(128256) == 4096
+
+
+def test_a_nan_hides_no_token_of_its_split() -> None:
+    """The bound of its column is lost, so that the split is scanned again."""
+    given = problem(1, 1, 2100)
+    given["logits"][..., 900] = 30.0
+    given["logits"][..., 899] = given["logits"][..., 1500] = torch.nan
+    found = launch(given, split=2048, tile=512)
+    assert_same_tokens(found, reference(given))
+    assert found[0][0, 0] == 900 and found[3].all()
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_block() -> None:
