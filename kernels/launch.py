@@ -4,11 +4,12 @@ Programmatic dependent launch (Hopper and later) starts a kernel's programs whil
 kernel that is launched with :func:`launch_options` keeps to three rules, and is then right after any kernel:
 
 1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, which the
-   model's parameters are not, and before the first write of anything at all, since an earlier kernel may still be
-   reading it. The wait ends when the kernel before has finished and its writes are visible; that one has waited in its
-   turn, so all earlier ones are done too. After a kernel that knows nothing of this it returns at once.
+   model's parameters are not once they are in a CUDA graph, and before the first write of anything at all, since an
+   earlier kernel may still be reading it. The wait ends when the kernel before has finished and its writes are
+   visible; that one has waited in its turn, so all earlier ones are done too. After a kernel that knows nothing of
+   this it returns at once.
 2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
-3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, best given after the main loop. It comes after the wait.
+3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, and may come anywhere: what begins early waits in its turn.
 
 Both calls sit behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
 """
@@ -35,6 +36,18 @@ def supports_pdl(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the kernels written for Hopper in Gluon run on ``device``.
+
+    Gluon still changes between releases of Triton, so a release that they have not been tried with takes the Triton
+    form, which gives the same bits.
+    """
+    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9 and triton.__version__.startswith("3.6.")
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

@@ -7,9 +7,9 @@ size, warps and stages; every one of them has at least 64 rows of the weight and
 matrix instruction (``wgmma`` on Hopper), which adds 16 products at a time to a sum whose order does not depend on its
 width. Floating point contraction is off, so that no compilation fuses what another does not.
 
-With few tiles for the number of multiprocessors the summed dimension is cut into pieces ("split-K", e.g. Osama et al.
-2023, arXiv 2301.03598). Programs of the same tile leave their partial sums in scratch memory and the last to arrive
-adds them in the order of the pieces. With many rows one program goes through all pieces and adds them in that order.
+With very few tiles the summed dimension is cut into pieces ("split-K", e.g. Osama et al. 2023, arXiv 2301.03598).
+Programs of the same tile leave their partial sums in scratch memory and the last to arrive adds them in the order of
+the pieces. With many rows one program goes through all pieces and adds them in that order.
 
 An RMS norm in front costs no launch and nothing in the main loop. It comes in two parts: the rows times the norm's
 weight, which are multiplied, and the sums of their squares, which scale the result. The linear that wrote the rows
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, runs_gluon, supports_pdl
 from specgraph.kernels.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
 from specgraph.kernels.sample import require
 
@@ -155,9 +156,13 @@ _UNIT = 128
 
 
 def num_pieces(out_features: int, in_features: int) -> int:
-    """Of a weight ``[out_features, in_features]``: enough to fill 132 multiprocessors where tiles of 64 rows do not."""
+    """Of a weight ``[out_features, in_features]``: enough for 64 programs where tiles of 64 rows are fewer.
+
+    Half of the multiprocessors of an H200 have enough on its way to keep the memory busy; the other half can begin with
+    the next launch. More pieces are more to merge.
+    """
     row_tiles, pieces = triton.cdiv(out_features, 64), 1
-    while row_tiles < 96 and row_tiles * pieces < 192 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
+    while row_tiles * pieces < 64 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
         pieces *= 2
     return pieces
 
@@ -199,6 +204,27 @@ _Following = tuple[Tensor, float, Tensor, Tensor]
 """A norm whose parts are wanted: its weight, its offset, where the two parts go."""
 
 
+@dataclass(frozen=True)
+class Product:
+    """What a launch computes: the arguments of :func:`linear`, rows as matrices, and where its results go."""
+
+    out: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    squares: Tensor | None
+    norm_eps: float
+    activation: str
+    following: _Following | None
+    pdl: bool
+
+    @property
+    def gated(self) -> bool:
+        """Whether the weight is gate rows over up rows."""
+        return self.activation in _GATED
+
+
 def _as_rows(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
@@ -226,7 +252,7 @@ def linear(
         return linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
     out = x.new_empty(_out_shape(x, weight, activation))
     if out.numel() > 0:
-        _launch(out, x, weight, bias, residual, squares, norm_eps, activation, None, tiling, pdl)
+        _launch(_product(out, x, weight, bias, residual, squares, norm_eps, activation, None, pdl), tiling)
     return out
 
 
@@ -254,7 +280,7 @@ def linear_norm(
     parts = _empty_parts(out)
     if out.numel() > 0:
         following = (norm_weight, norm_offset, *parts)
-        _launch(out, x, weight, bias, residual, squares, norm_eps, activation, following, tiling, pdl)
+        _launch(_product(out, x, weight, bias, residual, squares, norm_eps, activation, following, pdl), tiling)
     return (out, *parts)
 
 
@@ -280,37 +306,44 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape), squares
 
 
-def _launch(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    squares: Tensor | None,
-    norm_eps: float,
-    activation: str,
-    following: _Following | None,
-    tiling: Tiles | None,
-    pdl: bool | None,
-) -> None:
-    """Fill ``out``, and the parts of the ``following`` norm."""
-    matrix = _as_rows(x)
+def _product(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, squares: Tensor | None,
+    norm_eps: float, activation: str, following: _Following | None, pdl: bool | None,
+) -> Product:  # fmt: skip
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     added = None if residual is None else _as_rows(residual)
-    rows, (weight_rows, in_features) = matrix.shape[0], weight.shape
-    gated = activation in _GATED
     pdl = supports_pdl(x.device) if pdl is None else pdl
-    cut = tiling or tiles(rows, weight_rows, in_features, x.element_size())
-    if gated and following:
-        cut = cut._replace(block_o=128)  # whole groups of the result
+    return Product(out, _as_rows(x), weight, bias, added, squares, norm_eps, activation, following, pdl)
+
+
+def _launch(product: Product, tiling: Tiles | None) -> None:
+    """Fill the results of ``product``: few rows on Hopper by its own kernel, which gives the same bits."""
+    rows, (weight_rows, in_features) = product.x.shape[0], product.weight.shape
     groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
+    if tiling is None and runs_gluon(product.x.device):
+        from specgraph.kernels import linear_hopper
+
+        units = triton.cdiv(in_features, _UNIT)
+        pieces = min(num_pieces(weight_rows, in_features), units)
+        cut = linear_hopper.ring_for(product, pieces, groups)
+        if cut is not None:
+            linear_hopper.launch(product, cut, pieces, triton.cdiv(units, pieces), groups)
+            return
+    _launch_tiles(product, tiling or tiles(rows, weight_rows, in_features, product.x.element_size()), groups)
+
+
+def _launch_tiles(product: Product, cut: Tiles, groups: int) -> None:
+    out, x, weight, added = product.out, product.x, product.weight, product.residual
+    rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
+    if product.gated and product.following:
+        cut = cut._replace(block_o=128)  # whole groups of the result
     # 32 registers of a thread for each of the things that a tile is finished with.
     early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
-    scale = None
+    scale, squares = None, product.squares
     if squares is not None and not early:
-        scale, squares = _scale(squares, rows, in_features, groups, norm_eps, pdl), None
+        scale, squares = _scale(squares, rows, in_features, groups, product.norm_eps, pdl), None
     # The groups of large tiles cross warps: a launch of its own is cheaper then.
-    joined = following if cut.block_o * cut.block_n <= 4096 else None
+    joined = product.following if cut.block_o * cut.block_n <= 4096 else None
     norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
     pieces, blocks = _pieces(in_features, cut)
     tiles_o = triton.cdiv(weight_rows, cut.block_o)
@@ -322,16 +355,16 @@ def _launch(
         counters = arrival_counters(x.device)
     even = in_features % (cut.block_k * blocks * pieces) == 0
     linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, matrix, weight, bias, added, squares, scale, norm_weight, gained, out_squares, partial, counters, rows,
-        out.shape[-1], in_features, matrix.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
-        norm_eps, norm_offset,
+        out, x, weight, product.bias, added, squares, scale, norm_weight, gained, out_squares, partial, counters, rows,
+        out.shape[-1], in_features, x.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
+        product.norm_eps, norm_offset,
         BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces, GROUPS=groups,
-        SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=activation.removesuffix("_mul"), GATED=gated,
-        EARLY=early, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl, num_warps=cut.warps,
-        num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
+        SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
+        GATED=product.gated, EARLY=early, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
-    if following and not joined:
-        _launch_norm_parts(_as_rows(out), following, pdl)
+    if product.following and not joined:
+        _launch_norm_parts(_as_rows(out), product.following, pdl)
 
 
 def _scale(squares: Tensor, rows: int, features: int, groups: int, norm_eps: float, pdl: bool) -> Tensor:

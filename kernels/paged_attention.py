@@ -274,6 +274,8 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     that has several go through ``partials`` and the program that finishes last merges them.
     """
     if PDL:
+        # Only few programs attend; those of the next launch can ask for its weights meanwhile.
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # The last rows see the most: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -353,8 +355,6 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
             index = task * max_units + unit
             _store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
         top, total, summed = _merge(top, total, summed, unit_top, unit_total, unit_summed)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
     value_dim = tl.arange(0, DVP)[:, None]
     cells = ((batch * T + row) * (HEADS * GROUP) + q_head)[None, :] * DV + value_dim

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.launch import arrival_counters
-from specgraph.kernels.linear import Tiles, linear, linear_norm, norm_parts, num_pieces
+from specgraph.kernels.linear import ACTIVATIONS, Tiles, linear, linear_norm, norm_parts, num_pieces, tiles
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 31, 64, 65, 128, 256, 257)
 MOST = 576
@@ -20,6 +20,8 @@ SHAPES = {
     "draft qkv": (6144, 8192, {}),
     "draft fc": (4096, 12288, {}),
     "draft lm_head": (32000, 4096, {"norm": True}),
+    "uneven": (1000, 1336, {"norm": True, "residual": True}),
+    "uneven gates": (1000, 1336, {"norm": True, "activation": "silu_mul"}),
     "awkward": (1000, 1111, {"norm": True, "residual": True}),
 }
 shapes = pytest.mark.parametrize("name", SHAPES)
@@ -128,6 +130,39 @@ def test_the_parts_of_the_next_norm_have_the_same_bits_however_they_are_made(nam
         for pdl in (False, None):
             for ours, of in zip(joined(slice(0, 40), tiling=cut, pdl=pdl), whole, strict=True):
                 assert torch.equal(ours, of[:40]), (cut, pdl)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernel_for_few_rows_has_the_bits_of_the_tiles(activation: str, dtype: torch.dtype):
+    """With everything that a product may have around it, of pieces that are uneven, and of x that is a slice."""
+    outer, inner, gates = 1000, 4104, 2 if activation.endswith("_mul") else 1
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    torch.manual_seed(0)
+    weight, bias, gain = randn(gates * outer, inner).mul_(inner**-0.5), randn(gates * outer), randn(outer)
+    for rows in (1, 2, 7, 8, 9, 16, 17, 33, 64):
+        x, squares = norm_parts(randn(rows, inner + 16)[:, 8:-8], randn(inner))
+        given = (x, weight, gain, bias, randn(rows, outer), squares)
+        options = {"norm_eps": 1e-6, "norm_offset": 1.0, "activation": activation}
+        cut = tiles(rows, *weight.shape)
+        for ours, of in zip(linear_norm(*given, **options), linear_norm(*given, **options, tiling=cut), strict=True):
+            assert torch.equal(ours, of), rows
+        x = randn(rows, inner + 16)[:, 8:-8]
+        assert torch.equal(linear(x, weight, bias), linear(x, weight, bias, tiling=cut)), rows
+
+
+def test_a_weight_may_be_written_just_before_it_is_used():
+    """Outside of graphs nothing says that weights are constant, so nothing of them is read ahead."""
+    x = torch.randn(4, 4096, device="cuda").bfloat16()
+    weight = torch.zeros(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    for value in range(1, 40):
+        weight.fill_(value)
+        out = linear(x, weight)
+        expected = linear(x, weight, pdl=False)
+        assert torch.equal(out, expected), value
 
 
 def test_a_chain_in_a_graph_gives_the_bits_of_single_launches():
