@@ -59,7 +59,7 @@ LOSSLESS_RULES = ("strict", "probabilistic", "block")
 torch.library.define(
     "specgraph::verify",
     "(Tensor logits, Tensor draft_tokens, Tensor? draft_logits, Tensor temperature, Tensor? seeds, Tensor positions, "
-    "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor num_rows, Tensor num_forced, Tensor? draft_to_target, "
+    "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor num_rows, Tensor num_forced, Tensor? target_to_draft, "
     'str rule="strict", str logprobs="none", float posterior_threshold=0.09, float posterior_alpha=0.3, '
     "float acceptance_rate=0.7) -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -86,6 +86,13 @@ class _Rows:
         return (num_accepted.unsqueeze(1) - self.row[:, :1]).clamp(0, self.row.shape[1] - 1)
 
 
+def invert_vocabulary(draft_to_target: Tensor, vocab: int) -> Tensor:
+    """The draft id of every target id, int32 ``[V]``, -1 where it has none. Ids beyond the target's are dropped."""
+    ids = torch.arange(len(draft_to_target), dtype=torch.int32, device=draft_to_target.device)
+    own = torch.full((vocab + 1,), -1, dtype=torch.int32, device=draft_to_target.device)
+    return own.scatter_(0, draft_to_target.clamp(max=vocab), ids)[:vocab]
+
+
 def _logit_rows(width: int, count: int, num_forced: Tensor) -> Tensor:
     """Block row ``[B, R]`` of each of the ``count`` rows of logits in a block of ``width`` rows."""
     return num_forced.clamp(max=width - count).unsqueeze(1) + torch.arange(count, device=num_forced.device)
@@ -104,7 +111,7 @@ def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_force
 
 
 def _draft_probs(
-    draft_logits: Tensor | None, row: Tensor, draft: Tensor, like: Tensor, draft_to_target: Tensor | None
+    draft_logits: Tensor | None, row: Tensor, draft: Tensor, like: Tensor, target_to_draft: Tensor | None
 ) -> Tensor:
     """What each draft was drawn from, ``[B, R, V]`` over target ids.
 
@@ -118,16 +125,15 @@ def _draft_probs(
     index = row.clamp(max=draft_logits.shape[1] - 1).unsqueeze(-1).expand(-1, -1, draft_logits.shape[2])
     probs = draft_logits.to(like.dtype).gather(1, index).softmax(-1)
     drawn = (row < draft_logits.shape[1]).unsqueeze(-1)
-    return torch.where(drawn, _in_target_vocab(probs, draft_to_target, like.shape[-1]), point)
+    return torch.where(drawn, _in_target_vocab(probs, target_to_draft, like.shape[-1]), point)
 
 
-def _in_target_vocab(probs: Tensor, draft_to_target: Tensor | None, vocab: int) -> Tensor:
+def _in_target_vocab(probs: Tensor, target_to_draft: Tensor | None, vocab: int) -> Tensor:
     """Spread ``[B, R, Vd]`` over ``vocab`` target ids, dropping ids beyond it."""
-    if draft_to_target is None:
+    if target_to_draft is None:
         return torch.nn.functional.pad(probs, (0, vocab - probs.shape[-1]))
-    probs = probs.masked_fill(draft_to_target >= vocab, 0.0)
-    target = draft_to_target.clamp(max=vocab - 1).expand_as(probs)
-    return probs.new_zeros(*probs.shape[:2], vocab).scatter_add(-1, target, probs)
+    own = target_to_draft.long().expand(*probs.shape[:2], vocab)
+    return torch.where(own >= 0, probs.gather(-1, own.clamp_min(0)), 0.0)
 
 
 def _at(probs: Tensor, token: Tensor) -> Tensor:
@@ -169,7 +175,7 @@ def _typical_chances(target_probs: Tensor, token: Tensor, threshold: float, alph
 
 
 def _chances(
-    processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, draft_to_target: Tensor | None,
+    processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, target_to_draft: Tensor | None,
     posterior_threshold: float, posterior_alpha: float, acceptance_rate: float,
 ) -> Tensor:  # fmt: skip
     if rule == "synthetic":
@@ -177,7 +183,7 @@ def _chances(
     probs = processed.softmax(-1)
     if rule == "typical":
         return _typical_chances(probs, rows.draft, posterior_threshold, posterior_alpha)
-    draft_probs = _draft_probs(draft_logits, rows.row, rows.draft, probs, draft_to_target)
+    draft_probs = _draft_probs(draft_logits, rows.row, rows.draft, probs, target_to_draft)
     if rule == "block":
         return _block_chances(probs, draft_probs, rows)
     p, q = _at(probs, rows.draft), _at(draft_probs, rows.draft)
@@ -193,7 +199,7 @@ def acceptance_chances(
     num_forced: Tensor,
     *,
     rule: str,
-    draft_to_target: Tensor | None = None,
+    target_to_draft: Tensor | None = None,
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
     acceptance_rate: float = 0.7,
@@ -216,7 +222,7 @@ def acceptance_chances(
         raise ValueError("rule strict accepts by comparing tokens; it has no acceptance chances.")
     rows = _locate(processed, draft_tokens, num_rows, num_forced)
     chances = _chances(
-        processed, draft_logits, rows, rule, draft_to_target, posterior_threshold, posterior_alpha, acceptance_rate
+        processed, draft_logits, rows, rule, target_to_draft, posterior_threshold, posterior_alpha, acceptance_rate
     )
     return chances.masked_fill(~rows.live, 0.0)
 
@@ -231,7 +237,7 @@ def accept(
     num_forced: Tensor,
     *,
     rule: str,
-    draft_to_target: Tensor | None = None,
+    target_to_draft: Tensor | None = None,
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
     acceptance_rate: float = 0.7,
@@ -246,7 +252,7 @@ def accept(
         positions: int64 ``[B, K + 1]``, the absolute position of the token each row gives.
         num_rows, num_forced: int64 ``[B]``, see the module.
         rule: one of ``RULES``.
-        draft_to_target: int64 ``[Vd]``, the target id of every draft id; None: the same.
+        target_to_draft: int ``[V]`` as :func:`invert_vocabulary` makes it; None: ids mean the same.
         posterior_threshold, posterior_alpha: the bounds of ``typical``.
         acceptance_rate: the probability of ``synthetic``.
 
@@ -262,7 +268,7 @@ def accept(
         good = sample(processed, seeds, positions.gather(1, rows.row)) == rows.draft
     else:
         chances = _chances(
-            processed, draft_logits, rows, rule, draft_to_target, posterior_threshold, posterior_alpha, acceptance_rate
+            processed, draft_logits, rows, rule, target_to_draft, posterior_threshold, posterior_alpha, acceptance_rate
         )
         good = uniform(seeds, STREAM_ACCEPT, positions[:, :1].expand_as(rows.row), rows.row) < chances
     if rule == "block":
@@ -281,7 +287,7 @@ def residual(
     num_rows: Tensor,
     *,
     rule: str,
-    draft_to_target: Tensor | None = None,
+    target_to_draft: Tensor | None = None,
 ) -> Tensor:
     """Log-weights of the token after the accepted prefix.
 
@@ -303,11 +309,11 @@ def residual(
     own = processed.gather(1, last.unsqueeze(-1).expand(-1, -1, processed.shape[-1]))
     if rule not in STEP_NOISE_RULES:
         return own.squeeze(1)
-    draft_probs = _draft_probs(draft_logits, rows.row.gather(1, last), rows.draft.gather(1, last), own, draft_to_target)
+    draft_probs = _draft_probs(draft_logits, rows.row.gather(1, last), rows.draft.gather(1, last), own, target_to_draft)
     weight: Tensor | float = 1.0
     if rule == "block":
         probs = processed.softmax(-1)
-        every = _draft_probs(draft_logits, rows.row, rows.draft, probs, draft_to_target)
+        every = _draft_probs(draft_logits, rows.row, rows.draft, probs, target_to_draft)
         chain = _block_weights(_at(probs, rows.draft), _at(every, rows.draft), rows.live)
         weight = chain.gather(1, last).unsqueeze(-1)
     excess = (weight * own.softmax(-1) - draft_probs).clamp_min(0)
@@ -404,7 +410,7 @@ def verify_reference(
     min_p: Tensor | None = None,
     num_rows: Tensor | None = None,
     num_forced: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
+    target_to_draft: Tensor | None = None,
     return_logprobs: bool | str = False,
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
@@ -424,7 +430,7 @@ def verify_reference(
         top_k, top_p, min_p: ``[B]`` as for :func:`~specgraph.kernels.sample.process_logits`.
         num_rows: int64 ``[B]``, real rows; None: all. 0: the sequence is inactive.
         num_forced: int64 ``[B]``, tokens known already, at most K; None: none.
-        draft_to_target: int64 ``[Vd]``, the target id of every draft id; None: the same.
+        target_to_draft: int ``[V]`` as :func:`invert_vocabulary` makes it; None: ids mean the same.
         return_logprobs: False, True (as ``raw``), ``raw`` or ``processed``.
         posterior_threshold, posterior_alpha: the bounds of ``typical``.
         acceptance_rate: the probability of ``synthetic``.
@@ -439,7 +445,7 @@ def verify_reference(
     kind = logprobs_kind(return_logprobs)
     num_rows = positions.new_full(positions.shape[:1], positions.shape[-1]) if num_rows is None else num_rows
     num_forced = torch.zeros_like(num_rows) if num_forced is None else num_forced
-    check_shapes(target_logits, draft_tokens, draft_logits, positions, draft_to_target)
+    check_shapes(target_logits, draft_tokens, draft_logits, positions, target_to_draft)
     check_per_sequence(
         target_logits.shape[0], temperature=temperature, seeds=seeds, top_k=top_k, top_p=top_p, min_p=min_p,
         num_rows=num_rows, num_forced=num_forced,
@@ -448,12 +454,12 @@ def verify_reference(
     processed = process_logits(target_logits, temperature, top_k, top_p, min_p)
     num_accepted = accept(
         processed, draft_tokens, draft_logits, seeds, positions, num_rows, num_forced, rule=rule,
-        draft_to_target=draft_to_target, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha,
+        target_to_draft=target_to_draft, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha,
         acceptance_rate=acceptance_rate,
     )  # fmt: skip
     weights = residual(
         processed, draft_tokens, draft_logits, num_accepted, num_forced, num_rows, rule=rule,
-        draft_to_target=draft_to_target,
+        target_to_draft=target_to_draft,
     )  # fmt: skip
     token = sample_next(weights, seeds, positions, num_accepted, rule=rule)
     emitted, num_emitted = emit(draft_tokens, num_accepted, token, num_rows, num_forced)
@@ -465,13 +471,13 @@ def verify_reference(
 def _verify(
     logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
-    num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
+    num_forced: Tensor, target_to_draft: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     out = verify_reference(
         logits, draft_tokens, draft_logits, temperature=temperature, seeds=seeds, positions=positions, rule=rule,
         top_k=top_k, top_p=top_p, min_p=min_p, num_rows=num_rows, num_forced=num_forced,
-        draft_to_target=draft_to_target, return_logprobs=logprobs,
+        target_to_draft=target_to_draft, return_logprobs=logprobs,
         posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha, acceptance_rate=acceptance_rate,
     )  # fmt: skip
     none = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
@@ -482,11 +488,11 @@ def _verify(
 def _verify_fake(
     logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
-    num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
+    num_forced: Tensor, target_to_draft: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     logprobs_kind(logprobs)
-    check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
+    check_shapes(logits, draft_tokens, draft_logits, positions, target_to_draft)
     check_per_sequence(
         logits.shape[0], temperature=temperature, seeds=seeds, top_k=top_k, top_p=top_p, min_p=min_p,
         num_rows=num_rows, num_forced=num_forced,
@@ -502,21 +508,21 @@ def _verify_fake(
 def _verify_cuda(
     logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
-    num_forced: Tensor, draft_to_target: Tensor | None, rule: str = "strict", logprobs: str = "none",
+    num_forced: Tensor, target_to_draft: Tensor | None, rule: str = "strict", logprobs: str = "none",
     posterior_threshold: float = 0.09, posterior_alpha: float = 0.3, acceptance_rate: float = 0.7,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The Triton form where it covers the dtypes that are given, whatever the values; else the reference."""
     if not covers(logits, draft_logits):
         return _verify(
             logits, draft_tokens, draft_logits, temperature, seeds, positions, top_k, top_p, min_p, num_rows,
-            num_forced, draft_to_target, rule, logprobs, posterior_threshold, posterior_alpha, acceptance_rate,
+            num_forced, target_to_draft, rule, logprobs, posterior_threshold, posterior_alpha, acceptance_rate,
         )  # fmt: skip
     logprobs_kind(logprobs)
-    check_shapes(logits, draft_tokens, draft_logits, positions, draft_to_target)
+    check_shapes(logits, draft_tokens, draft_logits, positions, target_to_draft)
     check_options(rule, posterior_threshold, posterior_alpha, acceptance_rate)
     return verify_triton(
         logits, draft_tokens, draft_logits, temperature, seeds, positions, top_k, top_p, min_p, num_rows, num_forced,
-        draft_to_target, rule=rule, logprobs=logprobs, posterior_threshold=posterior_threshold,
+        target_to_draft, rule=rule, logprobs=logprobs, posterior_threshold=posterior_threshold,
         posterior_alpha=posterior_alpha, acceptance_rate=acceptance_rate,
     )  # fmt: skip
 

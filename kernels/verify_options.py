@@ -22,7 +22,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_shapes(
-    logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, positions: Tensor, draft_to_target: Tensor | None
+    logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, positions: Tensor, target_to_draft: Tensor | None
 ) -> None:
     require(logits.dim() == 3, lambda: f"target_logits must be [B, R, V], got {_shape(logits)}.")
     require(logits.dtype.is_floating_point, lambda: f"target_logits must be floating point, got {logits.dtype}.")
@@ -44,11 +44,11 @@ def check_shapes(
     )
     require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
     if draft_logits is not None:
-        _check_draft_logits(draft_logits, batch, width - 1, logits.shape[2], draft_to_target)
+        _check_draft_logits(draft_logits, batch, width - 1, logits.shape[2], target_to_draft)
 
 
 def _check_draft_logits(
-    draft_logits: Tensor, batch: int, drafts: int, vocab: int, draft_to_target: Tensor | None
+    draft_logits: Tensor, batch: int, drafts: int, vocab: int, target_to_draft: Tensor | None
 ) -> None:
     require(
         draft_logits.dim() == 3 and draft_logits.shape[0] == batch and draft_logits.shape[1] <= drafts,
@@ -56,12 +56,11 @@ def _check_draft_logits(
             f"draft_logits must be [B, at most K, Vd] with B = {batch} and K = {drafts}, got {_shape(draft_logits)}."
         ),
     )
-    if draft_to_target is not None:
-        size = draft_logits.shape[2]
+    if target_to_draft is not None:
         require(
-            draft_to_target.dim() == 1 and draft_to_target.shape[0] == size,
+            target_to_draft.dim() == 1 and target_to_draft.shape[0] == vocab,
             lambda: (
-                f"draft_to_target must be [Vd] = [{size}], one target id per draft id, got {_shape(draft_to_target)}."
+                f"target_to_draft must be [V] = [{vocab}], one draft id per target id, got {_shape(target_to_draft)}."
             ),
         )
 

@@ -232,17 +232,8 @@ def _choose(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def _own_ids(draft_to_target: Tensor | None, vocab: int, like: Tensor) -> Tensor:
-    """The draft id of every target id, -1 where it has none: int32 ``[V + 1]``, of which the last is not used."""
-    if draft_to_target is None:
-        return like
-    own = torch.full((vocab + 1,), -1, dtype=torch.int32, device=like.device)
-    ids = torch.arange(len(draft_to_target), dtype=torch.int32, device=like.device)
-    return own.scatter_(0, draft_to_target.clamp(max=vocab), ids)
-
-
 def verify_residual(
-    block: Block, draft_logits: Tensor | None, draft_to_target: Tensor | None,
+    block: Block, draft_logits: Tensor | None, target_to_draft: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool, common: dict[str, Any],
 ) -> None:  # fmt: skip
     """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or (``by_block``) ``block``.
@@ -260,9 +251,9 @@ def verify_residual(
     integers = torch.empty((_INTEGERS, lines), dtype=torch.int32, device=device)
     excess = torch.empty(lines * splits if by_block else 1, dtype=torch.float32, device=device)
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
-    own_ids = _own_ids(draft_to_target if drawn else None, vocab, integers)
+    own_ids = target_to_draft.contiguous() if target_to_draft is not None and drawn else integers
     drafts_stride = block.draft_tokens.stride(0)
-    options = {**common, "DRAWN": drawn > 0, "MAPPED": draft_to_target is not None and drawn > 0, "BLOCK": by_block,
+    options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
                "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}  # fmt: skip
 
     def launch(kernel: Any, programs: int, *arguments: object, **changes: int) -> None:

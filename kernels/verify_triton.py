@@ -249,13 +249,13 @@ def covers(logits: Tensor, draft_logits: Tensor | None) -> bool:
 def verify_triton(
     logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
     positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
-    num_forced: Tensor, draft_to_target: Tensor | None, *, rule: str, logprobs: str, posterior_threshold: float,
+    num_forced: Tensor, target_to_draft: Tensor | None, *, rule: str, logprobs: str, posterior_threshold: float,
     posterior_alpha: float, acceptance_rate: float, split: int | None = None, tile: int = TILE, warps: int = WARPS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``specgraph::verify`` for what :func:`covers` names; shapes are checked by the caller.
 
-    ``draft_to_target`` names no target id twice. ``split``, ``tile`` and ``warps`` are for tests and tuning.
-    Log-probabilities, and floors of top-p, depend on them in the last bits, so their split has one size for all blocks.
+    ``split``, ``tile`` and ``warps`` are for tests and tuning. Log-probabilities, and floors of top-p, depend on them
+    in the last bits, so their split has one size for all blocks.
     """
     batch, count, vocab = logits.shape
     width = positions.shape[1]
@@ -301,7 +301,7 @@ def verify_triton(
             stats,
         )  # fmt: skip
         verify_residual(
-            block, draft_logits, draft_to_target, (emitted, num_emitted, values, bad), splits, rule == "block", common
+            block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
         )
     else:
         _finish[(batch,)](

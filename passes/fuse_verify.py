@@ -26,7 +26,7 @@ VERIFY = torch.ops.specgraph.verify.default
 _KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if "Tensor" not in str(a.type))
 """The op's options: everything in its schema that is not a tensor."""
 _SHARED = ("draft_tokens", "draft_logits", "num_rows", "num_forced", "processed", "num_accepted", "seeds", "positions",
-           "rule", "draft_to_target")  # fmt: skip
+           "rule", "target_to_draft")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,10 @@ class InsertDraft(Pass):
         return draw
 
     def _vocabulary(self, program: Program, draft_to_target: Tensor) -> fx.Node:
-        """The target id of every draft id as a node in front of all others: verification reads it, too."""
+        """The target id of every draft id as a node in front of all others."""
         program.modules["draft_to_target"] = constant(draft_to_target, "draft_to_target")
         with program.graph.inserting_before(program.one("positions")):
-            return program.call("draft_to_target", role="draft_to_target")
+            return program.call("draft_to_target")
 
     def _kept_logits(self, program: Program, model: ModelInfo) -> fx.Node | None:
         """The buffer of what drafts were drawn from, for rules that compare distributions."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from specgraph.errors import ConfigError, PassError
+from specgraph.graphs import constant
 from specgraph.kernels import step, verify
 from specgraph.kernels.sample import process_logits
 from specgraph.passes.base import Pass, PassResult, check_option_rule
@@ -85,8 +86,7 @@ class InsertVerify(Pass):
             "posterior_alpha": self.posterior_alpha,
             "acceptance_rate": self.acceptance_rate,
         }
-        known = program.with_role("draft_to_target")
-        vocabulary = {"draft_to_target": known[0]} if known else {}
+        vocabulary = self._vocabulary(program) if draft_logits is not None else {}
         after = positions
 
         def call(function: Any, *args: Any, name: str, **kwargs: Any) -> fx.Node:
@@ -119,6 +119,16 @@ class InsertVerify(Pass):
             program.drop_input(name)
             node.meta["role"] = name
             node.name = name
+
+    def _vocabulary(self, program: Program) -> dict[str, fx.Node]:
+        """The draft id of every target id, where they differ: a constant, as a node in front of all others."""
+        known = program.drafter.draft_to_target
+        if known is None:
+            return {}
+        own = verify.invert_vocabulary(known, program.target.vocab_size)
+        program.modules["target_to_draft"] = constant(own, "target_to_draft")
+        with program.graph.inserting_before(program.one("positions")):
+            return {"target_to_draft": program.call("target_to_draft")}
 
     def _advance(self, program: Program, drafts: list[fx.Node]) -> None:
         """Write the state back and return what the host reads."""

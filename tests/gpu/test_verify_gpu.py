@@ -18,7 +18,7 @@ from specgraph.kernels.sample import (
     sample,
     sample_draft_reference,
 )
-from specgraph.kernels.verify import verify_reference
+from specgraph.kernels.verify import invert_vocabulary, verify_reference
 
 LOGPROB_ERROR = 4e-6
 NEAR_TIE = 4e-6
@@ -50,7 +50,7 @@ def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> t
     cuts = (given.get(name) for name in ("top_k", "top_p", "min_p"))
     found: tuple[Tensor, ...] = torch.ops.specgraph.verify(
         given["logits"], given["draft_tokens"], given.get("draft_logits"), given["temperature"], given["seeds"],
-        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("draft_to_target"), rule=rule,
+        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("target_to_draft"), rule=rule,
         logprobs=logprobs,
     )  # fmt: skip
     return found
@@ -122,7 +122,7 @@ def test_cuts_and_draft_logits(rule: str) -> None:
     )  # fmt: skip
     given |= {"draft_tokens": tokens, **cuts}
     if rule in STEP_NOISE_RULES:
-        given |= {"draft_logits": processed, "draft_to_target": ids}
+        given |= {"draft_logits": processed, "target_to_draft": invert_vocabulary(ids, 128256)}
     found, wanted = op(given, rule), reference(given, rule)
     assert (found[0] != wanted[0]).any(1).sum() <= 1
     torch.cuda.set_sync_debug_mode("error")
@@ -131,7 +131,7 @@ def test_cuts_and_draft_logits(rule: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for batch in (1, 5):
-        cut = {name: value if name == "draft_to_target" else value[:batch] for name, value in given.items()}
+        cut = {name: value if name == "target_to_draft" else value[:batch] for name, value in given.items()}
         assert all(torch.equal(one[:batch], other) for one, other in zip(found, op(cut, rule), strict=True))
 
 

@@ -24,6 +24,7 @@ from specgraph.kernels.verify import (
     accept,
     acceptance_chances,
     emit,
+    invert_vocabulary,
     residual,
     sample_next,
     token_logprobs,
@@ -61,7 +62,7 @@ def problem(batch: int = 64, drafts: int = 4, vocab: int = 7, own: int | None = 
         "temperature": temperature,
         "seeds": seeds,
         "positions": start.unsqueeze(1) + 1 + torch.arange(drafts + 1),
-        "draft_to_target": to_target,
+        "target_to_draft": None if to_target is None else invert_vocabulary(to_target, vocab),
     }
 
 
@@ -249,19 +250,20 @@ def test_drafts_without_logits_are_point_masses_beside_drawn_ones(rule: str) -> 
 def test_draft_ids_outside_the_target_take_no_mass_from_others(rule: str) -> None:
     """Even when such an id could have been drawn, it must not count for the target's last token."""
     given = problem()
-    given["draft_to_target"] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 900])
+    given["target_to_draft"] = invert_vocabulary(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 900]), 7)
     given["draft_logits"] = torch.cat([given["draft_logits"], torch.zeros(64, 4, 2)], 2)
     mapped = verify_reference(**given, rule=rule)
-    assert torch.equal(mapped[0], verify_reference(**{**given, "draft_to_target": None}, rule=rule)[0])
+    assert torch.equal(mapped[0], verify_reference(**{**given, "target_to_draft": None}, rule=rule)[0])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_reduced_draft_vocabulary_is_a_full_one_with_zeros(rule: str) -> None:
     given = problem(vocab=9, own=4)
     wide = torch.full((64, 4, 9), -torch.inf)
-    wide[..., given["draft_to_target"]] = given["draft_logits"]
+    own = given["target_to_draft"]
+    wide[..., own >= 0] = given["draft_logits"][..., own[own >= 0]]
     found = verify_reference(**given, rule=rule)
-    full = verify_reference(**{**given, "draft_logits": wide, "draft_to_target": None}, rule=rule)
+    full = verify_reference(**{**given, "draft_logits": wide, "target_to_draft": None}, rule=rule)
     assert torch.equal(found[0], full[0])
 
 
@@ -273,7 +275,7 @@ def test_padded_vocabularies_need_no_map(rule: str, own: int) -> None:
     fill = torch.full((64, 4, 5), -torch.inf)
     given["draft_logits"] = torch.cat([given["draft_logits"], fill], 2)[..., :own]
     emitted, _ = verify_reference(**given, rule=rule)
-    mapped = verify_reference(**{**given, "draft_to_target": torch.arange(own)}, rule=rule)
+    mapped = verify_reference(**{**given, "target_to_draft": invert_vocabulary(torch.arange(own), 7)}, rule=rule)
     assert torch.equal(emitted, mapped[0])
 
 
@@ -497,7 +499,7 @@ def op_arguments(given: dict[str, Any], rule: str, logprobs: str, cuts: bool = F
     return (
         given["target_logits"], given["draft_tokens"], given["draft_logits"], given["temperature"], given["seeds"],
         given["positions"], *(options if cuts else (None, None, None)), torch.full_like(given["seeds"], 4),
-        torch.full_like(given["seeds"], 1), given["draft_to_target"], rule, logprobs, 0.09, 0.3, 0.7,
+        torch.full_like(given["seeds"], 1), given["target_to_draft"], rule, logprobs, 0.09, 0.3, 0.7,
     )  # fmt: skip
 
 
@@ -559,8 +561,8 @@ BAD = [
         "draft_logits must be [B, at most K, Vd] with B = 3 and K = 4, got [3, 5, 7].",
     ),
     (
-        {"draft_to_target": torch.arange(6)},
-        "draft_to_target must be [Vd] = [7], one target id per draft id, got [6].",
+        {"target_to_draft": torch.arange(6)},
+        "target_to_draft must be [V] = [7], one draft id per target id, got [6].",
     ),
     (
         {"positions": torch.zeros(3, 4, dtype=torch.int64)},

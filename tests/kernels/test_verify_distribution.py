@@ -22,6 +22,7 @@ from specgraph.kernels.verify import (
     accept,
     acceptance_chances,
     emit,
+    invert_vocabulary,
     residual,
     verify_reference,
 )
@@ -108,9 +109,10 @@ def joint(case: Case, group: Group) -> Tensor:
 
 def verify(logits: Tensor, batch: Batch, positions: Tensor, rule: str, to_target: Tensor | None) -> tuple[Tensor, ...]:
     temperature, top_k, top_p, min_p = batch.options
+    own = None if to_target is None else invert_vocabulary(to_target, logits.shape[-1])
     return verify_reference(
         logits, batch.drafts, batch.logits, temperature=temperature, seeds=batch.seeds, positions=positions, rule=rule,
-        top_k=top_k, top_p=top_p, min_p=min_p, draft_to_target=to_target,
+        top_k=top_k, top_p=top_p, min_p=min_p, target_to_draft=own,
     )  # fmt: skip
 
 
@@ -374,6 +376,7 @@ def exact_outcome(target: Tensor, draft: Tensor, rule: str, to_target: Tensor | 
     """
     drafts, vocab, own = draft.shape[0], target.shape[-1], draft.shape[-1]
     ids = torch.arange(own) if to_target is None else to_target
+    known = None if to_target is None else invert_vocabulary(to_target, vocab)
     blocks = torch.tensor(list(itertools.product(range(own), repeat=drafts)))
     tokens = ids[blocks]
     window = torch.nn.functional.pad(tokens, (1, 0))
@@ -381,11 +384,11 @@ def exact_outcome(target: Tensor, draft: Tensor, rule: str, to_target: Tensor | 
     draft_logits = draft[torch.arange(drafts), window[:, :-1]]
     drawn = draft_logits.softmax(-1).gather(-1, blocks.unsqueeze(-1)).squeeze(-1).prod(1)
     rows, forced = torch.full((len(blocks),), drafts + 1), torch.zeros(len(blocks), dtype=torch.int64)
-    chances = acceptance_chances(logits, tokens, draft_logits, rows, forced, rule=rule, draft_to_target=to_target)
+    chances = acceptance_chances(logits, tokens, draft_logits, rows, forced, rule=rule, target_to_draft=known)
     total, mean = torch.zeros((vocab,) * (drafts + 1), dtype=torch.float64), 0.0
     for length, chance in enumerate(_length_chances(chances[:, :drafts], rule)):
         count = torch.full_like(rows, length)
-        weights = residual(logits, tokens, draft_logits, count, forced, rows, rule=rule, draft_to_target=to_target)
+        weights = residual(logits, tokens, draft_logits, count, forced, rows, rule=rule, target_to_draft=known)
         after = (drawn * chance).unsqueeze(1) * weights.softmax(-1)
         mean += length * float((drawn * chance).sum())
         for prefix, row in zip(tokens[:, :length].tolist(), after, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from specgraph.kernels.gumbel import scan_size, split_size
 from specgraph.kernels.sample import RULES, STEP_NOISE_RULES, process_logits, sample, sample_draft_reference
 from specgraph.kernels.step import nan_rows_reference
-from specgraph.kernels.verify import verify_reference
+from specgraph.kernels.verify import invert_vocabulary, verify_reference
 from specgraph.kernels.verify_triton import covers, verify_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ def reference(given: dict[str, Any], rule: str = "strict", logprobs: str = "none
 
 
 def launch(given: dict[str, Any], rule: str = "strict", logprobs: str = "none", **shape: int) -> tuple[Tensor, ...]:
-    absent = dict.fromkeys(("draft_logits", "top_k", "top_p", "min_p", "draft_to_target"))
+    absent = dict.fromkeys(("draft_logits", "top_k", "top_p", "min_p", "target_to_draft"))
     return verify_triton(**{**absent, **given}, rule=rule, logprobs=logprobs, **OPTIONS, **(shape or SPLIT))
 
 
@@ -70,7 +70,7 @@ def with_draft_logits(given: dict[str, Any], drawn: int, own: int | None = None)
         0, "block", vocab, True,
     )  # fmt: skip
     more = {"draft_logits": processed[:, :drawn].to(DEVICE), "draft_tokens": tokens.to(DEVICE)}
-    return {**given, **more, "draft_to_target": None if own is None else ids.to(DEVICE)}
+    return {**given, **more, "target_to_draft": None if own is None else invert_vocabulary(ids, vocab).to(DEVICE)}
 
 
 CUTS = {"top_k": [40, 0, 5, 3, 9], "top_p": [0.9, 1.0, 0.5, 0.95, 1.0], "min_p": [0.0, 0.05, 0.01, 0.0, 0.0]}

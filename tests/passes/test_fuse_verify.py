@@ -33,7 +33,7 @@ INPUTS = {
     "num_forced": Buffer(("B",)),
     "other_drafts": Buffer(("B", K)),
     "other_logits": Buffer(("B", K + 1, VOCAB), FLOAT),
-    "draft_ids": Buffer((DRAFT_VOCAB,)),
+    "draft_ids": Buffer((VOCAB,)),
 }
 
 
@@ -114,7 +114,7 @@ def random_inputs(seed: int, rows: int) -> dict[str, Tensor]:
         "num_forced": torch.tensor([0, 2, 1, 0, 2, 3]),
         "other_drafts": integers(VOCAB, 6, K),
         "other_logits": torch.randn(6, rows, VOCAB, generator=generator),
-        "draft_ids": torch.tensor([6, 4, 2, 1, 0]),
+        "draft_ids": torch.tensor([4, 3, 2, -1, 1, -1, 0]),
     }
 
 
@@ -254,14 +254,14 @@ def unchanged_meaning(program: Program) -> None:
 def test_a_draft_vocabulary_that_all_pieces_know_is_fused():
     program = visible()
     for name in ("count", "weights"):
-        set_argument(program, name, "draft_to_target", program.input("draft_ids"))
+        set_argument(program, name, "target_to_draft", program.input("draft_ids"))
     unchanged_meaning(program)
     assert last(program, [FuseVerify()]).input("draft_ids").users
 
 
 def test_a_draft_vocabulary_that_one_piece_does_not_know():
     program = visible()
-    set_argument(program, "count", "draft_to_target", program.input("draft_ids"))
+    set_argument(program, "count", "target_to_draft", program.input("draft_ids"))
     unchanged_meaning(program)
 
 

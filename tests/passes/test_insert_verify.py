@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,22 @@ def test_emitted_tokens_are_no_inputs_any_more():
             rule="block", posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7)
         weights = residual(processed, drafts, draft_logits, num_accepted, num_forced, num_rows, rule="block")
     """)
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+def test_the_draft_id_of_every_target_id_is_a_constant_where_distributions_are_compared(rule: str):
+    given = first("draft_model", 2)
+    to_target = torch.randperm(101, generator=torch.Generator().manual_seed(0))
+    given.drafter = replace(given.drafter, draft_to_target=to_target)
+    program = last(given, [InsertKVCache(4), InsertDraft(rule), InsertVerify(rule)])
+    verify_program(program)
+    compared = rule == "block"
+    readers = [line for line in body(program) if "target_to_draft=target_to_draft" in line]
+    assert len(readers) == (2 if compared else 0)
+    assert ("target_to_draft" in program.modules) == compared
+    if compared:
+        found = program.modules["target_to_draft"]()
+        assert found.dtype == torch.int32 and found[to_target].tolist() == list(range(101))
 
 
 def test_without_a_drafter_the_step_has_one_row():
