@@ -31,9 +31,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 TILE = 1024
 WARPS = 4
-_SHORTEST = 1024
-_PROGRAMS = 1000
-"""A Hopper GPU holds some 1300 programs of a scan at a time."""
 
 GREEDY = tl.constexpr(1e-30)
 """``GREEDY_BELOW`` of the reference."""
@@ -60,17 +57,6 @@ _ONE_LESS = tl.constexpr(1.0 - 2.0**-24)
 def split_size(vocab: int) -> int:
     """Entries of one split: at most 128 splits for vocabularies up to half a million, and 8 or more from 8192 on."""
     return 1024 if vocab <= 65536 else 4096
-
-
-def scan_size(vocab: int, rows: int) -> int:
-    """As :func:`split_size`, for a scan that sums nothing: shorter for few rows, which would not fill the device.
-
-    Tokens are the same for any size; sums, and so log-probabilities, have their bits of one size.
-    """
-    size = split_size(vocab)
-    while size > _SHORTEST and rows * triton.cdiv(vocab, size) < _PROGRAMS:
-        size //= 2
-    return size
 
 
 def aligned(logits: Tensor) -> Tensor:
@@ -231,7 +217,7 @@ def load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _read_tile(row_ptr, first, vocab, TILE: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr):
-    """The same as stored; ``WHOLE`` tiles end before the vocabulary does. Reads keep their order.
+    """The same as stored; ``WHOLE`` tiles end before the vocabulary does.
 
     ``FLAT`` addresses make reads of 16 bytes, but a layout that reads of ids do not have.
     """
@@ -239,9 +225,9 @@ def _read_tile(row_ptr, first, vocab, TILE: tl.constexpr, FLAT: tl.constexpr, WH
     if not FLAT:
         place = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     if WHOLE:
-        x = tl.load(row_ptr + first + place, volatile=True)
+        x = tl.load(row_ptr + first + place)
     else:
-        x = tl.load(row_ptr + first + place, mask=first + place < vocab, other=-float("inf"), volatile=True)
+        x = tl.load(row_ptr + first + place, mask=first + place < vocab, other=-float("inf"))
     return tl.reshape(x, (TILE // 4, 4))
 
 
@@ -342,14 +328,13 @@ def _best_bounds(
 ):  # fmt: skip
     """The largest bound over the turns of a split, ``[TILE // 4, 4]``; NaN where one was NaN.
 
-    Volatile reads keep their order. The noise needs the last of them, so that all are under way before it begins; else
-    the assembler moves reads behind noise, to save registers, and waits for each.
+    All reads come first. (Volatile ones, which stay so in the assembler as well, made it no faster.)
     """
     tiles = ()
     for i in tl.static_range(SPLIT // TILE):
         x = _read_tile(row_ptr + begin, i * TILE, vocab - begin, TILE, not MAPPED, WHOLE)
         tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  (Triton unpacks no tuple)
-    seed, place = tl.load(seed_ptr, volatile=True), tl.load(place_ptr, volatile=True)
+    seed, place = tl.load(seed_ptr), tl.load(place_ptr)
     k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place + shift, line)
     top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
     for i in tl.static_range(SPLIT // TILE):

@@ -156,13 +156,12 @@ _UNIT = 128
 
 
 def num_pieces(out_features: int, in_features: int) -> int:
-    """Of a weight ``[out_features, in_features]``: enough for 64 programs where tiles of 64 rows are fewer.
+    """Of a weight ``[out_features, in_features]``: enough to give most of 132 multiprocessors a tile of 64 rows.
 
-    Half of the multiprocessors of an H200 have enough on its way to keep the memory busy; the other half can begin with
-    the next launch. More pieces are more to merge.
+    No more: they take their time to merge, and one program of its own has all the shared memory for what is on its way.
     """
     row_tiles, pieces = triton.cdiv(out_features, 64), 1
-    while row_tiles * pieces < 64 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
+    while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
         pieces *= 2
     return pieces
 
@@ -242,7 +241,9 @@ def linear(
     tiling: Tiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """:func:`linear_reference` in one Triton kernel; float64 takes the reference itself.
+    """:func:`linear_reference` in one kernel; float64 takes the reference itself.
+
+    In a CUDA graph the weight must be constant: it may be read before the graph's kernels before it have finished.
 
     Args:
         tiling: in place of :func:`tiles`; one with another number of pieces may give other bits.

@@ -80,32 +80,38 @@ def _fill(
 @gluon.jit
 def _multiply(
     weight, x, ring, x_ring, arrived, row, apart, first_n, begin,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-    BYTES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, OWN_PIECES: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """One piece of the product of one or two tiles of the weight, ``[64, BLOCK_N]`` each; the ring has been filled."""
+    """The product of one or two tiles of the weight, ``[64, BLOCK_N]`` each, over ``OWN_PIECES`` pieces of ``BLOCKS``
+    blocks, summed apart and then added in order. The ring has been filled."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    first = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
-    second = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
-    for block in range(BLOCKS):
-        slot = block % STAGES
-        mbarrier.wait(arrived.index(slot), (block // STAGES) & 1)
-        columns = x_ring.index(slot).permute((1, 0))
-        first = warpgroup_mma(ring.index(slot * TILES), columns, first, is_async=True)
-        if TILES == 2:
-            second = warpgroup_mma(ring.index(slot * TILES + 1), columns, second, is_async=True)
-        first, second = warpgroup_mma_wait(TILES, deps=(first, second))
-        # The block before this one has been multiplied: its slot is free.
-        following = block - 1 + STAGES
-        wanted = (block > 0) & (following < BLOCKS)
-        slot = following % STAGES
-        k = (begin + following) * BLOCK_K
-        _ask_weight(weight, ring, arrived, slot, row, apart, k, wanted, TILES, BYTES)
-        tma.async_copy_global_to_shared(x, [first_n, k], arrived.index(slot), x_ring.index(slot), wanted)
-    first, second = warpgroup_mma_wait(0, deps=(first, second))
+    total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+    second_total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+    for piece in range(OWN_PIECES):
+        first = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+        second = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+        for block in range(piece * BLOCKS, (piece + 1) * BLOCKS):
+            slot = block % STAGES
+            mbarrier.wait(arrived.index(slot), (block // STAGES) & 1)
+            columns = x_ring.index(slot).permute((1, 0))
+            first = warpgroup_mma(ring.index(slot * TILES), columns, first, is_async=True)
+            if TILES == 2:
+                second = warpgroup_mma(ring.index(slot * TILES + 1), columns, second, is_async=True)
+            first, second = warpgroup_mma_wait(TILES, deps=(first, second))
+            # The block before this one has been multiplied: its slot is free.
+            following = block - 1 + STAGES
+            wanted = (block > 0) & (following < OWN_PIECES * BLOCKS)
+            slot = following % STAGES
+            k = (begin + following) * BLOCK_K
+            _ask_weight(weight, ring, arrived, slot, row, apart, k, wanted, TILES, BYTES)
+            tma.async_copy_global_to_shared(x, [first_n, k], arrived.index(slot), x_ring.index(slot), wanted)
+        first, second = warpgroup_mma_wait(0, deps=(first, second))
+        total += first
+        second_total += second
     for slot in gl.static_range(STAGES):
         mbarrier.invalidate(arrived.index(slot))
-    return gl.convert_layout(first, _OUT), gl.convert_layout(second, _OUT)
+    return gl.convert_layout(total, _OUT), gl.convert_layout(second_total, _OUT)
 
 
 @gluon.jit
@@ -230,13 +236,15 @@ def linear_hopper_kernel(
     BLOCK_K: gl.constexpr,
     BLOCKS: gl.constexpr,
     PIECES: gl.constexpr,
+    SPLIT: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid (tiles of the result, ``PIECES``); tiles of x side by side, so that one of the weight is read once for them.
+    """Grid (tiles of the result, ``PIECES`` if ``SPLIT``, else 1); tiles of x side by side, so that they read a weight
+    once.
 
     A program makes one tile of the result, of a tile of the weight or, if ``GATED``, of one of gate rows and one of up
     rows. ``weight`` and ``x`` are tensor descriptors. Unless ``weight_is_constant``, the wait comes first.
@@ -252,33 +260,21 @@ def linear_hopper_kernel(
     # The last tile of several ends at the last row: it repeats rows, with the same bits; reading past the end is slow.
     first_n = gl.maximum(gl.minimum(gl.program_id(0) % tiles_n * BLOCK_N, rows - BLOCK_N), 0)
     begin = gl.program_id(1) * BLOCKS
+    OWN_PIECES: gl.constexpr = 1 if SPLIT else PIECES
     _fill(
         weight, x, ring, x_ring, arrived, row, out_features, first_n, begin, weight_is_constant,
-        BLOCK_K, BLOCKS, STAGES, TILES, BYTES, PDL,
+        BLOCK_K, OWN_PIECES * BLOCKS, STAGES, TILES, BYTES, PDL,
     )  # fmt: skip
     # What the tile is finished with arrives during the product.
     scale = _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
     added = _load_added(residual_ptr, tile, first_n, rows, out_features, residual_stride, BLOCK_N)
     gain = _load_gain(gain_ptr, tile, out_features, norm_offset)
     y, second = _multiply(
-        weight,
-        x,
-        ring,
-        x_ring,
-        arrived,
-        row,
-        out_features,
-        first_n,
-        begin,
-        BLOCK_N,
-        BLOCK_K,
-        BLOCKS,
-        STAGES,
-        TILES,
-        BYTES,
-    )
+        weight, x, ring, x_ring, arrived, row, out_features, first_n, begin,
+        BLOCK_N, BLOCK_K, BLOCKS, OWN_PIECES, STAGES, TILES, BYTES,
+    )  # fmt: skip
     finish = True
-    if PIECES > 1:
+    if SPLIT:
         y, second, finish = _merge(
             y, second, partial_ptr, counter_ptr, tile, gl.cdiv(out_features, _TILE_O), first_n, rows, TILES, PIECES
         )
@@ -294,7 +290,8 @@ def linear_hopper_kernel(
 class Ring(NamedTuple):
     """How much of a product a program has in shared memory; nothing of it decides bits."""
 
-    block_n: int  # rows of x, all of them
+    block_n: int  # rows of x
+    split: bool  # a program for every piece of the summed dimension
     stages: int
 
 
@@ -313,12 +310,13 @@ def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
     tiles_o = triton.cdiv(out_features, TILE_O)
     if rows > 256 or (rows > 64 and (gated or 2 * tiles_o > _MULTIPROCESSORS)):
         return None
+    split = rows <= 64 and pieces > 1
     block_n = max(8, triton.next_power_of_2(rows) // (1 if rows <= 64 else 2))
     if gated:
-        return Ring(block_n, 4)
-    programs = tiles_o * pieces * triton.cdiv(rows, block_n)
+        return Ring(block_n, split, 4)
+    programs = tiles_o * triton.cdiv(rows, block_n) * (pieces if split else 1)
     room = _SHARED_BYTES if programs <= _MULTIPROCESSORS else _SHARED_BYTES // 2
-    return Ring(block_n, min(10, room // ((TILE_O + block_n) * BLOCK_K * 2)))
+    return Ring(block_n, split, min(10, room // ((TILE_O + block_n) * BLOCK_K * 2)))
 
 
 @functools.cache
@@ -354,15 +352,15 @@ def launch(product: Product, cut: Ring, pieces: int, blocks: int, groups: int) -
     rows, in_features = x.shape
     tiles_o, tiles_n = triton.cdiv(out.shape[-1], TILE_O), triton.cdiv(rows, cut.block_n)
     partial = counters = None
-    if pieces > 1:
+    if cut.split:
         partial = x.new_empty(pieces, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
         counters = arrival_counters(x.device)
     norm_weight, norm_offset, gained, out_squares = product.following or (None, 0.0, None, None)
-    linear_hopper_kernel[(tiles_o * tiles_n, pieces)](
+    linear_hopper_kernel[(tiles_o * tiles_n, pieces if cut.split else 1)](
         _tiled(weight, TILE_O), _tiled(x, cut.block_n), out, product.bias, residual, product.squares, norm_weight,
         gained, out_squares, partial, counters, int(torch.cuda.is_current_stream_capturing()), rows, out.shape[-1],
         in_features, 0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
-        BLOCK_N=cut.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, GROUPS=groups, STAGES=cut.stages,
-        ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl, num_warps=4,
-        enable_fp_fusion=False, **launch_options(product.pdl),
+        BLOCK_N=cut.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=cut.split, GROUPS=groups,
+        STAGES=cut.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,
+        num_warps=4, enable_fp_fusion=False, **launch_options(product.pdl),
     )  # fmt: skip

@@ -32,7 +32,6 @@ from specgraph.kernels.gumbel import (
     processed_value,
     rescan,
     scan_bounds,
-    scan_size,
     scan_values,
     split_size,
 )
@@ -191,11 +190,10 @@ def sample_draft_triton(
     mapped = draft_to_target is not None
     ids = key if draft_to_target is None else draft_to_target.contiguous()
     limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
+    split = split or split_size(vocab)
     floors = find_floors(
-        logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab), ids=ids if mapped else None,
-        limit=target_vocab_size,
-    )  # fmt: skip
-    split = split or scan_size(vocab, batch * count)
+        logits, temperature, top_k, top_p, min_p, split=split, ids=ids if mapped else None, limit=target_vocab_size
+    )
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))

@@ -37,7 +37,6 @@ from specgraph.kernels.gumbel import (
     noise_key,
     rescan,
     scan_bounds,
-    scan_size,
     scan_values,
     split_size,
 )
@@ -255,7 +254,7 @@ def verify_triton(
     """``specgraph::verify`` for what :func:`covers` names; shapes are checked by the caller.
 
     ``split``, ``tile`` and ``warps`` are for tests and tuning. Log-probabilities, and floors of top-p, depend on them
-    in the last bits, so their split has one size for all blocks.
+    in the last bits.
     """
     batch, count, vocab = logits.shape
     width = positions.shape[1]
@@ -267,10 +266,10 @@ def verify_triton(
     logits, positions, temperature = aligned(logits), positions.contiguous(), temperature.contiguous()
     num_rows, num_forced = num_rows.contiguous(), num_forced.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
-    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab))
+    split = split or split_size(vocab)
+    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split)
     by_step = rule in STEP_NOISE_RULES
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
-    split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))

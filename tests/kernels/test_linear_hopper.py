@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from specgraph.kernels import linear_hopper as hopper
 
 ROWS, GATED, PIECES = int(sys.argv[1]), sys.argv[2] == "gated", int(sys.argv[3])
-cut = hopper.ring(ROWS, 28672, PIECES, GATED)
+cut = hopper.ring(ROWS, 4096, PIECES, GATED)
 kernel = hopper.linear_hopper_kernel
 
 
@@ -31,8 +31,9 @@ def descriptor(rows):
 
 
 fixed = {"BLOCK_N": cut.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "PIECES": PIECES, "GROUPS": 64}
-fixed |= {"STAGES": cut.stages, "ACTIVATION": "silu" if GATED else "none", "GATED": GATED, "PDL": True}
-if PIECES == 1:
+fixed |= {"SPLIT": cut.split, "STAGES": cut.stages, "GATED": GATED, "ACTIVATION": "silu" if GATED else "none"}
+fixed["PDL"] = True
+if not cut.split:
     fixed |= {"partial_ptr": None, "counter_ptr": None}
 types = dict.fromkeys(kernel.arg_names, "i32")
 types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
@@ -51,7 +52,7 @@ for instruction in re.findall(seen, compiled.asm["ptx"]):
 """
 
 
-@pytest.mark.parametrize("kind", ["8 plain 4", "16 gated 1", "64 plain 1", "64 gated 1"])
+@pytest.mark.parametrize("kind", ["8 plain 2", "16 gated 1", "64 plain 1", "64 gated 1", "128 plain 2"])
 def test_weights_are_asked_for_before_the_wait_and_nothing_else_is(kind: str):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, *kind.split()]

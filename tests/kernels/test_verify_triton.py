@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.gumbel import scan_size, split_size
 from specgraph.kernels.sample import RULES, STEP_NOISE_RULES, process_logits, sample, sample_draft_reference
 from specgraph.kernels.step import nan_rows_reference
 from specgraph.kernels.verify import invert_vocabulary, verify_reference
@@ -190,11 +189,6 @@ def test_all_turns_of_a_split_are_seen() -> None:
         found = launch(given, logprobs="raw", split=1024, tile=tile)
         assert_same_tokens(found, reference(given))
         assert_logprobs(given, found, "raw")
-
-
-def test_few_rows_have_shorter_splits_where_nothing_is_summed() -> None:
-    assert [scan_size(vocab, 4) for vocab in (300, 32000, 65537, 128256)] == [1024] * 4
-    assert scan_size(128256, 512) == split_size(128256) == 4096
 
 
 def test_a_nan_hides_no_token_of_its_split() -> None:
