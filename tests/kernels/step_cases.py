@@ -66,10 +66,10 @@ def _drawing() -> dict[str, Case]:
     knobs = (_ids(0, 5, 0), torch.tensor([1.0, 0.9, 1.0]), torch.tensor([0.0, 0.0, 0.05]))
     temperature, seeds, vocabulary = torch.tensor([0.0, 1.0, 0.7]), _ids(1, 2, 3), torch.arange(40) + 5
     drafts, positions = _ids([5, 6, 7], [5, -1, 7], [44, 6, 3]), _ids([4, 5, 6, 7]).expand(3, -1).contiguous()
-    rows, forced = _ids(4, 4, 0), _ids(0, 2, 0)
+    rows, forced, back = _ids(4, 4, 0), _ids(0, 2, 0), verify.invert_vocabulary(vocabulary, 50)
     cases: dict[str, Case] = {}
     for rule in sample.RULES:
-        verified = (logits, drafts, draft_logits, temperature, seeds, positions, *knobs, rows, forced, vocabulary)
+        verified = (logits, drafts, draft_logits, temperature, seeds, positions, *knobs, rows, forced, back)
         options = {"rule": rule, "logprobs": "raw"}
         cases[f"verify, {rule}"] = (verify._verify, verified, options)
         drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
