@@ -38,8 +38,9 @@ TILE_O = 64
 BLOCK_K = 128
 
 _TILE_O = gl.constexpr(TILE_O)
-_activate = gluon.jit(linear_triton._activate.fn)
-_sum_in_any_order = gluon.jit(linear_triton._sum_in_any_order.fn)
+# What has no layouts in it is the same text in both languages.
+_activate = gluon.jit(linear_triton.activate.fn)
+_sum_in_any_order = gluon.jit(linear_triton.sum_in_any_order.fn)
 _OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 """Tiles ``[64, BLOCK_N]`` as they are read and written: 8 neighbours of a row of the result in a thread."""
 
@@ -257,7 +258,7 @@ def linear_hopper_kernel(
     tiles_n = gl.cdiv(rows, BLOCK_N)
     tile = gl.program_id(0) // tiles_n
     row = tile * _TILE_O
-    # The last tile of several ends at the last row: it repeats rows, with the same bits; reading past the end is slow.
+    # The last tile of several ends at the last row: it repeats rows, with the same bits. Reads past the end are slow.
     first_n = gl.maximum(gl.minimum(gl.program_id(0) % tiles_n * BLOCK_N, rows - BLOCK_N), 0)
     begin = gl.program_id(1) * BLOCKS
     OWN_PIECES: gl.constexpr = 1 if SPLIT else PIECES

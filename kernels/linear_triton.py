@@ -22,7 +22,7 @@ def _log2(n):
 
 
 @triton.jit
-def _activate(y, ACTIVATION: tl.constexpr):
+def activate(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         y = y * tl.sigmoid(y)
     elif ACTIVATION == "gelu":
@@ -36,7 +36,7 @@ def _activate(y, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _sum_in_any_order(values, AXIS: tl.constexpr):
+def sum_in_any_order(values, AXIS: tl.constexpr):
     """Sums of non-negative values, the same for every order of summation, hence for every layout.
 
     Integers add up exactly: each sum is scaled by a power of two so that its largest value just cannot overflow, which
@@ -54,7 +54,7 @@ def _sum_in_any_order(values, AXIS: tl.constexpr):
 
 @triton.jit
 def _norm_scale(squares, features, norm_eps):
-    return tl.math.rsqrt(_sum_in_any_order(squares, 0) / features + norm_eps)
+    return tl.math.rsqrt(sum_in_any_order(squares, 0) / features + norm_eps)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _norm_parts(y, gain, gained_ptr, squares_ptr, tile_o, n, real, features):
     exact = tl.where(mask, y.to(tl.float32), 0.0)
     places = gained_ptr + n.to(tl.int64)[None, :] * features + o[:, None]
     tl.store(places, (exact * gain[:, None]).to(gained_ptr.dtype.element_ty), mask=mask)
-    sums = _sum_in_any_order(tl.reshape(exact * exact, (GROUPS, _NORM_GROUP, y.shape[1])), 1)
+    sums = sum_in_any_order(tl.reshape(exact * exact, (GROUPS, _NORM_GROUP, y.shape[1])), 1)
     groups = tl.cdiv(features, _NORM_GROUP)
     group = tile_o * GROUPS + tl.arange(0, GROUPS)
     places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
@@ -196,9 +196,9 @@ def _finish(
     if GATED:
         HALF: tl.constexpr = BLOCK_O // 2
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_N)), (1, 2, 0)))
-        y = _activate(gate, ACTIVATION) * up
+        y = activate(gate, ACTIVATION) * up
     else:
-        y = _activate(y, ACTIVATION)
+        y = activate(y, ACTIVATION)
     if RESIDUAL:
         y = y + added
     y = y.to(out_ptr.dtype.element_ty)
