@@ -14,7 +14,7 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.kernels import Sizes, cases
 from specgraph.bench.models import DRAFT_VOCAB, SHAPES, random_head, random_target, shape_config
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
-from specgraph.bench.timing import measure_bandwidth, median_seconds, sweep
+from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
 from specgraph.bench.traffic import step_traffic
 from specgraph.cli import main
 from specgraph.decoder import SpeculativeDecoder
@@ -132,6 +132,12 @@ def test_bandwidth_and_times_are_positive() -> None:
     assert median_seconds(torch.device("cpu"), [lambda: torch.ones(3), lambda: torch.ones(4)], 3, 1) > 0
 
 
+def test_maxima_of_splits() -> None:
+    rows = torch.randn(3, 300, device="cuda" if torch.cuda.is_available() else "cpu")
+    expected = torch.stack([part.amax(-1) for part in rows.split(128, -1)], -1)
+    assert torch.equal(split_maxima(rows, 128, 4), expected)
+
+
 def test_the_sweep_reads_every_value() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     values = torch.randn(2 * 8 * 4096, device=device)
@@ -183,7 +189,8 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["linear", "down with residual, next norm, 64x192, 2 rows"] == 4 * (64 * 192 + 2 * 192 + 64 + 3 * 2 * 64)
     assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
     assert rows["gated_activation", "192 wide, 6 rows"] == 4 * 6 * 3 * 192
-    assert rows["verify", "batch 2, K = 2, 512 tokens"] == 4 * 2 * 3 * 512
+    for how in ("greedy", "temperature 0.8", "temperature 0.8, top-p 0.9"):
+        assert rows["verify", f"batch 2, K = 2, 512 tokens, {how}"] == 4 * 2 * 3 * 512
     attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
     assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
 

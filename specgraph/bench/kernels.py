@@ -16,12 +16,14 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.timing import Call, median_seconds
+from specgraph.bench.timing import Call, median_seconds, split_maxima
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
 """Calls of one measurement read this much different memory, several times an L2 cache, if their number stays small."""
 MAX_COPIES = 64
+_VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
+"""Temperature and top-p."""
 
 Make = Callable[[], tuple[Call, dict[str, Call]]]
 
@@ -134,7 +136,7 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
             yield _attention(place, sizes, batch, width, options.prompt_length)
     for batch, width in shapes:
         if width > 1 and _has("verify"):
-            yield _verify(place, sizes.vocab, batch, width)
+            yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
 
 
 def _has(op: str, module: str | None = None) -> bool:
@@ -284,25 +286,36 @@ def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int)
     return Case("paged_attention", f"batch {batch}, {rows} rows, context {context}", moved, make)
 
 
-def _verify(place: _Place, vocab: int, batch: int, rows: int) -> Case:
-    """Temperature 1, drafts without logits; beside it one maximum over the logits, which is the least anyone reads."""
+def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float, top_p: float | None) -> Case:
+    """Drafts without logits; beside it the best of several passes that find maxima only, the least to read."""
 
     def make() -> tuple[Call, dict[str, Call]]:
         logits = place.random(batch, rows, vocab, scale=2.0)
         drafts = logits.argmax(-1)[:, :-1].contiguous()  # likely tokens, so that some are accepted
-        temperature, seeds = place.full([batch], 1.0, torch.float32), torch.arange(batch, device=place.device)
+        heat, seeds = place.full([batch], temperature, torch.float32), torch.arange(batch, device=place.device)
+        kept = None if top_p is None else place.full([batch], top_p, torch.float32)
         positions = torch.arange(100, 100 + rows, device=place.device).expand(batch, -1).contiguous()
         num_rows, num_forced = place.full([batch], rows), place.full([batch], 0)
 
         def ours() -> Any:
             return torch.ops.specgraph.verify(
-                logits, drafts, None, temperature, seeds, positions, None, None, None, num_rows, num_forced, None,
+                logits, drafts, None, heat, seeds, positions, None, kept, None, num_rows, num_forced, None,
                 rule="strict",
             )  # fmt: skip
 
-        return ours, {"torch amax": lambda: logits.amax(-1)}
+        libraries: dict[str, Call] = {"torch amax": lambda: logits.amax(-1)}
+        if place.device.type == "cuda":
+            for split, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
+                libraries[f"maxima of {split}, {warps} warps"] = functools.partial(
+                    split_maxima, logits.view(-1, vocab), split, warps
+                )
+        return ours, libraries
 
-    return Case("verify", f"batch {batch}, K = {rows - 1}, {vocab} tokens", place.size(batch * rows * vocab), make)
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    how += "" if top_p is None else f", top-p {top_p:g}"
+    return Case(
+        "verify", f"batch {batch}, K = {rows - 1}, {vocab} tokens, {how}", place.size(batch * rows * vocab), make
+    )
 
 
 def _flashinfer(place: _Place) -> Any:
