@@ -11,7 +11,8 @@ logits allows, so the scan takes an upper bound instead:
 which is one multiply-add and the hardware's log2. The finishing kernel evaluates the columns that may hold the best
 token exactly. A split can hide a better one only if the bound of its second-best column reaches the exact best of the
 row; such a split (about one row in a hundred has one) is scanned again with exact scores. The result is the first exact
-argmax, always, whatever the splits and tiles.
+argmax, whatever the splits and tiles, as long as ``logit / temperature`` is above -2.3e38: below, a token counts as
+-inf.
 
 The uniforms are those of :mod:`specgraph.kernels.sample`, bit for bit, and every exact score here comes from
 :func:`gumbel_scores`, so kernels agree with each other. At temperature 0 the scan compares the logits themselves.
@@ -201,7 +202,7 @@ def widen(x):
     """Float32. Bfloat16 takes one instruction for each, where the compiler's own takes two for every other."""
     if (x.dtype == tl.bfloat16) and (not INTERPRETED):
         result = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
         result = x.to(tl.float32)

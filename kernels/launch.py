@@ -3,11 +3,11 @@
 Programmatic dependent launch (Hopper and later) starts a kernel's programs while the kernel before it still runs. A
 kernel that is launched with :func:`launch_options` keeps to three rules, and is then right after any kernel:
 
-1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, which the
-   model's parameters are not once they are in a CUDA graph, and before the first write of anything at all, since an
-   earlier kernel may still be reading it. The wait ends when the kernel before has finished and its writes are
-   visible; that one has waited in its turn, so all earlier ones are done too. After a kernel that knows nothing of
-   this it returns at once.
+1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, and before
+   the first write of anything at all, since an earlier kernel may still be reading it. Any number of kernels may be
+   unfinished before the wait. It ends when the kernel before has finished and its writes are visible; that one has
+   waited in its turn, so all earlier ones are done too. After a kernel that knows nothing of this it returns at once.
+   The one exception is a weight that nothing in a CUDA graph writes (``constant_weight`` of ``specgraph::linear``).
 2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
 3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, and may come anywhere: what begins early waits in its turn.
 

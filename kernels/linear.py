@@ -37,12 +37,13 @@ from specgraph.kernels.sample import require
 torch.library.define(
     "specgraph::linear",
     "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
-    "float norm_eps=0.0, str activation='none') -> Tensor",
+    "float norm_eps=0.0, str activation='none', bool constant_weight=True) -> Tensor",
 )
 torch.library.define(
     "specgraph::linear_norm",
     "(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
-    "float norm_eps=0.0, float norm_offset=0.0, str activation='none') -> (Tensor, Tensor, Tensor)",
+    "float norm_eps=0.0, float norm_offset=0.0, str activation='none', bool constant_weight=True) -> "
+    "(Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "specgraph::norm_parts", "(Tensor x, Tensor norm_weight, *, float norm_offset=0.0) -> (Tensor, Tensor)"
@@ -74,6 +75,7 @@ def linear_reference(
     *,
     norm_eps: float = 0.0,
     activation: str = "none",
+    constant_weight: bool = True,
 ) -> Tensor:
     """``activation(x @ weight.T * scale + bias) + residual``, in float32 (float64 for float64), rounded once.
 
@@ -85,6 +87,8 @@ def linear_reference(
         squares: ``[..., ceil(I / 64)]`` from :func:`norm_parts_reference`, whose other result is ``x``; then
             ``scale = rsqrt(sum(squares) / I + norm_eps)``, otherwise 1.
         activation: one of :data:`ACTIVATIONS`.
+        constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
+            it before the kernels in front have finished. Outside of graphs it makes no difference.
 
     Returns:
         ``[..., O]`` in the dtype of ``x``.
@@ -133,6 +137,7 @@ def linear_norm_reference(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
     activation: str = "none",
+    constant_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`linear_reference`, then :func:`norm_parts_reference` of its result: ``(out, gained, squares)``."""
     out = linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
@@ -215,6 +220,7 @@ class Product:
     squares: Tensor | None
     norm_eps: float
     activation: str
+    constant_weight: bool
     following: _Following | None
     pdl: bool
 
@@ -238,12 +244,11 @@ def linear(
     *,
     norm_eps: float = 0.0,
     activation: str = "none",
+    constant_weight: bool = True,
     tiling: Tiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
     """:func:`linear_reference` in one kernel; float64 takes the reference itself.
-
-    In a CUDA graph the weight must be constant: it may be read before the graph's kernels before it have finished.
 
     Args:
         tiling: in place of :func:`tiles`; one with another number of pieces may give other bits.
@@ -253,7 +258,8 @@ def linear(
         return linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
     out = x.new_empty(_out_shape(x, weight, activation))
     if out.numel() > 0:
-        _launch(_product(out, x, weight, bias, residual, squares, norm_eps, activation, None, pdl), tiling)
+        product = _product(out, x, weight, bias, residual, squares, norm_eps, activation, constant_weight, None, pdl)
+        _launch(product, tiling)
     return out
 
 
@@ -268,10 +274,11 @@ def linear_norm(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
     activation: str = "none",
+    constant_weight: bool = True,
     tiling: Tiles | None = None,
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`linear_norm_reference` in one Triton kernel, as :func:`linear`."""
+    """:func:`linear_norm_reference`, as :func:`linear`; large tiles leave the parts of the norm to a second launch."""
     if x.dtype == torch.float64:
         return linear_norm_reference(
             x, weight, norm_weight, bias, residual, squares, norm_eps=norm_eps, norm_offset=norm_offset,
@@ -281,7 +288,10 @@ def linear_norm(
     parts = _empty_parts(out)
     if out.numel() > 0:
         following = (norm_weight, norm_offset, *parts)
-        _launch(_product(out, x, weight, bias, residual, squares, norm_eps, activation, following, pdl), tiling)
+        product = _product(
+            out, x, weight, bias, residual, squares, norm_eps, activation, constant_weight, following, pdl
+        )
+        _launch(product, tiling)
     return (out, *parts)
 
 
@@ -309,12 +319,14 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
 
 def _product(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, squares: Tensor | None,
-    norm_eps: float, activation: str, following: _Following | None, pdl: bool | None,
+    norm_eps: float, activation: str, constant_weight: bool, following: _Following | None, pdl: bool | None,
 ) -> Product:  # fmt: skip
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()  # a copy is written just before
+    constant = constant_weight and rows is weight
     added = None if residual is None else _as_rows(residual)
     pdl = supports_pdl(x.device) if pdl is None else pdl
-    return Product(out, _as_rows(x), weight, bias, added, squares, norm_eps, activation, following, pdl)
+    return Product(out, _as_rows(x), rows, bias, added, squares, norm_eps, activation, constant, following, pdl)
 
 
 def _launch(product: Product, tiling: Tiles | None) -> None:
@@ -322,13 +334,12 @@ def _launch(product: Product, tiling: Tiles | None) -> None:
     rows, (weight_rows, in_features) = product.x.shape[0], product.weight.shape
     groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
     if tiling is None and runs_gluon(product.x.device):
-        from specgraph.kernels import linear_hopper
+        from specgraph.kernels import linear_hopper  # Gluon is experimental: other releases of Triton may lack it
 
-        units = triton.cdiv(in_features, _UNIT)
-        pieces = min(num_pieces(weight_rows, in_features), units)
+        pieces, blocks = _pieces(in_features, num_pieces(weight_rows, in_features), linear_hopper.BLOCK_K)
         cut = linear_hopper.ring_for(product, pieces, groups)
         if cut is not None:
-            linear_hopper.launch(product, cut, pieces, triton.cdiv(units, pieces), groups)
+            linear_hopper.launch(product, cut, pieces, blocks, groups)
             return
     _launch_tiles(product, tiling or tiles(rows, weight_rows, in_features, product.x.element_size()), groups)
 
@@ -346,7 +357,7 @@ def _launch_tiles(product: Product, cut: Tiles, groups: int) -> None:
     # The groups of large tiles cross warps: a launch of its own is cheaper then.
     joined = product.following if cut.block_o * cut.block_n <= 4096 else None
     norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
-    pieces, blocks = _pieces(in_features, cut)
+    pieces, blocks = _pieces(in_features, cut.pieces, cut.block_k)
     tiles_o = triton.cdiv(weight_rows, cut.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, cut.block_n)
     serial = cut.serial or num_tiles > MAX_COUNTERS
@@ -389,12 +400,12 @@ def _launch_norm_parts(rows: Tensor, following: _Following, pdl: bool | None) ->
     )  # fmt: skip
 
 
-def _pieces(in_features: int, cut: Tiles) -> tuple[int, int]:
+def _pieces(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
     """How many pieces there are, and how many blocks each of them has."""
-    unit = max(_UNIT, cut.block_k)
+    unit = max(_UNIT, block_k)
     units = triton.cdiv(in_features, unit)
-    pieces = min(cut.pieces, units)
-    return pieces, triton.cdiv(units, pieces) * (unit // cut.block_k)
+    pieces = min(wanted, units)
+    return pieces, triton.cdiv(units, pieces) * (unit // block_k)
 
 
 def _bulk(weight: Tensor) -> bool:
@@ -404,7 +415,7 @@ def _bulk(weight: Tensor) -> bool:
 
 def _linear_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    squares: Tensor | None = None, *, norm_eps: float = 0.0, activation: str = "none",
+    squares: Tensor | None = None, *, norm_eps: float = 0.0, activation: str = "none", constant_weight: bool = True,
 ) -> Tensor:  # fmt: skip
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
@@ -434,6 +445,7 @@ def _norm_parts_fake(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0
 def _linear_norm_fake(
     x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     squares: Tensor | None = None, *, norm_eps: float = 0.0, norm_offset: float = 0.0, activation: str = "none",
+    constant_weight: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = _linear_fake(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
     return (out, *_norm_parts_fake(out, norm_weight, norm_offset=norm_offset))

@@ -139,7 +139,9 @@ def _load_added(residual_ptr, tile, first_n, rows, out_features, residual_stride
         o = tile * _TILE_O + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
         n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
         mask = (o < out_features)[:, None] & (n < rows)[None, :]
-        added = gl.load(residual_ptr + n[None, :] * residual_stride + o[:, None], mask=mask, other=0.0).to(gl.float32)
+        added = gl.load(residual_ptr + n.to(gl.int64)[None, :] * residual_stride + o[:, None], mask=mask, other=0.0).to(
+            gl.float32
+        )
     return added
 
 
@@ -302,8 +304,8 @@ _MULTIPROCESSORS = 132
 
 
 def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
-    """Measured on an H200 (see docs/performance.md): as much as fits beside a second program, of which there is none
-    where programs are fewer than multiprocessors; four blocks of gate and up rows, which run alone as well.
+    """Measured on an H200 (see docs/performance.md): two programs share a multiprocessor and its memory if there are
+    enough of them, otherwise one has it; with gate and up rows one has it as well, and four stages are enough.
 
     None where larger tiles than these are better: more than 64 rows, unless tiles of the weight are as few as to leave
     half of the multiprocessors without work.
@@ -335,7 +337,7 @@ def _tiled(matrix: Tensor, rows: int) -> TensorDescriptor:
 def ring_for(product: Product, pieces: int, groups: int) -> Ring | None:
     """How :func:`launch` should cut ``product``; None if it cannot, or larger tiles are better.
 
-    The accelerator wants 16-bit values, and rows that begin at multiples of 16 bytes.
+    The matrix instruction wants 16-bit values, the accelerator rows that begin at multiples of 16 bytes.
     """
     x, weight = product.x, product.weight
     cut = ring(x.shape[0], product.out.shape[-1], pieces, product.gated)
@@ -357,9 +359,11 @@ def launch(product: Product, cut: Ring, pieces: int, blocks: int, groups: int) -
         partial = x.new_empty(pieces, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
         counters = arrival_counters(x.device)
     norm_weight, norm_offset, gained, out_squares = product.following or (None, 0.0, None, None)
+    # Outside of a graph, anyone may have written the weight just before.
+    ahead = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
     linear_hopper_kernel[(tiles_o * tiles_n, pieces if cut.split else 1)](
         _tiled(weight, TILE_O), _tiled(x, cut.block_n), out, product.bias, residual, product.squares, norm_weight,
-        gained, out_squares, partial, counters, int(torch.cuda.is_current_stream_capturing()), rows, out.shape[-1],
+        gained, out_squares, partial, counters, ahead, rows, out.shape[-1],
         in_features, 0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_N=cut.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=cut.split, GROUPS=groups,
         STAGES=cut.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,

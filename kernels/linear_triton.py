@@ -363,9 +363,9 @@ def norm_parts_kernel(
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
-    gain = _load_gain(gain_ptr, o, features, norm_offset)  # a parameter: no kernel writes it
     if PDL:
         tl.extra.cuda.gdc_wait()
+    gain = _load_gain(gain_ptr, o, features, norm_offset)
     mask = (o < features)[:, None] & real[None, :]
     y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)
     if PDL:

@@ -46,6 +46,7 @@ from specgraph.kernels.sample import (
     check_rule,
     clean_logits,
     process_logits,
+    require,
     sample,
     uniform,
 )
@@ -87,7 +88,14 @@ class _Rows:
 
 
 def invert_vocabulary(draft_to_target: Tensor, vocab: int) -> Tensor:
-    """The draft id of every target id, int32 ``[V]``, -1 where it has none. Ids beyond the target's are dropped."""
+    """The draft id of every target id, int32 ``[V]``, -1 where it has none. Ids beyond the target's are dropped.
+
+    Raises:
+        ValueError: two draft ids mean the same target id: the target's would have the probability of one of them only.
+    """
+    inside = draft_to_target[draft_to_target < vocab]
+    repeated = len(inside) - len(set(inside.tolist()))
+    require(repeated == 0, lambda: f"draft_to_target names {repeated} target ids twice; every draft id needs its own.")
     ids = torch.arange(len(draft_to_target), dtype=torch.int32, device=draft_to_target.device)
     own = torch.full((vocab + 1,), -1, dtype=torch.int32, device=draft_to_target.device)
     return own.scatter_(0, draft_to_target.clamp(max=vocab), ids)[:vocab]

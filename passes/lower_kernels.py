@@ -119,6 +119,8 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
         linear = _Linear(node, x, weight, bias)
         taken = _take_norm(linear, norms), _take_activation(linear), _take_residual(linear)
         parts = [part for part in taken if part]
+        if weight_name(linear.weight) is None:  # computed in the step, such as a cast one
+            linear.options["constant_weight"] = False
         with graph.inserting_before(linear.end):
             arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.squares)
             new = graph.create_node("call_function", LINEAR, arguments, linear.options, name="linear")

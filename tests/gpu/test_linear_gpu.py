@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgraph.kernels.launch import arrival_counters
 from specgraph.kernels.linear import ACTIVATIONS, Tiles, linear, linear_norm, norm_parts, num_pieces, tiles
+from tests.gpu.capture import captured
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 31, 64, 65, 128, 256, 257)
 MOST = 576
@@ -163,6 +164,24 @@ def test_a_weight_may_be_written_just_before_it_is_used():
         out = linear(x, weight)
         expected = linear(x, weight, pdl=False)
         assert torch.equal(out, expected), value
+
+
+@pytest.mark.parametrize("kind", ["cast", "turned"])
+def test_a_weight_that_the_graph_writes_is_not_read_ahead(kind: str):
+    x = torch.randn(4, 4096, device="cuda").bfloat16()
+    stored = torch.zeros(4096, 4096, device="cuda", dtype=torch.float32 if kind == "cast" else torch.bfloat16)
+
+    def call() -> Tensor:
+        if kind == "cast":
+            return linear(x, stored.bfloat16(), constant_weight=False)
+        return linear(x, stored.t())  # which the launcher lays out anew
+
+    call()
+    graph, out = captured(call)
+    for value in range(1, 20):
+        stored.normal_(generator=torch.Generator("cuda").manual_seed(value))
+        graph.replay()
+        assert torch.equal(out, call()), value
 
 
 def test_a_chain_in_a_graph_gives_the_bits_of_single_launches():

@@ -156,7 +156,7 @@ def test_a_row_has_the_same_bits_in_blocks_of_1_to_576_rows(vocab: int) -> None:
     for batch in (1, 3, 17):
         cut = {name: value[:batch] for name, value in given.items()}
         part = op(cut, logprobs="raw")
-        assert torch.equal(op(cut)[0], part[0])  # whose splits are shorter
+        assert torch.equal(op(cut)[0], part[0])
         assert all(torch.equal(one[:batch], other) for one, other in zip(whole, part, strict=True))
     for first, width in ((0, 1), (0, 4), (2, 1), (5, 2), (8, 1)):
         rows = slice(first, first + width)

@@ -337,3 +337,5 @@ def test_fake_tensors_refuse_other_activations_and_mixed_dtypes():
             torch.ops.specgraph.linear(*given, activation="swish")
         with pytest.raises(ValueError, match=r"weight is torch.float32, x is torch.float16: they must agree"):
             torch.ops.specgraph.linear(given[0].half(), given[1])
+    with pytest.raises(ValueError, match=r"weight is torch.float16, x is torch.bfloat16: they must agree"):
+        linear(x.bfloat16(), weight.half())

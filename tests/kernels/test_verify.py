@@ -256,6 +256,12 @@ def test_draft_ids_outside_the_target_take_no_mass_from_others(rule: str) -> Non
     assert torch.equal(mapped[0], verify_reference(**{**given, "target_to_draft": None}, rule=rule)[0])
 
 
+def test_a_map_of_draft_ids_is_inverted_and_names_no_target_twice() -> None:
+    assert invert_vocabulary(torch.tensor([4, 0, 9, 7]), 6).tolist() == [1, -1, -1, -1, 0, -1]
+    with pytest.raises(ValueError, match="names 2 target ids twice; every draft id needs its own"):
+        invert_vocabulary(torch.tensor([4, 0, 4, 3, 0]), 6)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_reduced_draft_vocabulary_is_a_full_one_with_zeros(rule: str) -> None:
     given = problem(vocab=9, own=4)

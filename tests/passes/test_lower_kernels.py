@@ -254,6 +254,24 @@ def test_a_linear_takes_along_what_it_can(tail: Callable[[Tensor, Tensor], Tenso
     torch.testing.assert_close(actual, expected)
 
 
+class Cast(nn.Module):
+    """A weight as it is stored, and one that is computed in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored, self.wide = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.stored(x), self.wide.to(x.dtype))
+
+
+def test_a_weight_that_is_computed_is_not_read_ahead() -> None:
+    program, expected, actual = run_both(Cast(), torch.randn(5, 8), [LowerKernels()])
+    linears = [node for node in program.modules["toy"].graph.nodes if node.name.startswith("linear")]
+    assert [node.kwargs.get("constant_weight", True) for node in linears] == [True, False]
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_gates_of_other_activations_compile(activation: str) -> None:
     program = last(first(target=trace(make_model("llama", hidden_act=activation))), [InsertKVCache(4), *LOWERING])
