@@ -33,6 +33,10 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_at
                        "logits_to_keep", "layer_type"})  # fmt: skip
 
 
+_RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
+"""Of transformers' ``layer_types``: what keeps another state than keys and values."""
+
+
 @dataclass(frozen=True)
 class TracedModel:
     """A causal LM as two graphs.
@@ -262,12 +266,13 @@ def trace(model: PreTrainedModel) -> TracedModel:
             interface, or masks in a way a causal window does not describe. Names the model and what is missing.
     """
     check_is_causal_lm(model)
+    config: Any = model.config.get_text_config()
+    layers = int(config.num_hidden_layers)
+    _check_layer_types(config, type(model).__name__)
     with EXPORTING, hooked(model), torch.no_grad():
         wrapper = _Forward(model)
         masks = built_masks(model)
         exported = functional(_export(wrapper, type(model).__name__))
-    config: Any = model.config.get_text_config()
-    layers = int(config.num_hidden_layers)
     graph = unlift(exported, "model.")
     _check_attention(graph.graph, type(model).__name__, layers, wrapper.takes_positions)
     _check_masks(graph.graph, masks, type(model).__name__)
@@ -328,6 +333,21 @@ def _check_range(exported: torch.export.ExportedProgram) -> None:
             raise ValueError(f"its graph holds only for {bounds.lower} <= {name} <= {bounds.upper}")
 
 
+def _check_layer_types(config: Any, name: str) -> None:
+    """Refuse what the configuration already says: to export a recurrence, unrolled, takes minutes for every layer."""
+    kinds = getattr(config, "layer_types", None) or []
+    attending = [kind for kind in kinds if kind not in _RECURRENT_LAYERS]
+    if len(attending) < len(kinds):
+        raise _other_layers(name, len(kinds), len(attending))
+
+
+def _other_layers(name: str, layers: int, count: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} has {layers} layers but {count} attention calls: some layers mix tokens in another way "
+        "(convolution, linear attention, state space), which needs a recurrent state that specgraph does not keep."
+    )
+
+
 def _check_attention(graph: fx.Graph, name: str, layers: int, takes_positions: bool) -> None:
     count = sum(node.target is ATTENTION for node in graph.nodes)
     if count == 0:
@@ -340,10 +360,7 @@ def _check_attention(graph: fx.Graph, name: str, layers: int, takes_positions: b
             f"{name} has {layers} layers but {count} attention calls; one per layer is expected."
         )
     if count < layers:
-        raise UnsupportedModelError(
-            f"{name} has {layers} layers but {count} attention calls: some layers mix tokens in another way "
-            "(convolution, linear attention, state space), which needs a recurrent state that specgraph does not keep."
-        )
+        raise _other_layers(name, layers, count)
     if not takes_positions:
         raise UnsupportedModelError(f"{name}.forward takes no position_ids, so its positions cannot be set.")
 
