@@ -39,15 +39,20 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 @functools.cache
-def runs_gluon(device: torch.device) -> bool:
-    """Whether the kernels written for Hopper in Gluon run on ``device``.
-
-    Gluon still changes between releases of Triton, so a release that they have not been tried with takes the Triton
-    form, which gives the same bits.
-    """
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels on ``device`` may be those for compute capability 9.x; not interpreted."""
     if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9 and triton.__version__.startswith("3.6.")
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+GLUON_RELEASE = "3.6"
+"""The release of Triton that the Gluon kernels have been tried with: Gluon still changes between releases."""
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the kernels written for Hopper in Gluon run on ``device``; the Triton form gives the same bits."""
+    return is_hopper(device) and triton.__version__.startswith(f"{GLUON_RELEASE}.")
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

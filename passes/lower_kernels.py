@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import triton
 from torch import Tensor, fx, nn
 
 import specgraph.kernels.experts
 import specgraph.kernels.norm  # noqa: F401  (both register ops)
 from specgraph.errors import ConfigError, PassError
 from specgraph.graphs import calls, get_attribute, set_attribute
+from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import aten, dtype_of, keep_meta, only_user, producer, replace, weight_name
@@ -86,7 +88,19 @@ class LowerKernels(LoweringPass):
                 _check_rows(name, module)
             module.recompile()
         notes = tuple(f"{count} x {what}" for what, count in sorted(chosen.items()))
+        if self.numerics == "bitwise":
+            notes += _slower(program.target.device)
         return PassResult(sum(chosen.values()), notes=notes)
+
+
+def _slower(device: torch.device) -> tuple[str, ...]:
+    """What a GPU like this could do better with another Triton."""
+    if not is_hopper(device) or runs_gluon(device):
+        return ()
+    return (
+        f"linears of few rows run in Triton, some percent slower: their Gluon form is for Triton {GLUON_RELEASE}, "
+        f"this is {triton.__version__}",
+    )
 
 
 @torch.no_grad()

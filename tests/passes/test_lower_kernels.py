@@ -18,6 +18,7 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.graphs import export_module
 from specgraph.model_info import ModelInfo
 from specgraph.numerics import observe
+from specgraph.passes import lower_kernels
 from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
 from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
@@ -354,6 +355,17 @@ def test_bitwise_refuses_what_it_cannot_promise_and_fast_takes_it() -> None:
     with pytest.raises(PassError, match=r"toy\.matmul .*numerics=bitwise promises; compile with numerics=fast"):
         last(toy(Product(), x), [LowerKernels()])
     assert targets(last(toy(Product(), x), [LowerKernels(numerics="fast")]), "toy")["aten.matmul"] == 1
+
+
+@pytest.mark.parametrize("numerics", ["bitwise", "fast"])
+@pytest.mark.parametrize("gluon", [True, False])
+def test_a_gpu_whose_triton_is_another_is_told(gluon: bool, numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_kernels, "is_hopper", lambda device: True)
+    monkeypatch.setattr(lower_kernels, "runs_gluon", lambda device: gluon)
+    program = toy(Around(lambda x, y: y), torch.randn(5, 8))
+    notes = LowerKernels(numerics=numerics).apply(program).notes
+    told = [note for note in notes if "their Gluon form is for Triton 3.6, this is " in note]
+    assert len(told) == (numerics == "bitwise" and not gluon)
 
 
 def test_an_unknown_kind_of_numerics_is_refused() -> None:
