@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.norm import Rows
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -106,6 +107,4 @@ def _gated_activation_fake(x: Tensor, *, activation: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-torch.library.impl("specgraph::gated_activation", "cpu")(gated_activation_reference)
-torch.library.impl("specgraph::gated_activation", "cuda")(gated_activation)
-torch.library.register_fake("specgraph::gated_activation")(_gated_activation_fake)
+register("gated_activation", cpu=gated_activation_reference, cuda=gated_activation, fake=_gated_activation_fake)

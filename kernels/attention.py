@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.paged_attention import paged_attention_triton, rotary_attention_triton
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 PADDING_SLOT = -1
@@ -275,11 +276,6 @@ def _rotary_attention_cuda(q: Tensor, *arguments: Any, **options: Any) -> Tensor
     return implementation(q, *arguments, **options)
 
 
-torch.library.impl("specgraph::attention", ("cpu", "cuda"))(attention_reference)
-torch.library.impl("specgraph::paged_attention", "cpu")(paged_attention_reference)
-torch.library.impl("specgraph::paged_attention", "cuda")(_paged_attention_cuda)
-torch.library.impl("specgraph::rotary_attention", "cpu")(rotary_attention_reference)
-torch.library.impl("specgraph::rotary_attention", "cuda")(_rotary_attention_cuda)
-torch.library.register_fake("specgraph::attention")(_attention_fake)
-torch.library.register_fake("specgraph::paged_attention")(_paged_attention_fake)
-torch.library.register_fake("specgraph::rotary_attention")(_rotary_attention_fake)
+register("attention", cpu=attention_reference, cuda=attention_reference, fake=_attention_fake)
+register("paged_attention", cpu=paged_attention_reference, cuda=_paged_attention_cuda, fake=_paged_attention_fake)
+register("rotary_attention", cpu=rotary_attention_reference, cuda=_rotary_attention_cuda, fake=_rotary_attention_fake)

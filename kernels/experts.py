@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 torch.library.define(
@@ -167,6 +168,4 @@ def _expert_linear_fake(
     return x.new_empty(x.shape[0], outer)
 
 
-torch.library.impl("specgraph::expert_linear", "cpu")(expert_linear_reference)
-torch.library.impl("specgraph::expert_linear", "cuda")(expert_linear)
-torch.library.register_fake("specgraph::expert_linear")(_expert_linear_fake)
+register("expert_linear", cpu=expert_linear_reference, cuda=expert_linear, fake=_expert_linear_fake)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, runs_gluon, supports_pdl
 from specgraph.kernels.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 torch.library.define(
@@ -451,12 +452,6 @@ def _linear_norm_fake(
     return (out, *_norm_parts_fake(out, norm_weight, norm_offset=norm_offset))
 
 
-_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "linear": (linear_reference, linear, _linear_fake),
-    "linear_norm": (linear_norm_reference, linear_norm, _linear_norm_fake),
-    "norm_parts": (norm_parts_reference, norm_parts, _norm_parts_fake),
-}
-for _name, (_cpu, _cuda, _fake) in _FORMS.items():
-    torch.library.impl(f"specgraph::{_name}", "cpu")(_cpu)
-    torch.library.impl(f"specgraph::{_name}", "cuda")(_cuda)
-    torch.library.register_fake(f"specgraph::{_name}")(_fake)
+register("linear", cpu=linear_reference, cuda=linear, fake=_linear_fake)
+register("linear_norm", cpu=linear_norm_reference, cuda=linear_norm, fake=_linear_norm_fake)
+register("norm_parts", cpu=norm_parts_reference, cuda=norm_parts, fake=_norm_parts_fake)

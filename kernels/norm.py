@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 torch.library.define("specgraph::rms_norm", "(Tensor x, Tensor? weight, *, float eps, float offset=0.0) -> Tensor")
@@ -370,15 +371,7 @@ def _row_mean_fake(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1))
 
 
-torch.library.impl("specgraph::rms_norm", "cpu")(rms_norm_reference)
-torch.library.impl("specgraph::rms_norm", "cuda")(rms_norm)
-torch.library.register_fake("specgraph::rms_norm")(_rms_norm_fake)
-torch.library.impl("specgraph::rms_norm_pair", "cpu")(rms_norm_pair_reference)
-torch.library.impl("specgraph::rms_norm_pair", "cuda")(rms_norm_pair)
-torch.library.register_fake("specgraph::rms_norm_pair")(_rms_norm_pair_fake)
-torch.library.impl("specgraph::layer_norm", "cpu")(layer_norm_reference)
-torch.library.impl("specgraph::layer_norm", "cuda")(layer_norm)
-torch.library.register_fake("specgraph::layer_norm")(_layer_norm_fake)
-torch.library.impl("specgraph::row_mean", "cpu")(row_mean_reference)
-torch.library.impl("specgraph::row_mean", "cuda")(row_mean)
-torch.library.register_fake("specgraph::row_mean")(_row_mean_fake)
+register("rms_norm", cpu=rms_norm_reference, cuda=rms_norm, fake=_rms_norm_fake)
+register("rms_norm_pair", cpu=rms_norm_pair_reference, cuda=rms_norm_pair, fake=_rms_norm_pair_fake)
+register("layer_norm", cpu=layer_norm_reference, cuda=layer_norm, fake=_layer_norm_fake)
+register("row_mean", cpu=row_mean_reference, cuda=row_mean, fake=_row_mean_fake)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
 
 NUM_COUNTS = 3
 
@@ -135,6 +136,4 @@ def _pack_results_fake(
     return emitted.new_empty(emitted.shape[0], 2 * width + NUM_COUNTS, dtype=torch.int32)
 
 
-torch.library.impl("specgraph::pack_results", "cpu")(pack_results_reference)
-torch.library.impl("specgraph::pack_results", "cuda")(_pack_results)
-torch.library.register_fake("specgraph::pack_results")(_pack_results_fake)
+register("pack_results", cpu=pack_results_reference, cuda=_pack_results, fake=_pack_results_fake)

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -123,6 +124,4 @@ def _rotary_angles_fake(
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-torch.library.impl("specgraph::rotary_angles", "cpu")(rotary_angles_reference)
-torch.library.impl("specgraph::rotary_angles", "cuda")(rotary_angles)
-torch.library.register_fake("specgraph::rotary_angles")(_rotary_angles_fake)
+register("rotary_angles", cpu=rotary_angles_reference, cuda=rotary_angles, fake=_rotary_angles_fake)

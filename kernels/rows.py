@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import require
 
 torch.library.define("specgraph::row_positions", "(Tensor start, int width, int count) -> Tensor[]")
@@ -340,15 +341,7 @@ def check_batch(name: str, values: Tensor, batch: int) -> None:
     require(values.shape[0] == batch, lambda: f"{name} must have one row per sequence, {batch}, not {values.shape[0]}")
 
 
-torch.library.impl("specgraph::row_positions", "cpu")(row_positions_reference)
-torch.library.impl("specgraph::row_positions", "cuda")(_row_positions)
-torch.library.register_fake("specgraph::row_positions")(_row_positions_fake)
-torch.library.impl("specgraph::take_rows", "cpu")(take_rows_reference)
-torch.library.impl("specgraph::take_rows", "cuda")(_take_rows)
-torch.library.register_fake("specgraph::take_rows")(_take_rows_fake)
-torch.library.impl("specgraph::expand_rows", "cpu")(expand_rows_reference)
-torch.library.impl("specgraph::expand_rows", "cuda")(_expand_rows)
-torch.library.register_fake("specgraph::expand_rows")(_expand_rows_fake)
-torch.library.impl("specgraph::settle", "cpu")(settle_reference)
-torch.library.impl("specgraph::settle", "cuda")(_settle)
-torch.library.register_fake("specgraph::settle")(_settle_fake)
+register("row_positions", cpu=row_positions_reference, cuda=_row_positions, fake=_row_positions_fake)
+register("take_rows", cpu=take_rows_reference, cuda=_take_rows, fake=_take_rows_fake)
+register("expand_rows", cpu=expand_rows_reference, cuda=_expand_rows, fake=_expand_rows_fake)
+register("settle", cpu=settle_reference, cuda=_settle, fake=_settle_fake)

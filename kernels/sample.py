@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample_triton import sample_draft_triton
 
 STREAM_TARGET = 0
@@ -349,8 +350,5 @@ def _sample_fake(
     return key.new_empty(rows)
 
 
-torch.library.impl("specgraph::sample", ("cpu", "cuda"))(sample)
-torch.library.register_fake("specgraph::sample")(_sample_fake)
-torch.library.impl("specgraph::sample_draft", "cpu")(sample_draft_reference)
-torch.library.impl("specgraph::sample_draft", "cuda")(_sample_draft_cuda)
-torch.library.register_fake("specgraph::sample_draft")(_sample_draft_fake)
+register("sample", cpu=sample, cuda=sample, fake=_sample_fake)
+register("sample_draft", cpu=sample_draft_reference, cuda=_sample_draft_cuda, fake=_sample_draft_fake)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from specgraph.kernels.attention import PADDING_SLOT
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
 from specgraph.kernels.rows import Settled, among, check_batch, cut_reference, cut_row
 from specgraph.kernels.sample import require, sample_draft
 
@@ -521,15 +522,7 @@ def _advance_fake(
         check_batch(name, values, batch)
 
 
-torch.library.impl("specgraph::row_slots", "cpu")(row_slots_reference)
-torch.library.impl("specgraph::row_slots", "cuda")(_row_slots)
-torch.library.register_fake("specgraph::row_slots")(_row_slots_fake)
-torch.library.impl("specgraph::nan_rows", "cpu")(nan_rows_reference)
-torch.library.impl("specgraph::nan_rows", "cuda")(_nan_rows)
-torch.library.register_fake("specgraph::nan_rows")(_nan_rows_fake)
-torch.library.impl("specgraph::cut_at_eos", "cpu")(cut_at_eos_reference)
-torch.library.impl("specgraph::cut_at_eos", "cuda")(_cut_at_eos)
-torch.library.register_fake("specgraph::cut_at_eos")(_cut_at_eos_fake)
-torch.library.impl("specgraph::advance", "cpu")(advance_reference)
-torch.library.impl("specgraph::advance", "cuda")(_advance)
-torch.library.register_fake("specgraph::advance")(_advance_fake)
+register("row_slots", cpu=row_slots_reference, cuda=_row_slots, fake=_row_slots_fake)
+register("nan_rows", cpu=nan_rows_reference, cuda=_nan_rows, fake=_nan_rows_fake)
+register("cut_at_eos", cpu=cut_at_eos_reference, cuda=_cut_at_eos, fake=_cut_at_eos_fake)
+register("advance", cpu=advance_reference, cuda=_advance, fake=_advance_fake)

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specgraph.kernels.registration import register
 from specgraph.kernels.sample import (
     STEP_NOISE_RULES,
     STREAM_ACCEPT,
@@ -535,6 +536,4 @@ def _verify_cuda(
     )  # fmt: skip
 
 
-torch.library.impl("specgraph::verify", "cpu")(_verify)
-torch.library.impl("specgraph::verify", "cuda")(_verify_cuda)
-torch.library.register_fake("specgraph::verify")(_verify_fake)
+register("verify", cpu=_verify, cuda=_verify_cuda, fake=_verify_fake)
