@@ -31,19 +31,21 @@ _own_counters: ContextVar[Tensor | None] = ContextVar("own_counters", default=No
 
 
 @functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) of anything else, and where kernels are interpreted."""
+    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may be launched programmatically: compute capability 9.0, and not interpreted."""
-    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether kernels on ``device`` may be launched programmatically."""
+    return _capability(device) >= (9, 0)
 
 
-@functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may be those for compute capability 9.x; not interpreted."""
-    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    """Whether ``device`` may run kernels written for compute capability 9.x."""
+    return _capability(device)[0] == 9
 
 
 GLUON_RELEASE = "3.6"

@@ -38,6 +38,7 @@ TILE_O = 64
 BLOCK_K = 128
 
 _TILE_O = gl.constexpr(TILE_O)
+_NORM_GROUP = gl.constexpr(linear_triton.NORM_GROUP)
 # What has no layouts in it is the same text in both languages.
 _activate = gluon.jit(linear_triton.activate.fn)
 _sum_in_any_order = gluon.jit(linear_triton.sum_in_any_order.fn)
@@ -123,7 +124,7 @@ def _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.c
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
         n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
-        groups = gl.cdiv(in_features, _TILE_O)
+        groups = gl.cdiv(in_features, _NORM_GROUP)
         mask = (group < groups)[:, None] & (n < rows)[None, :]
         squares = gl.load(squares_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
         mean = _sum_in_any_order(squares, 0) / in_features
@@ -132,39 +133,31 @@ def _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.c
 
 
 @gluon.jit
-def _load_added(residual_ptr, tile, first_n, rows, out_features, residual_stride, BLOCK_N: gl.constexpr):
+def _load_added(residual_ptr, o, n, mask, residual_stride):
     """The residual of a tile of the result, zeros if there is none."""
-    added = gl.zeros([_TILE_O, BLOCK_N], gl.float32, _OUT)
+    added = gl.zeros([o.shape[0], n.shape[0]], gl.float32, _OUT)
     if residual_ptr is not None:
-        o = tile * _TILE_O + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
-        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
-        mask = (o < out_features)[:, None] & (n < rows)[None, :]
-        added = gl.load(residual_ptr + n.to(gl.int64)[None, :] * residual_stride + o[:, None], mask=mask, other=0.0).to(
-            gl.float32
-        )
+        places = residual_ptr + n.to(gl.int64)[None, :] * residual_stride + o[:, None]
+        added = gl.load(places, mask=mask, other=0.0).to(gl.float32)
     return added
 
 
 @gluon.jit
-def _load_gain(gain_ptr, tile, out_features, norm_offset):
+def _load_gain(gain_ptr, o, out_features, norm_offset):
     """The weight of the norm that follows, zeros if there is none."""
-    gain = gl.zeros([_TILE_O], gl.float32, gl.SliceLayout(1, _OUT))
+    gain = gl.zeros([o.shape[0]], gl.float32, gl.SliceLayout(1, _OUT))
     if gain_ptr is not None:
-        o = tile * _TILE_O + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
         gain = gl.load(gain_ptr + o, mask=o < out_features, other=0.0).to(gl.float32) + norm_offset
     return gain
 
 
 @gluon.jit
-def _merge(
-    y, second, partial_ptr, counter_ptr, tile, tiles_o, first_n, rows, TILES: gl.constexpr, PIECES: gl.constexpr
-):
+def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: gl.constexpr, PIECES: gl.constexpr):
     """Leave this piece in scratch memory; the last program of a tile to arrive has the sum, in the order of the pieces.
 
     Scratch: products ``[PIECES, rows, tiles * 64]``.
     """
     o = gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
-    n = first_n + gl.arange(0, y.shape[1], gl.SliceLayout(0, _OUT))
     real = (n < rows)[None, :]
     width = tiles_o * TILES * _TILE_O
     stride = gl.cast(rows, gl.int64) * width
@@ -186,23 +179,20 @@ def _merge(
 
 
 @gluon.jit
-def _scaled(y, scale, bias_ptr, row, weight_rows):
+def _scaled(y, scale, bias_ptr, weight_row, weight_rows):
     """The product of a tile with the norm in front, and the bias."""
     y = y * scale[None, :]
     if bias_ptr is not None:
-        o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
-        y = y + gl.load(bias_ptr + o, mask=o < weight_rows, other=0.0).to(gl.float32)[:, None]
+        bias = gl.load(bias_ptr + weight_row, mask=weight_row < weight_rows, other=0.0)
+        y = y + bias.to(gl.float32)[:, None]
     return y
 
 
 @gluon.jit
 def _store(
-    y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, first_n, rows, out_features, RESIDUAL: gl.constexpr
+    y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, o, n, mask, rows, out_features, RESIDUAL: gl.constexpr
 ):
     """Residual, the one rounding, and the parts of the norm that follows, of which a tile is one group."""
-    o = tile * _TILE_O + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
-    n = first_n + gl.arange(0, y.shape[1], gl.SliceLayout(0, _OUT))
-    mask = (o < out_features)[:, None] & (n < rows)[None, :]
     at = n[None, :] * out_features + o[:, None]
     if RESIDUAL:
         y = y + added
@@ -211,7 +201,7 @@ def _store(
     if gained_ptr is not None:
         exact = gl.where(mask, y.to(gl.float32), 0.0)
         gl.store(gained_ptr + at, (exact * gain[:, None]).to(gained_ptr.dtype.element_ty), mask=mask)
-        places = out_squares_ptr + n * gl.cdiv(out_features, _TILE_O) + tile
+        places = out_squares_ptr + n * gl.cdiv(out_features, _NORM_GROUP) + tile
         gl.store(places, _sum_in_any_order(exact * exact, 0), mask=n < rows)
 
 
@@ -268,10 +258,13 @@ def linear_hopper_kernel(
         weight, x, ring, x_ring, arrived, row, out_features, first_n, begin, weight_is_constant,
         BLOCK_K, OWN_PIECES * BLOCKS, STAGES, TILES, BYTES, PDL,
     )  # fmt: skip
+    o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
+    n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
+    mask = (o < out_features)[:, None] & (n < rows)[None, :]
     # What the tile is finished with arrives during the product.
     scale = _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
-    added = _load_added(residual_ptr, tile, first_n, rows, out_features, residual_stride, BLOCK_N)
-    gain = _load_gain(gain_ptr, tile, out_features, norm_offset)
+    added = _load_added(residual_ptr, o, n, mask, residual_stride)
+    gain = _load_gain(gain_ptr, o, out_features, norm_offset)
     y, second = _multiply(
         weight, x, ring, x_ring, arrived, row, out_features, first_n, begin,
         BLOCK_N, BLOCK_K, BLOCKS, OWN_PIECES, STAGES, TILES, BYTES,
@@ -279,15 +272,15 @@ def linear_hopper_kernel(
     finish = True
     if SPLIT:
         y, second, finish = _merge(
-            y, second, partial_ptr, counter_ptr, tile, gl.cdiv(out_features, _TILE_O), first_n, rows, TILES, PIECES
+            y, second, partial_ptr, counter_ptr, tile, gl.cdiv(out_features, _TILE_O), n, rows, TILES, PIECES
         )
     if finish:
         RESIDUAL: gl.constexpr = residual_ptr is not None
         weight_rows = 2 * out_features if GATED else out_features
-        y = _activate(_scaled(y, scale, bias_ptr, row, weight_rows), ACTIVATION)
+        y = _activate(_scaled(y, scale, bias_ptr, o, weight_rows), ACTIVATION)
         if GATED:
-            y = y * _scaled(second, scale, bias_ptr, row + out_features, weight_rows)
-        _store(y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, first_n, rows, out_features, RESIDUAL)
+            y = y * _scaled(second, scale, bias_ptr, o + out_features, weight_rows)
+        _store(y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, o, n, mask, rows, out_features, RESIDUAL)
 
 
 class Ring(NamedTuple):
