@@ -3,11 +3,18 @@
 Noise is a pure function of (seed, stream, key, row, token id), never of a generator's state, so that a token's noise
 does not change with the batch, the number of drafts or the order of evaluation. It comes from Philox4x32-7 (Salmon et
 al. 2011, "Parallel random numbers: as easy as 1, 2, 3": the fewest rounds that pass all of BigCrush), written in int64
-arithmetic that a GPU kernel reproduces bit for bit. Its key is the seed; its counter is (token id // 4, low word of
-``key``, ``row``, stream and high word of ``key``); the token takes word ``token id % 4``.
+arithmetic that a GPU kernel reproduces bit for bit. Its key is the seed; its counter is (block, low word of ``key``,
+``row``, stream and high word of ``key``).
 
-Tokens are drawn by Gumbel-max: the first argmax of log-weights plus Gumbel noise. Noise is indexed by *target* token
-id, so a draft over a reduced vocabulary shares the target's noise where their vocabularies meet.
+Tokens are drawn by Gumbel-max: the first argmax of log-weights plus Gumbel noise ``-log(e)``, ``e`` exponential. Noise
+is indexed by *target* token id, so a draft over a reduced vocabulary shares the target's noise where their vocabularies
+meet. Four neighbouring tokens draw the smallest of their exponentials first: it is an exponential of rate 4, each of
+the four has it with the same chance, and the others exceed it by exponentials of rate 1, since exponentials have no
+memory (Renyi 1953, "On the theory of order statistics"). All are independent exponentials of rate 1, but a kernel that
+looks for the largest score can tell from a quarter of the noise which few tokens need the rest. A four takes a word of
+the blocks from ``2**31`` on, its upper 23 bits for the exponential and its lowest two for the token that has it; a
+token takes word ``id % 4`` of block ``id // 4``. A block of fours serves four that are 1024 tokens apart: four ``f``
+has word ``f // 256 % 4`` of block ``2**31 + f // 1024 * 256 + f % 256``.
 """
 
 from __future__ import annotations
@@ -45,6 +52,10 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _STREAM_BITS = 8
+_FIRST_FOUR = 1 << 31
+"""The first block of the fours' words."""
+_STRIDE, _FOURS = 256, 1024
+"""Fours that share a block are ``_STRIDE`` apart, within runs of ``_FOURS``."""
 
 torch.library.define(
     "specgraph::sample",
@@ -87,16 +98,25 @@ def philox(
     return c0, c1, c2, c3
 
 
-def _units(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor) -> list[Tensor]:
-    """Four float32 uniforms ``[B, R, len(block)]`` for every block of four token ids.
-
-    Of each word 23 bits are used: ``(bits + 0.5) * 2**-23`` is exact in float32 and lies in ``[2**-24, 1 - 2**-24]``.
-    """
+def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor) -> tuple[Tensor, ...]:
+    """The four words ``[B, R, len(block)]`` of every block."""
     seed, place = seeds.view(-1, 1, 1), key.unsqueeze(-1)
     line = torch.zeros_like(place) if row is None else row.unsqueeze(-1)
     last = (stream + ((place >> 32) << _STREAM_BITS)) & _WORD
-    words = philox((block, place & _WORD, line & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
-    return [((word >> 9).to(torch.float32) + 0.5) * 2.0**-23 for word in words]
+    return philox((block, place & _WORD, line & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
+
+
+def _unit(word: Tensor) -> Tensor:
+    """Float32 uniforms of words: of each, 23 bits are used.
+
+    ``(bits + 0.5) * 2**-23`` is exact in float32 and lies in ``[2**-24, 1 - 2**-24]``.
+    """
+    return ((word >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _exponential(word: Tensor) -> Tensor:
+    """``-log1p(-u)``, in place: noise is the largest tensor of a step."""
+    return _unit(word).neg_().log1p_().neg_()
 
 
 def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None = None) -> Tensor:
@@ -114,11 +134,37 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
     if seeds is None:
         return torch.full(key.shape, 0.5, dtype=torch.float32, device=key.device)
     first_block = torch.zeros(1, dtype=torch.int64, device=key.device)
-    return _units(seeds, stream, key, row, first_block)[0].squeeze(-1)
+    return _unit(_words(seeds, stream, key, row, first_block)[0]).squeeze(-1)
 
 
-def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
-    """Gumbel noise ``-log(-log1p(-u))`` for the given token ids.
+def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
+    """Every token's own word; all ids up to a number make use of all words of a block."""
+    if isinstance(ids, Tensor):
+        four = torch.stack(_words(seeds, stream, key, row, ids // 4), dim=-1)
+        lane = (ids % 4).unsqueeze(-1).expand(*four.shape[:-1], 1)
+        return four.gather(-1, lane).squeeze(-1)
+    block = torch.arange((ids + 3) // 4, device=key.device)
+    return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
+
+
+def _four_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
+    """The word of every token's four."""
+    if isinstance(ids, Tensor):
+        four = ids // 4
+        block = _FIRST_FOUR + four // _FOURS * _STRIDE + four % _STRIDE
+        words = torch.stack(_words(seeds, stream, key, row, block), dim=-1)
+        lane = (four // _STRIDE % 4).unsqueeze(-1).expand(*words.shape[:-1], 1)
+        return words.gather(-1, lane).squeeze(-1)
+    count = (ids + 3) // 4
+    blocks = min(count, _STRIDE) if count <= _STRIDE else (count + _FOURS - 1) // _FOURS * _STRIDE
+    block = _FIRST_FOUR + torch.arange(blocks, device=key.device)
+    words = torch.stack(_words(seeds, stream, key, row, block), dim=-2).unflatten(-1, (-1, min(blocks, _STRIDE)))
+    fours = words.transpose(-3, -2).flatten(-3)[..., :count]
+    return fours.repeat_interleave(4, dim=-1)[..., :ids]
+
+
+def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
+    """Independent exponentials of rate 1 for the given token ids, as the module says.
 
     Args:
         seeds, stream, key, row: as for :func:`uniform`.
@@ -126,18 +172,18 @@ def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_id
             four times cheaper because all four words of a block are used.
 
     Returns:
-        float32 ``[B, R, V']``, finite.
+        float32 ``[B, R, V']``, positive.
     """
-    if isinstance(token_ids, Tensor):
-        four = torch.stack(_units(seeds, stream, key, row, token_ids // 4), dim=-1)
-        lane = (token_ids % 4).unsqueeze(-1).expand(*four.shape[:-1], 1)
-        noise = four.gather(-1, lane).squeeze(-1)
-    else:
-        block = torch.arange((token_ids + 3) // 4, device=key.device)
-        noise = torch.stack(_units(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :token_ids]
-    # In place: the noise is the largest tensor of a step.
-    noise.neg_().log1p_().neg_().log_().neg_()
-    return noise
+    smallest = _four_words(seeds, stream, key, row, token_ids)
+    more = _exponential(_token_words(seeds, stream, key, row, token_ids))
+    ids = token_ids if isinstance(token_ids, Tensor) else torch.arange(token_ids, device=key.device)
+    more.masked_fill_((smallest & 3) == ids % 4, 0.0)
+    return more.add_(_exponential(smallest).mul_(0.25))
+
+
+def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
+    """Gumbel noise ``-log(e)`` of :func:`exponentials`, whose arguments it takes: float32 ``[B, R, V']``, finite."""
+    return exponentials(seeds, stream, key, row, token_ids).log_().neg_()
 
 
 def clean_logits(logits: Tensor) -> Tensor:

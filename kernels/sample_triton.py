@@ -98,10 +98,17 @@ def _finish_drafts(
 ):  # fmt: skip
     """One row: its token as a target id, and as a draft id, -1 if nothing but -inf was there."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0)
     batch = line // count
+    # What ``_scan_drafts`` was given is there: it had waited for that before it let this kernel begin.
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    if NOISE:
+        shift, number = _draft_place(first + line % count, SHARED)
+        place64 = tl.load(key_ptr + batch) + shift
+        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), STREAM, place64, number)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     ks = tl.arange(0, SPLITS)
     inside = ks < splits
@@ -112,14 +119,11 @@ def _finish_drafts(
     chosen = tl.min(tl.where(known & (bound == best), place, NO_TOKEN), 0)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            shift, number = _draft_place(first + line % count, SHARED)
-            place64 = tl.load(key_ptr + batch) + shift
-            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), STREAM, place64, number)
             floor = load_floor(floors_ptr, line, FLOORED)
             zero = tl.zeros((1, 1), tl.int32)
             bests, tokens = best_candidates(
                 logits_ptr, ids_ptr, zero + line, bound[None, :], place[None, :], known[None, :], floor, temperature,
-                size, limit, vocab, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
+                size, limit, vocab, k0, k1, c1, c2, c3, MAPPED,
             )  # fmt: skip
             best, chosen = tl.max(bests, 0), tl.min(tokens, 0)
             second = tl.load(second_ptr + line * splits + ks, mask=inside, other=-float("inf"))
@@ -142,8 +146,6 @@ def _finish_drafts(
         token = tl.load(ids_ptr + index).to(tl.int64)
     tl.store(token_ptr + line, token)
     tl.store(chosen_ptr + line, tl.where(chosen == NO_TOKEN, -1, chosen))
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["count", "limit"])

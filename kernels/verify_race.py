@@ -1,6 +1,6 @@
 """The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
 
-The draw is an exponential race: the first argmax of ``v / -log1p(-u)``, which is that of ``log(v) + gumbel``. See
+The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``. See
 :mod:`specgraph.kernels.verify_residual` for the tables of rows that these functions read.
 """
 
@@ -15,15 +15,13 @@ import triton.language as tl
 from specgraph.kernels.gumbel import (
     LOG2E,
     NO_TOKEN,
-    accurate_log1p,
     clean,
     first_best,
     inverse_temperature,
     load_floor,
     load_tile,
     noise_key,
-    noise_words,
-    uniform,
+    tile_noise,
 )
 from specgraph.kernels.sample import STREAM_RESIDUAL
 from specgraph.kernels.verify_rows import last_row, lay_out, load_floors, place_rows, store_bad, write_logprobs
@@ -101,8 +99,8 @@ def _race_split(
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
-            word, _ = noise_words(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
-            value = value / -accurate_log1p(-uniform(word))
+            noise, _ = tile_noise(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
+            value = value / noise
         better = value > top
         top = tl.where(better, value, top)
         turn = tl.where(better, i, turn)

@@ -130,8 +130,8 @@ def _scan_rows(
 
 @triton.jit
 def _row_tokens(
-    logits_ptr, temperature, seeds_ptr, positions_ptr, floors_ptr, batch, rows, row, needed, best_ptr, place_ptr,
-    second_ptr, count, width, vocab, splits, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    logits_ptr, temperature, seed, place64, seeds_ptr, positions_ptr, floors_ptr, batch, rows, row, needed, best_ptr,
+    place_ptr, second_ptr, count, width, vocab, splits, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NOISE: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
     """The token every row draws: int32 ``[ROWS]``, and 0 where nothing but -inf is left."""
@@ -144,8 +144,6 @@ def _row_tokens(
     known = inside & (bound > -float("inf"))
     if NOISE:
         second = tl.load(second_ptr + at, mask=inside, other=-float("inf"))
-        seed = tl.load(seeds_ptr + batch)
-        place64 = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
     best = tl.max(bound, 1)
     token = tl.min(tl.where(known & (bound == best[:, None]), place, NO_TOKEN), 1)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
@@ -154,7 +152,7 @@ def _row_tokens(
             floor = load_floors(floors_ptr, line, needed, FLOORED)
             best, token = best_candidates(
                 logits_ptr, logits_ptr, line[:, None], bound, place, known, floor[:, None], temperature, vocab, vocab,
-                vocab, k0, k1, c1, c2, c3, SPLIT, TILE, False,
+                vocab, k0, k1, c1, c2, c3, False,
             )  # fmt: skip
             number = rows[:, None] * SPLITS + ks[None, :]
             pending = inside & may_hide(second, best[:, None])
@@ -189,19 +187,26 @@ def _finish(
 ):  # fmt: skip
     """One sequence: merge, accept, lay out. Names are those of ``verify_reference``."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
-    token = _row_tokens(
-        logits_ptr, temperature, seeds_ptr, positions_ptr, floors_ptr, batch, rows, row, needed, best_ptr, place_ptr,
-        second_ptr, count, width, vocab, splits, SPLIT, TILE, SPLITS, NOISE, FLOORED,
-    )  # fmt: skip
     draft, judged, live = judge_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
+    seed, place = num_rows, row
+    if NOISE:
+        seed = tl.load(seeds_ptr + batch)
+        place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
+    # What ``_scan_rows`` was given is there: it had waited for that before it let this kernel begin.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token = _row_tokens(
+        logits_ptr, temperature, seed, place, seeds_ptr, positions_ptr, floors_ptr, batch, rows, row, needed, best_ptr,
+        place_ptr, second_ptr, count, width, vocab, splits, SPLIT, TILE, SPLITS, NOISE, FLOORED,
+    )  # fmt: skip
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
@@ -236,8 +241,6 @@ def _finish(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
             vocab, draft, next_token, accepted, point, inverse, RAW,
         )  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def covers(logits: Tensor, draft_logits: Tensor | None) -> bool:

@@ -22,6 +22,7 @@ from specgraph.kernels.sample import (
     STREAM_DRAFT,
     STREAM_RESIDUAL,
     STREAM_TARGET,
+    exponentials,
     gumbel,
     process_logits,
     sample,
@@ -60,14 +61,23 @@ def test_noise_takes_seven_rounds() -> None:
     assert module.PHILOX_ROUNDS == 7
 
 
-def test_the_counter_is_laid_out_as_documented() -> None:
-    """Token 11 is word 3 of block 2; the position's high word shares a counter word with the stream."""
+def unit(block: int, word: int) -> tuple[float, int]:
+    """The uniform that a word of noise gives, and the word, for a counter as documented."""
     seed, key, row = -5, (3 << 32) + 17, 6
-    counter = tuple(torch.tensor([word]) for word in (11 // 4, 17, row, STREAM_DRAFT + (3 << 8)))
-    words = module.philox(counter, (torch.tensor([-5 & 0xFFFFFFFF]), torch.tensor([0xFFFFFFFF])))  # type: ignore[arg-type]
-    u = ((words[11 % 4] >> 9).double() + 0.5) / 2**23
-    found = gumbel(torch.tensor([seed]), STREAM_DRAFT, torch.tensor([[key]]), torch.tensor([[row]]), 12)[0, 0, 11]
-    torch.testing.assert_close(found.double(), -torch.log(-torch.log1p(-u))[0], rtol=1e-5, atol=1e-6)
+    counter = tuple(torch.tensor([value]) for value in (block, key & 0xFFFFFFFF, row, STREAM_DRAFT + (3 << 8)))
+    words = module.philox(counter, (torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([0xFFFFFFFF])))  # type: ignore[arg-type]
+    return ((int(words[word]) >> 9) + 0.5) / 2**23, int(words[word])
+
+
+@pytest.mark.parametrize("token", [0, 11, 1030, 4099, 128255])
+def test_the_counter_is_laid_out_as_documented(token: int) -> None:
+    """Token 11 is word 3 of block 2; the position's high word shares a counter word with the stream."""
+    four = token // 4
+    u, word = unit(2**31 + four // 1024 * 256 + four % 256, four // 256 % 4)
+    more = -math.log1p(-unit(token // 4, token % 4)[0]) if word & 3 != token % 4 else 0.0
+    seeds, key, row = torch.tensor([-5]), torch.tensor([[(3 << 32) + 17]]), torch.tensor([[6]])
+    found = gumbel(seeds, STREAM_DRAFT, key, row, token + 1)[0, 0, token]
+    assert found.item() == pytest.approx(-math.log(-math.log1p(-u) / 4 + more), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("word", "value"), [(0, 2.0**-24), (0xFFFFFFFF, 1 - 2.0**-24)])
@@ -86,6 +96,31 @@ def test_noise_has_the_moments_of_its_distribution() -> None:
     assert abs(float(drawn.var()) - math.pi**2 / 6) < 0.02
     u = uniform(torch.arange(100_000), STREAM_ACCEPT, torch.zeros(100_000, 1, dtype=torch.int64))
     assert abs(float(u.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / 100_000)
+
+
+def chi_square(counts: Tensor) -> float:
+    """Of equally likely cells, in standard deviations from its mean."""
+    counts = counts.double().flatten()
+    statistic = float(((counts - counts.mean()) ** 2).sum() / counts.mean())
+    freedom = counts.numel() - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_the_exponentials_of_neighbours_are_independent() -> None:
+    """Four that draw their smallest first, and fours that share a block: all joint quartiles are equally likely."""
+    e = exponentials(torch.arange(48) * 7919, STREAM_TARGET, torch.arange(8).expand(48, 8), None, 4096).double()
+    cell = (torch.expm1(-e) * -4).long().clamp(max=3)
+    four = cell.unflatten(-1, (-1, 4)).flatten(0, -2)
+    turns = cell.unflatten(-1, (4, 1024)).transpose(-1, -2).flatten(0, -2)
+    weights = torch.tensor([64, 16, 4, 1])
+    assert abs(chi_square(torch.bincount((four * weights).sum(-1), minlength=256))) < 4
+    assert abs(chi_square(torch.bincount((turns * weights).sum(-1), minlength=256))) < 4
+    least = e.unflatten(-1, (-1, 4)).min(-1)
+    assert abs(chi_square(torch.bincount(least.indices.flatten(), minlength=4))) < 4
+    # The smallest of four is an exponential of rate 4, the tail included.
+    rank = torch.expm1(-4 * least.values).neg().flatten()
+    assert abs(chi_square(torch.histc(rank, 1000, 0.0, 1.0))) < 4
+    assert abs(chi_square(torch.histc(rank[rank < 1e-3], 20, 0.0, 1e-3))) < 4
 
 
 def test_noise_depends_on_every_part_of_its_key() -> None:

@@ -60,7 +60,7 @@ def with_draft_logits(given: dict[str, Any], drawn: int, own: int | None = None)
     """Drafts drawn from logits near the target's, ``drawn`` of them; ``own`` is the size of a reduced vocabulary."""
     drafts = given["draft_tokens"].shape[1]
     vocab = given["logits"].shape[-1]
-    draw = torch.Generator().manual_seed(7)
+    draw = torch.Generator().manual_seed(8)
     ids = torch.arange(vocab) if own is None else torch.randperm(vocab, generator=draw)[:own]
     near = given["logits"].cpu()[:, :drafts, ids].float()
     near = near + torch.randn(near.shape, generator=draw)
