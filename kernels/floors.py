@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LARGEST, LOG2E, WARPS, clean, processed_value
+from specgraph.kernels.gumbel import GREEDY, LARGEST, WARPS, clean, exponent_scale, processed_value
 from specgraph.kernels.launch import launch_options, supports_pdl
 
 TILE = 512
@@ -164,7 +164,7 @@ def _weigh_above(
             if MASS:
                 largest = _row_largest(largest_ptr, line, splits, SPLITS)
                 largest = tl.where(largest > -float("inf"), largest, 0.0)
-                scale = LOG2E / tl.load(temperature_ptr + line // count).to(tl.float32)
+                scale = exponent_scale(tl.load(temperature_ptr + line // count).to(tl.float32))
             floor = tl.load(floors_ptr + line) if FLOORED else -float("inf")
             # The first sum is that of all tokens; nothing real is below the smallest float.
             bound = tl.where(way == 0, -float("inf"), bound)

@@ -1,9 +1,9 @@
 """One pass over logits that draws by Gumbel-max: the Triton noise and scan behind ``verify`` and draft sampling.
 
 A row of the vocabulary is cut into splits, and a split into turns of a tile. Exact scores ``logit / temperature -
-log(e)``, ``e`` exponential, cost two accurate logarithms and a quarter of a block of noise per token, five times what
-reading the logits allows. So a program looks at fours of neighbouring tokens, which share one word of noise: that of the
-smallest of their exponentials (:mod:`specgraph.kernels.sample`). With ``u`` the uniform of that word
+log(e)``, ``e`` exponential, cost accurate logarithms and a quarter of a block of noise per token, several times what
+reading the logits allows. So a program looks at fours of neighbouring tokens, which share one word of noise: that of
+the smallest of their exponentials (:mod:`specgraph.kernels.sample`). With ``u`` the uniform of that word
 
     e >= -log1p(-u) / 4 >= u / 4,  so  score * log2(e) <= largest logit * log2(e) / temperature - log2(u) + 2
 
@@ -121,6 +121,12 @@ def uniform(word):
 def inverse_temperature(temperature):
     """What logits are multiplied by in a softmax; 1 for a greedy row, whose temperature may be 0."""
     return 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
+
+
+@triton.jit
+def exponent_scale(temperature):
+    """What logits are multiplied by for ``exp2`` to give a softmax's weights: the same bits in every kernel."""
+    return LOG2E / tl.where(temperature < GREEDY, 1.0, temperature)
 
 
 @triton.jit
@@ -320,14 +326,10 @@ def scan_values(
 
     Values are logits, or processed ones if ``DIVIDED``. The largest is never cut, so there is no floor here.
     """
-    top, turn = _top_values(
-        row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, True
-    )
+    top, turn = _top_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, True)
     bad = tl.max((top != top).to(tl.int32), 0)
     if bad > 0:
-        top, turn = _top_values(
-            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, False
-        )
+        top, turn = _top_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, False)
     best, four = _first_four(top, turn, begin, TILE)
     place = tl.where(four == NO_TOKEN, 0, four) + tl.arange(0, 4)
     there = (place < vocab) & (four != NO_TOKEN)
@@ -355,10 +357,7 @@ def _read_split(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr, 
     tiles = ()
     for i in tl.static_range(SPLIT // TILE):
         place = begin + i * TILE + tl.arange(0, TILE)
-        if WHOLE:
-            x = tl.load(row_ptr + place)
-        else:
-            x = tl.load(row_ptr + place, mask=place < vocab, other=-float("inf"))
+        x = tl.load(row_ptr + place) if WHOLE else tl.load(row_ptr + place, mask=place < vocab, other=-float("inf"))
         tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  (Triton unpacks no tuple)
     return tiles
 
@@ -446,7 +445,8 @@ def _four_bound(
         w0, w1, w2, w3 = philox((first // 4).to(tl.uint32)[:, None], c1, c2, c3, k0, k1)
     own = uniform(pick_word(w0, w1, w2, w3, lane))
     smallest = uniform(word) + tl.zeros_like(own)
-    noise = tl.where((word & 3).to(tl.int32) == lane, smallest, tl.fma(own, tl.full(own.shape, 4.0, tl.float32), smallest))
+    more = tl.fma(own, tl.full(own.shape, 4.0, tl.float32), smallest)
+    noise = tl.where((word & 3).to(tl.int32) == lane, smallest, more)
     x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
     return tl.max(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(noise)), 1)
 
@@ -463,7 +463,7 @@ def scan_bounds(
     four, so that one maximum finds both.
     """
     tl.static_assert(SPLIT // TILE <= 4)
-    scale = LOG2E / temperature
+    scale = exponent_scale(temperature)
     seed, place = tl.load(seed_ptr), tl.load(place_ptr)
     k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place + shift, line)
     if begin + SPLIT <= vocab:
@@ -476,9 +476,7 @@ def scan_bounds(
         )
     column = tl.arange(0, TILE // 8)
     first = begin + (number >> 1) * TILE + column * 8 + (number & 1) * 4
-    bound = _four_bound(
-        row_ptr, ids_ptr, first, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3, MAPPED, FLOORED
-    )
+    bound = _four_bound(row_ptr, ids_ptr, first, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3, MAPPED, FLOORED)
     bound = tl.where(top < BOUND_LIMIT, bound, _STRANGE)
     bits = (bound.to(tl.uint32, bitcast=True) & (0xFFFFFFFF - _NAMES)) | (column * 8 + number).to(tl.uint32)
     named = tl.where(bound > -float("inf"), bits.to(tl.uint32).to(tl.float32, bitcast=True), bound)

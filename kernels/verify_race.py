@@ -1,7 +1,7 @@
 """The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
 
-The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``. See
-:mod:`specgraph.kernels.verify_residual` for the tables of rows that these functions read.
+The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``.
+See :mod:`specgraph.kernels.verify_residual` for the tables of rows that these functions read.
 """
 
 # Triton functions carry no types.
@@ -16,8 +16,8 @@ from specgraph.kernels.gumbel import (
     LOG2E,
     NO_TOKEN,
     clean,
+    exponent_scale,
     first_best,
-    inverse_temperature,
     load_floor,
     load_tile,
     noise_key,
@@ -62,7 +62,7 @@ def left_over(
     """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
     place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    scale = LOG2E * inverse_temperature(temperature)
+    scale = exponent_scale(temperature)
     floor = load_floor(floors_ptr, line, FLOORED)
     largest, total = tl.load(reals_ptr + line), tl.load(reals_ptr + lines + line)
     draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
@@ -180,13 +180,12 @@ def finish_race(
     store_bad(bad_ptr, flags_ptr, batch, at, known)
     if RAW or PROCESSED:
         temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-        inverse = inverse_temperature(temperature)
         point = tl.load(integers_ptr + line, mask=rows < count, other=-1)
         draft = tl.load(integers_ptr + 2 * lines + line, mask=rows < count, other=0)
         floor = load_floors(floors_ptr, line, needed, FLOORED)
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
-            count, width, vocab, draft, token, accepted, point, inverse, RAW,
+            count, width, vocab, draft, token, accepted, point, temperature, RAW,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

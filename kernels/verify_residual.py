@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LOG2E, NO_TOKEN, inverse_temperature, split_size
+from specgraph.kernels.gumbel import GREEDY, LOG2E, NO_TOKEN, exponent_scale, split_size
 from specgraph.kernels.verify_race import draft_prob, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify_rows import (
     acceptance_uniforms,
@@ -110,7 +110,7 @@ def _weigh_rows(
     )
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
-    scale = LOG2E * inverse_temperature(temperature)
+    scale = exponent_scale(temperature)
     ks = tl.arange(0, SPLITS)
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]

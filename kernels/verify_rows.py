@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specgraph.kernels.gumbel import LOG2E, clean, load_tile, noise_key, philox, uniform
+from specgraph.kernels.gumbel import (
+    LOG2E,
+    clean,
+    exponent_scale,
+    inverse_temperature,
+    load_tile,
+    noise_key,
+    philox,
+    uniform,
+)
 from specgraph.kernels.sample import STREAM_ACCEPT
 
 _ACCEPT = tl.constexpr(STREAM_ACCEPT)
@@ -176,7 +185,7 @@ def lay_out(
 @triton.jit
 def write_logprobs(
     logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
-    draft, next_token, accepted, point, inverse, RAW: tl.constexpr,
+    draft, next_token, accepted, point, temperature, RAW: tl.constexpr,
 ):  # fmt: skip
     """Log-probabilities of the emitted tokens; ``point`` ``[ROWS]`` is the token of a point mass, or -1."""
     final = tl.where(row < accepted, draft, next_token)
@@ -188,8 +197,8 @@ def write_logprobs(
         value = tl.where(largest == -float("inf"), tl.where(final == 0, 0.0, -float("inf")), value)
     else:
         x = floored_logits(logits_ptr, line, final, vocab, floor, wanted)
-        largest, total, _ = merge_sums(stats_ptr, at, known, area, 2, LOG2E * inverse)
-        value = logprob(x, largest, total, inverse)
+        largest, total, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        value = logprob(x, largest, total, inverse_temperature(temperature))
         value = tl.where(point >= 0, tl.where(final == point, 0.0, -float("inf")), value)
     tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=row - first < count)
 

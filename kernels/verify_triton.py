@@ -31,6 +31,7 @@ from specgraph.kernels.gumbel import (
     WARPS,
     aligned,
     best_candidates,
+    exponent_scale,
     inverse_temperature,
     load_floor,
     may_hide,
@@ -122,7 +123,7 @@ def _scan_rows(
                 total, _ = split_sums(row_ptr, begin, vocab, largest, floor, LOG2E, SPLIT, TILE, False)
                 tl.store(stats_ptr + area + at, total)
             if SCALED:
-                scale = LOG2E / tl.where(temperature < GREEDY, 1.0, temperature)
+                scale = exponent_scale(temperature)
                 total, moment = split_sums(row_ptr, begin, vocab, largest, floor, scale, SPLIT, TILE, FLOORED)
                 tl.store(stats_ptr + 2 * area + at, total)
                 tl.store(stats_ptr + 3 * area + at, moment)
@@ -211,11 +212,10 @@ def _finish(
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     store_bad(bad_ptr, flags_ptr, batch, at, known)
-    inverse = inverse_temperature(temperature)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     point = tl.where(cold, token, -1)
     if SCALED:
-        largest, total, moment = merge_sums(stats_ptr, at, known, area, 2, LOG2E * inverse)
+        largest, total, moment = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
         point = tl.where(cold, token, tl.where(largest == -float("inf"), 0, -1))
     if RULE == STRICT:
         good = token == draft
@@ -225,7 +225,7 @@ def _finish(
             good = u < rate
         else:
             x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
-            p = tl.exp(logprob(x, largest, total, inverse))
+            p = tl.exp(logprob(x, largest, total, inverse_temperature(temperature)))
             entropy = tl.log(total) - moment / total * 0.6931471805599453
             p = tl.where(point >= 0, tl.where(draft == point, 1.0, 0.0), p)
             entropy = tl.where(point >= 0, 0.0, entropy)
@@ -239,7 +239,7 @@ def _finish(
     if RAW or PROCESSED:
         write_logprobs(
             logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
-            vocab, draft, next_token, accepted, point, inverse, RAW,
+            vocab, draft, next_token, accepted, point, temperature, RAW,
         )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ def plain(temperature: float) -> Found:
         ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("eagle3", 3, [63]), ("eagle3", 3, list(range(32))),
         ("eagle3", 8, list(range(SEQUENCES))), ("peagle", 7, [1]), ("peagle", 7, list(range(SEQUENCES))),
         ("ngram", 4, list(range(SEQUENCES))),
+        *(("eagle3", k, list(range(8 * k - 8, 8 * k))) for k in (1, 2, 4, 5, 6, 7)),
     ],
     ids=lambda value: f"batch {len(value)}" if isinstance(value, list) else None,
 )  # fmt: skip
