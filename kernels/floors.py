@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LARGEST, WARPS, clean, exponent_scale, processed_value
+from specgraph.kernels.gumbel import GREEDY, LARGEST, WARPS, clean, exponent_scale, image, image_value, processed_value
 from specgraph.kernels.launch import launch_options, supports_pdl
 
 TILE = 512
@@ -42,23 +42,10 @@ _HIGHEST = tl.constexpr(2139095040)
 
 
 @triton.jit
-def _image(x):
-    """An int32 that orders float32 as their values (and -0 before +0)."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(image):
-    image = image.to(tl.int32)
-    return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _short_value(image, ZERO_BITS: tl.constexpr):
-    """The float whose image begins with the given bits, of those that have ``ZERO_BITS`` zeros at the end."""
-    rest = tl.where(image < 0, (1 << ZERO_BITS) - 1, 0)
-    return _value((image << ZERO_BITS) | rest)
+def _short_value(bits, ZERO_BITS: tl.constexpr):
+    """The float whose image begins with ``bits``, of those that have ``ZERO_BITS`` zeros at the end."""
+    rest = tl.where(bits < 0, (1 << ZERO_BITS) - 1, 0)
+    return image_value((bits << ZERO_BITS) | rest)
 
 
 @triton.jit
@@ -194,10 +181,10 @@ def _smallest_with(value, high, temperature):
     low = tl.full((1,), _LOWEST, tl.int64) + 1
     for _ in range(32):
         middle = (low + high) >> 1
-        met = processed_value(_value(middle), temperature) >= value
+        met = processed_value(image_value(middle), temperature) >= value
         high = tl.where(met, middle, high)
         low = tl.where(met, low, middle)
-    return tl.where(value > -float("inf"), _value(high), -float("inf"))
+    return tl.where(value > -float("inf"), image_value(high), -float("inf"))
 
 
 @triton.jit(do_not_specialize=["count", "lines", "turns"])
@@ -227,13 +214,13 @@ def _raise_floors(
             )
             found = tl.minimum(_short_value(high + tl.zeros((1,), tl.int64), ZERO_BITS), largest)
             value = processed_value(found, temperature)
-            floor = tl.maximum(floor, _smallest_with(value, _image(found).to(tl.int64), temperature))
+            floor = tl.maximum(floor, _smallest_with(value, image(found).to(tl.int64), temperature))
     if MIN:
         least = tl.load(min_p_ptr + batch)
         if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= GREEDY):
             # A logarithm rounded once from float64, so that it is the reference's.
             value = processed_value(largest, temperature) + tl.log(least.to(tl.float64)).to(tl.float32)
-            floor = tl.maximum(floor, _smallest_with(value, _image(largest).to(tl.int64), temperature))
+            floor = tl.maximum(floor, _smallest_with(value, image(largest).to(tl.int64), temperature))
     tl.store(floors_ptr + line + one, floor)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

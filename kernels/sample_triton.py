@@ -1,4 +1,4 @@
-"""The Triton form of ``specgraph::sample_draft``: see :mod:`specgraph.kernels.gumbel`, and ``floors`` for its cuts.
+"""The Triton form of ``specgraph::sample_draft``: see :mod:`specgraph.kernels.scan`, and ``floors`` for its cuts.
 
 ``_scan_drafts`` has a program per row and split of the draft's vocabulary, ``_finish_drafts`` one per row. Where the
 processed log-weights are wanted, ``_write_processed`` writes them: at temperature 0 they depend on the token drawn.
@@ -23,19 +23,14 @@ from specgraph.kernels.gumbel import (
     TILE,
     WARPS,
     aligned,
-    best_candidates,
     kept_logits,
     load_floor,
     load_tile,
-    may_hide,
-    noise_key,
     processed_value,
-    rescan,
-    scan_bounds,
-    scan_values,
     split_size,
 )
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.scan import GROUP, row_tokens, scan_split
 
 
 @triton.jit
@@ -51,9 +46,19 @@ def _draft_place(number, SHARED: tl.constexpr):
     return shift, row
 
 
+@triton.jit
+def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE: tl.constexpr):
+    """Seed, place and row of the noise of draft ``number``; zeros if there is none."""
+    seed, place, row = number.to(tl.int64) * 0, number.to(tl.int64) * 0, number.to(tl.int64) * 0
+    if NOISE:
+        shift, row = _draft_place(number, SHARED)
+        seed, place = tl.load(seeds_ptr + batch), tl.load(key_ptr + batch) + shift
+    return seed, place, row
+
+
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _scan_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, best_ptr, place_ptr, second_ptr,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, keys_ptr, seconds_ptr,
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
@@ -66,33 +71,20 @@ def _scan_drafts(
     line, split = program // splits, program % splits
     batch = line // count
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    row_ptr = logits_ptr + line.to(tl.int64) * vocab
-    begin = split * SPLIT
+    seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
     # Without a map, ids beyond the limit are those at the end.
     size = vocab if MAPPED else tl.minimum(vocab, limit)
-    if NOISE:
-        if temperature < GREEDY:
-            best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, False, MAPPED)
-            second = tl.full((), -float("inf"), tl.float32)
-        else:
-            shift, number = _draft_place(first + line % count, SHARED)
-            best, place, second, _ = scan_bounds(
-                row_ptr, ids_ptr, begin, size, limit, load_floor(floors_ptr, line, FLOORED), temperature,
-                seeds_ptr + batch, key_ptr + batch, shift, number, STREAM, SPLIT, TILE, MAPPED, FLOORED,
-            )  # fmt: skip
-        tl.store(second_ptr + program, second)
-    elif temperature < GREEDY:
-        best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, False, MAPPED)
-    else:
-        best, place, _ = scan_values(row_ptr, ids_ptr, begin, size, limit, temperature, SPLIT, TILE, True, MAPPED)
-    tl.store(best_ptr + program, best)
-    tl.store(place_ptr + program, place)
+    scan_split(
+        logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
+        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, keys_ptr, seconds_ptr, program, STREAM,
+        SPLIT, TILE, NOISE, MAPPED, FLOORED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _finish_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, best_ptr, place_ptr, second_ptr, token_ptr,
-    chosen_ptr, count, first, vocab, limit, splits,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, keys_ptr, seconds_ptr, token_ptr, chosen_ptr,
+    count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -103,43 +95,16 @@ def _finish_drafts(
     batch = line // count
     # What ``_scan_drafts`` was given is there: it had waited for that before it let this kernel begin.
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    if NOISE:
-        shift, number = _draft_place(first + line % count, SHARED)
-        place64 = tl.load(key_ptr + batch) + shift
-        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), STREAM, place64, number)
+    seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     size = vocab if MAPPED else tl.minimum(vocab, limit)
-    ks = tl.arange(0, SPLITS)
-    inside = ks < splits
-    bound = tl.load(best_ptr + line * splits + ks, mask=inside, other=-float("inf"))
-    place = tl.load(place_ptr + line * splits + ks, mask=inside, other=0)
-    known = bound > -float("inf")
-    best = tl.max(bound, 0)
-    chosen = tl.min(tl.where(known & (bound == best), place, NO_TOKEN), 0)
-    if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
-        if temperature >= GREEDY:
-            floor = load_floor(floors_ptr, line, FLOORED)
-            zero = tl.zeros((1, 1), tl.int32)
-            bests, tokens = best_candidates(
-                logits_ptr, ids_ptr, zero + line, bound[None, :], place[None, :], known[None, :], floor, temperature,
-                size, limit, vocab, k0, k1, c1, c2, c3, MAPPED,
-            )  # fmt: skip
-            best, chosen = tl.max(bests, 0), tl.min(tokens, 0)
-            second = tl.load(second_ptr + line * splits + ks, mask=inside, other=-float("inf"))
-            pending = inside & may_hide(second, best)
-            left = tl.sum(pending.to(tl.int32), 0)
-            while left > 0:
-                split = tl.min(tl.where(pending, ks, NO_TOKEN), 0)
-                found, spot = rescan(
-                    logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit, floor, temperature,
-                    k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED,
-                )  # fmt: skip
-                better = (found > best) | ((found == best) & (spot < chosen))
-                best = tl.where(better, found, best)
-                chosen = tl.where(better, spot, chosen)
-                pending = pending & (ks != split)
-                left -= 1
+    one = tl.arange(0, 1).to(tl.int64)
+    tokens, _ = row_tokens(
+        logits_ptr, ids_ptr, floors_ptr, line + one, one == 0, temperature, seed, place + one, row + one, keys_ptr,
+        seconds_ptr, size, limit, vocab, splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
+    )  # fmt: skip
+    chosen = tl.min(tokens, 0)
     index = tl.where(chosen == NO_TOKEN, 0, chosen)
     token = index.to(tl.int64)
     if MAPPED:
@@ -198,8 +163,8 @@ def sample_draft_triton(
     )
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))
-    place = torch.empty(area, dtype=torch.int32, device=logits.device)
+    keys = torch.empty(area * (tile // GROUP.value), dtype=torch.int64, device=logits.device)
+    seconds = torch.empty_like(keys, dtype=torch.int32)
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
     noise = key if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
@@ -209,14 +174,14 @@ def sample_draft_triton(
         "enable_fp_fusion": False, **launch_options(pdl),
     }  # fmt: skip
     drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
-    bounds = best if floors is None else floors
+    bounds = temperature if floors is None else floors
     _scan_drafts[(area,)](
-        logits, ids, temperature, noise, key, bounds, best, place, second, count, row, vocab, limit, splits, **drawn,
+        logits, ids, temperature, noise, key, bounds, keys, seconds, count, row, vocab, limit, splits, **drawn,
         **common,
     )  # fmt: skip
     _finish_drafts[(batch * count,)](
-        logits, ids, temperature, noise, key, bounds, best, place, second, token, chosen, count, row, vocab, limit,
-        splits, SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
+        logits, ids, temperature, noise, key, bounds, keys, seconds, token, chosen, count, row, vocab, limit, splits,
+        SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
     )  # fmt: skip
     if return_processed:
         _write_processed[(area,)](logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common)

@@ -24,7 +24,7 @@ from specgraph.kernels.gumbel import (
     tile_noise,
 )
 from specgraph.kernels.sample import STREAM_RESIDUAL
-from specgraph.kernels.verify_rows import last_row, lay_out, load_floors, place_rows, store_bad, write_logprobs
+from specgraph.kernels.verify_rows import last_row, lay_out, load_floors, place_rows, write_logprobs
 
 _RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 
@@ -99,7 +99,7 @@ def _race_split(
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
-            noise, _ = tile_noise(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
+            noise = tile_noise(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
             value = value / noise
         better = value > top
         top = tl.where(better, value, top)
@@ -139,8 +139,8 @@ def race(
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def finish_race(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
-    num_forced_ptr, floors_ptr, flags_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
-    emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    emitted_ptr, num_emitted_ptr, logprobs_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
@@ -177,7 +177,6 @@ def finish_race(
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]
     known = needed[:, None] & (ks[None, :] < splits)
-    store_bad(bad_ptr, flags_ptr, batch, at, known)
     if RAW or PROCESSED:
         temperature = tl.load(temperature_ptr + batch).to(tl.float32)
         point = tl.load(integers_ptr + line, mask=rows < count, other=-1)

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LOG2E, NO_TOKEN, exponent_scale, split_size
+from specgraph.kernels.gumbel import GREEDY, LOG2E, exponent_scale, split_size
+from specgraph.kernels.scan import row_tokens
 from specgraph.kernels.verify_race import draft_prob, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify_rows import (
     acceptance_uniforms,
@@ -54,9 +55,8 @@ class Block(NamedTuple):
     num_rows: Tensor
     num_forced: Tensor
     floors: Tensor
-    best: Tensor
-    place: Tensor
-    flags: Tensor
+    keys: Tensor
+    seconds: Tensor
     stats: Tensor
 
 
@@ -81,23 +81,13 @@ def _sum_drafts(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def _point_tokens(best_ptr, place_ptr, at, known, cold, largest):
-    """The token of every row that is a point mass (greedy, or nothing but -inf), or -1."""
-    value = tl.load(best_ptr + at, mask=known, other=-float("inf"))
-    place = tl.load(place_ptr + at, mask=known, other=0)
-    first = tl.min(tl.where(known & (value == tl.max(value, 1)[:, None]), place, NO_TOKEN), 1)
-    empty = largest == -float("inf")
-    return tl.where(empty, 0, tl.where(cold, first, -1))
-
-
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def _weigh_rows(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    best_ptr, place_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr,
+    keys_ptr, seconds_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, FLOORED: tl.constexpr, BLOCK: tl.constexpr,
-    DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
+    FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence: the tables of its rows. For ``probabilistic`` the weight after a row is its draft's chance."""
     if PDL:
@@ -116,7 +106,14 @@ def _weigh_rows(
     at = line[:, None] * splits + ks[None, :]
     known = needed[:, None] & (ks[None, :] < splits)
     largest, total, _ = merge_sums(stats_ptr, at, known, lines * splits, 2, scale)
-    point = _point_tokens(best_ptr, place_ptr, at, known, cold, largest)
+    zero = rows.to(tl.int64) * 0
+    token, bad = row_tokens(
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, keys_ptr,
+        seconds_ptr, vocab, vocab, vocab, splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
+    )  # fmt: skip
+    tl.store(bad_ptr + batch, bad.to(tl.uint8))
+    # The token of a point mass (greedy, or nothing but -inf), or -1.
+    point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
@@ -251,6 +248,8 @@ def verify_residual(
     integers = torch.empty((_INTEGERS, lines), dtype=torch.int32, device=device)
     excess = torch.empty(lines * splits if by_block else 1, dtype=torch.float32, device=device)
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
+    speed = torch.empty(batch * splits, dtype=torch.float32, device=device)
+    place = torch.empty_like(speed, dtype=torch.int32)
     own_ids = target_to_draft.contiguous() if target_to_draft is not None and drawn else integers
     drafts_stride = block.draft_tokens.stride(0)
     options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
@@ -267,8 +266,8 @@ def verify_residual(
                SPLIT=own_split, TILE=min(own_split, common["TILE"]))  # fmt: skip
     launch(
         _weigh_rows, batch, block.logits, block.draft_tokens, draft, own_ids, block.temperature, *rows, block.floors,
-        block.best, block.place, block.stats, draft_stats, *tables, count, width, drafts_stride, vocab, splits, lines,
-        drawn, own_vocab, own_splits,
+        block.keys, block.seconds, block.stats, draft_stats, *tables, out[3], count, width, drafts_stride, vocab,
+        splits, lines, drawn, own_vocab, own_splits,
     )  # fmt: skip
     if by_block:
         launch(
@@ -277,11 +276,11 @@ def verify_residual(
         )  # fmt: skip
     launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
     launch(
-        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, block.best, block.place, count,
+        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, speed, place, count,
         width, vocab, splits, lines, drawn, own_vocab,
     )  # fmt: skip
     launch(
-        finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.flags,
-        block.stats, *tables, accepted, block.best, block.place, *out, count, width, drafts_stride, vocab, splits,
-        lines, drawn, own_vocab,
+        finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
+        *tables, accepted, speed, place, *out[:3], count, width, drafts_stride, vocab,
+        splits, lines, drawn, own_vocab,
     )  # fmt: skip

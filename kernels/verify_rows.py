@@ -201,10 +201,3 @@ def write_logprobs(
         value = logprob(x, largest, total, inverse_temperature(temperature))
         value = tl.where(point >= 0, tl.where(final == point, 0.0, -float("inf")), value)
     tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=row - first < count)
-
-
-@triton.jit
-def store_bad(bad_ptr, flags_ptr, batch, at, known):
-    """Whether a needed row of the sequence has a NaN, from the flags of its splits."""
-    found = tl.load(flags_ptr + at, mask=known, other=0)
-    tl.store(bad_ptr + batch, tl.max(tl.max(found, 1), 0) > 0)

@@ -30,19 +30,14 @@ from specgraph.kernels.gumbel import (
     TILE,
     WARPS,
     aligned,
-    best_candidates,
     exponent_scale,
     inverse_temperature,
     load_floor,
-    may_hide,
-    noise_key,
-    rescan,
-    scan_bounds,
-    scan_values,
     split_size,
 )
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.sample import STEP_NOISE_RULES, STREAM_TARGET
+from specgraph.kernels.scan import GROUP, row_tokens, scan_split
 from specgraph.kernels.verify_residual import Block, verify_residual
 from specgraph.kernels.verify_rows import (
     acceptance_uniforms,
@@ -56,7 +51,6 @@ from specgraph.kernels.verify_rows import (
     place_rows,
     split_largest,
     split_sums,
-    store_bad,
     write_logprobs,
 )
 
@@ -70,7 +64,7 @@ _TARGET = tl.constexpr(STREAM_TARGET)
 @triton.jit(do_not_specialize=["count", "width"])
 def _scan_rows(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    best_ptr, place_ptr, second_ptr, flags_ptr, stats_ptr, count, width, vocab, splits,
+    keys_ptr, seconds_ptr, stats_ptr, count, width, vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -84,36 +78,26 @@ def _scan_rows(
         tl.extra.cuda.gdc_launch_dependents()
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
-    num_rows, num_forced = tl.load(num_rows_ptr + batch), tl.load(num_forced_ptr + batch)
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    # Volatile, so that all of these reads are under way before one is needed.
+    num_rows = tl.load(num_rows_ptr + batch, volatile=True)
+    num_forced = tl.load(num_forced_ptr + batch, volatile=True)
+    temperature = tl.load(temperature_ptr + batch, volatile=True).to(tl.float32)
+    seed = num_rows
+    if NOISE:
+        seed = tl.load(seeds_ptr + batch, volatile=True)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
     if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced):
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
         begin = split * SPLIT
         at = line * splits + split
         floor = load_floor(floors_ptr, line, FLOORED)
+        place = seed
         if NOISE:
-            if temperature < GREEDY:
-                best, place, bad = scan_values(
-                    row_ptr, row_ptr, begin, vocab, vocab, temperature, SPLIT, TILE, False, False
-                )
-                second = tl.full((), -float("inf"), tl.float32)
-            else:
-                best, place, second, bad = scan_bounds(
-                    row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seeds_ptr + batch,
-                    positions_ptr + batch * width + row, 0, tl.full((), 0, tl.int64), _TARGET, SPLIT, TILE, False,
-                    FLOORED,
-                )  # fmt: skip
-            tl.store(second_ptr + at, second)
-        elif temperature < GREEDY:
-            best, place, bad = scan_values(
-                row_ptr, row_ptr, begin, vocab, vocab, temperature, SPLIT, TILE, False, False
-            )
-        else:
-            best, place, bad = scan_values(row_ptr, row_ptr, begin, vocab, vocab, temperature, SPLIT, TILE, True, False)
-        tl.store(best_ptr + at, best)
-        tl.store(place_ptr + at, place)
-        tl.store(flags_ptr + at, bad.to(tl.uint8))
+            place = tl.load(positions_ptr + batch * width + row)
+        scan_split(
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, keys_ptr, seconds_ptr,
+            at, _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
+        )  # fmt: skip
         if RAW or SCALED:
             area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
@@ -129,58 +113,10 @@ def _scan_rows(
                 tl.store(stats_ptr + 3 * area + at, moment)
 
 
-@triton.jit
-def _row_tokens(
-    logits_ptr, temperature, seed, place64, seeds_ptr, positions_ptr, floors_ptr, batch, rows, row, needed, best_ptr,
-    place_ptr, second_ptr, count, width, vocab, splits, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    NOISE: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
-    """The token every row draws: int32 ``[ROWS]``, and 0 where nothing but -inf is left."""
-    ks = tl.arange(0, SPLITS)
-    line = batch * count + rows
-    at = line[:, None] * splits + ks[None, :]
-    inside = needed[:, None] & (ks[None, :] < splits)
-    bound = tl.load(best_ptr + at, mask=inside, other=-float("inf"))
-    place = tl.load(place_ptr + at, mask=inside, other=0)
-    known = inside & (bound > -float("inf"))
-    if NOISE:
-        second = tl.load(second_ptr + at, mask=inside, other=-float("inf"))
-    best = tl.max(bound, 1)
-    token = tl.min(tl.where(known & (bound == best[:, None]), place, NO_TOKEN), 1)
-    if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
-        if temperature >= GREEDY:
-            k0, k1, c1, c2, c3 = noise_key(seed, _TARGET, place64[:, None], place64[:, None] * 0)
-            floor = load_floors(floors_ptr, line, needed, FLOORED)
-            best, token = best_candidates(
-                logits_ptr, logits_ptr, line[:, None], bound, place, known, floor[:, None], temperature, vocab, vocab,
-                vocab, k0, k1, c1, c2, c3, False,
-            )  # fmt: skip
-            number = rows[:, None] * SPLITS + ks[None, :]
-            pending = inside & may_hide(second, best[:, None])
-            left = tl.sum(tl.sum(pending.to(tl.int32), 1), 0)
-            while left > 0:
-                chosen = tl.min(tl.min(tl.where(pending, number, NO_TOKEN), 1), 0)
-                chosen_row = chosen // SPLITS
-                here = tl.load(positions_ptr + batch * width + tl.sum(tl.where(rows == chosen_row, row, 0), 0))
-                h0, h1, h2, h3, h4 = noise_key(tl.load(seeds_ptr + batch), _TARGET, here, here * 0)
-                row_ptr = logits_ptr + (batch * count + chosen_row).to(tl.int64) * vocab
-                least = load_floor(floors_ptr, batch * count + chosen_row, FLOORED)
-                found, spot = rescan(
-                    row_ptr, row_ptr, (chosen % SPLITS) * SPLIT, vocab, vocab, least, temperature, h0, h1, h2, h3, h4,
-                    SPLIT, TILE, False, FLOORED,
-                )  # fmt: skip
-                better = (rows == chosen_row) & ((found > best) | ((found == best) & (spot < token)))
-                best = tl.where(better, found, best)
-                token = tl.where(better, spot, token)
-                pending = pending & (number != chosen)
-                left -= 1
-    return tl.where(token == NO_TOKEN, 0, token)
-
-
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
     logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    best_ptr, place_ptr, second_ptr, flags_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    keys_ptr, seconds_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
     RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
@@ -197,21 +133,22 @@ def _finish(
     draft, judged, live = judge_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
-    seed, place = num_rows, row
+    seed, place = num_rows.to(tl.int64), row.to(tl.int64)
     if NOISE:
         seed = tl.load(seeds_ptr + batch)
         place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
     # What ``_scan_rows`` was given is there: it had waited for that before it let this kernel begin.
     if PDL:
         tl.extra.cuda.gdc_wait()
-    token = _row_tokens(
-        logits_ptr, temperature, seed, place, seeds_ptr, positions_ptr, floors_ptr, batch, rows, row, needed, best_ptr,
-        place_ptr, second_ptr, count, width, vocab, splits, SPLIT, TILE, SPLITS, NOISE, FLOORED,
-    )  # fmt: skip
     line = (batch * count + rows).to(tl.int64)
+    token, bad = row_tokens(
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, keys_ptr, seconds_ptr,
+        vocab, vocab, vocab, splits, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
+    )  # fmt: skip
+    token = tl.where(token == NO_TOKEN, 0, token)
+    tl.store(bad_ptr + batch, bad.to(tl.uint8))
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
-    store_bad(bad_ptr, flags_ptr, batch, at, known)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
     point = tl.where(cold, token, -1)
     if SCALED:
@@ -275,9 +212,8 @@ def verify_triton(
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    best, second = (logits.new_empty(area, dtype=torch.float32) for _ in range(2))
-    place = torch.empty(area, dtype=torch.int32, device=logits.device)
-    flags = torch.empty(area, dtype=torch.uint8, device=logits.device)
+    keys = torch.empty(area * (tile // GROUP.value), dtype=torch.int64, device=logits.device)
+    seconds = torch.empty_like(keys, dtype=torch.int32)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
@@ -286,11 +222,11 @@ def verify_triton(
         "SPLIT": split, "TILE": tile, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
         "enable_fp_fusion": False, **launch_options(pdl),
     }  # fmt: skip
-    bounds = best if floors is None else floors
+    bounds = stats if floors is None else floors
     # Rules with noise of the step's own draw later, and need the largest values of a row only.
     _scan_rows[(splits, count, batch)](
-        logits, temperature, noise, positions, num_rows, num_forced, bounds, best, place, second, flags, stats, count,
-        width, vocab, splits, RAW=raw, SCALED=scaled, NOISE=seeds is not None and not by_step, **common,
+        logits, temperature, noise, positions, num_rows, num_forced, bounds, keys, seconds, stats, count, width,
+        vocab, splits, RAW=raw, SCALED=scaled, NOISE=seeds is not None and not by_step, **common,
     )  # fmt: skip
     common |= {
         "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
@@ -299,16 +235,15 @@ def verify_triton(
     }  # fmt: skip
     if by_step:
         block = Block(
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, best, place, flags,
-            stats,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, keys, seconds, stats,
         )  # fmt: skip
         verify_residual(
             block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
         )
     else:
         _finish[(batch,)](
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, best, place, second,
-            flags, stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, keys, seconds,
+            stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
             posterior_threshold, posterior_alpha, acceptance_rate, RULE=_RULES[rule], SCALED=scaled, **common,
         )  # fmt: skip
     return emitted, num_emitted, values, bad.view(torch.bool)

@@ -1,0 +1,429 @@
+"""The token that a row of logits gives: one pass over the logits, and exact scores only where two are close.
+
+A row of the vocabulary is cut into splits, a program for each, and a split into turns of a tile. Exact scores
+``logit / temperature - log(e)``, ``e`` exponential, cost accurate logarithms and a quarter of a block of noise per
+token, several times what reading the logits allows. So a program looks at fours of neighbouring tokens, which share
+one word of noise: that of the smallest of their exponentials (:mod:`specgraph.kernels.sample`). With ``u`` the uniform
+of that word
+
+    e >= -log1p(-u) / 4 >= u / 4,  so  score * log2(e) <= largest logit * log2(e) / temperature - log2(u) + 2
+
+which costs a maximum per token and little per four. Of the fours that a column of eight neighbours meets in all turns,
+the one with the largest bound draws the noise of its tokens, which gives their scores to within :func:`_doubt`.
+
+A warp reports for its columns, a group of a split, the best of these scores with its token as one integer
+(``keys``), and the largest score or bound of all its other tokens (``seconds``). :func:`row_tokens` merges the groups
+of a row. Where no other score comes near the best, which is nearly always, its token is drawn; else the splits that may
+hold the best one are scanned again with exact scores. The result is the first exact argmax, whatever the splits and
+tiles, as long as ``logit / temperature`` is above -2.3e38: below, a token counts as -inf. Groups with a NaN, an
+infinity, or a bound that overflows are scanned again as well. Without noise (at temperature 0, or without seeds) the
+values themselves are compared, and keys are exact.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specgraph.kernels.gumbel import (
+    FOURS,
+    GREEDY,
+    LARGEST,
+    NO_TOKEN,
+    exponent_scale,
+    first_best,
+    four_lane,
+    four_words,
+    gumbel_scores,
+    image,
+    image_value,
+    kept_logits,
+    load_floor,
+    load_tile,
+    noise_key,
+    philox,
+    pick_word,
+    processed_value,
+    rough_exponential,
+    rough_minus_log2,
+    tile_noise,
+    uniform,
+    widen,
+)
+
+GROUP = tl.constexpr(256)
+"""Tokens of a tile that one warp looks at: a group of a split, which reports for all turns."""
+_BOUND_LIMIT = tl.constexpr(3.0e38)
+"""A four with a larger bound is scanned again."""
+_MINUS_INF = tl.constexpr(-2139095041)
+_INF = tl.constexpr(2139095040)
+"""The images of infinities."""
+_NAN = tl.constexpr(0x7FFFFFFF)
+"""What stands for a NaN among images, above all numbers."""
+
+
+@triton.jit
+def _key(score, token):
+    """One int64 whose largest is that of the largest score, and of equal ones that of the first token."""
+    return (image(score).to(tl.int64) << 32) | (token ^ NO_TOKEN).to(tl.int64)
+
+
+@triton.jit
+def _key_score(key):
+    return image_value(key >> 32)
+
+
+@triton.jit
+def _key_token(key):
+    return (key & 0x7FFFFFFF).to(tl.int32) ^ NO_TOKEN
+
+
+@triton.jit
+def most_of_four(x):
+    """The largest of each four, ``[N, 4]`` to ``[N]``; NaN where one is."""
+    halves = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    pairs = tl.split(tl.maximum(halves[0], halves[1], propagate_nan=tl.PropagateNan.ALL))
+    return tl.maximum(pairs[0], pairs[1], propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _read_split(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
+    """All tiles of a split as stored; a ``WHOLE`` split ends before the vocabulary does. Reads come first, 16 bytes
+    each. (Volatile ones, which stay so in the assembler as well, made it no faster.)
+    """
+    tiles = ()
+    for i in tl.static_range(SPLIT // TILE):
+        place = begin + i * TILE + tl.arange(0, TILE)
+        x = tl.load(row_ptr + place) if WHOLE else tl.load(row_ptr + place, mask=place < vocab, other=-float("inf"))
+        tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  (Triton unpacks no tuple)
+    return tiles
+
+
+@triton.jit
+def _fours(x):
+    """The first and the second fours of every eight neighbours, ``[len(x) // 8, 4]`` each."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0] // 8, 2, 4)), (0, 2, 1)))
+
+
+@triton.jit
+def _load_ids(ids_ptr, place, vocab):
+    return tl.load(ids_ptr + place, mask=place < vocab, other=NO_TOKEN).to(tl.int32)
+
+
+@triton.jit
+def _plain_value(x, temperature, DIVIDED: tl.constexpr):
+    """What rows without noise compare; NaN stays."""
+    value = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if DIVIDED:
+        value = tl.where(x == x, processed_value(x, tl.zeros_like(x) + temperature), x)
+    return value
+
+
+@triton.jit
+def _group_largest(x):
+    """The largest of every group's columns, ``[N]`` to ``[N * 8 // GROUP]``: of one warp, mostly."""
+    return tl.max(tl.reshape(x, (x.shape[0] * 8 // GROUP, GROUP // 8)), 1)
+
+
+@triton.jit
+def _lead_values(
+    row_ptr, ids_ptr, begin, vocab, limit, temperature,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Of the fours of every column over all turns, ``[TILE // 8]``: the largest value, NaN where one is, and the number
+    of the first four that has it, ``2 * turn + 1`` for the second of a turn.
+    """
+    COLUMNS: tl.constexpr = TILE // 8
+    tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE, WHOLE)
+    top = tl.full((COLUMNS,), -float("inf"), tl.float32)
+    number = tl.zeros((COLUMNS,), tl.int32)
+    for i in tl.static_range(SPLIT // TILE):
+        for h in tl.static_range(2):
+            x = widen(_fours(tiles[i])[h])
+            if MAPPED:
+                ids = _fours(_load_ids(ids_ptr, begin + i * TILE + tl.arange(0, TILE), vocab))[h]
+                x = kept_logits(x, ids, limit, 0.0, True, False)
+            # Division keeps the order, so it can wait for the best of four.
+            value = _plain_value(most_of_four(x), temperature, DIVIDED)
+            number = tl.where(value > top, 2 * i + h, number)
+            top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
+    return top, number
+
+
+@triton.jit
+def _lead_bounds(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Of the fours of every column over all turns, ``[TILE // 8]``: the largest bound, NaN where one is, the number of
+    the four that has it, the words of its noise, ``[TILE // 8, 1]``, or 4 if ``MAPPED``; and the largest bound of the
+    other fours. Bounds are in units of log2, less 2.
+    """
+    COLUMNS: tl.constexpr = TILE // 8
+    tl.static_assert(TILE <= FOURS)
+    tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE, WHOLE)
+    top = tl.full((COLUMNS,), -float("inf"), tl.float32)
+    rest = tl.full((COLUMNS,), -float("inf"), tl.float32)
+    number = tl.zeros((COLUMNS,), tl.int32)
+    word = tl.zeros((COLUMNS, 4 if MAPPED else 1), tl.uint32)
+    for h in tl.static_range(2):
+        for i in tl.static_range(SPLIT // TILE):
+            first = begin + i * TILE
+            x = widen(_fours(tiles[i])[h])
+            if MAPPED:
+                ids = _fours(_load_ids(ids_ptr, first + tl.arange(0, TILE), vocab))[h]
+                w0, w1, w2, w3 = four_words(ids // 4, k0, k1, c1, c2, c3)
+                own = pick_word(w0, w1, w2, w3, four_lane(ids // 4))
+                x = kept_logits(x, ids, limit, floor, True, FLOORED)
+                bound = most_of_four(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own))))
+                better = bound > top
+                word = tl.where(better[:, None], own, word)
+            else:
+                if i % 4 == 0 or TILE < FOURS:  # turns of whole tiles share a block
+                    four = first // 4 + tl.arange(0, COLUMNS) * 2 + h
+                    w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
+                own = pick_word(w0, w1, w2, w3, first >> 10 & 3)
+                x = most_of_four(kept_logits(x, 0, limit, floor, False, FLOORED))
+                bound = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own)))
+                better = bound > top
+                word = tl.where(better[:, None], own[:, None], word)
+            rest = tl.maximum(rest, tl.minimum(bound, top))
+            top = tl.maximum(top, bound, propagate_nan=tl.PropagateNan.ALL)
+            number = tl.where(better, 2 * i + h, number)
+    return top, number, word, rest
+
+
+@triton.jit
+def _first_of_four(begin, number, TILE: tl.constexpr):
+    return begin + (number >> 1) * TILE + tl.arange(0, TILE // 8) * 8 + (number & 1) * 4
+
+
+@triton.jit
+def _load_four(row_ptr, place, vocab):
+    return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
+
+
+@triton.jit
+def _scan_values(
+    row_ptr, ids_ptr, begin, vocab, limit, temperature,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Keys and seconds without noise. The largest value is never cut, so there is no floor here."""
+    if begin + SPLIT <= vocab:
+        top, number = _lead_values(
+            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, True
+        )
+    else:
+        top, number = _lead_values(
+            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, False
+        )
+    place = _first_of_four(begin, number, TILE)[:, None] + tl.arange(0, 4)[None, :]
+    x = _load_four(row_ptr, place, vocab)
+    if MAPPED:
+        x = kept_logits(x, _load_ids(ids_ptr, place, vocab), limit, 0.0, True, False)
+    hit = _plain_value(x, temperature, DIVIDED) == top[:, None]
+    token = tl.min(tl.where(hit, place, NO_TOKEN), 1)
+    key = _key(tl.where(token < NO_TOKEN, top, -float("inf")), token)
+    return _group_largest(key), _group_largest(tl.where(top == top, _MINUS_INF, _NAN))
+
+
+@triton.jit
+def _four_scores(
+    row_ptr, ids_ptr, place, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3,
+    MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log2 of the fours at ``place`` ``[N, 4]``, from the words of their fours and of each token."""
+    x = _load_four(row_ptr, place, vocab)
+    ids = place
+    block = tl.min(place, 1)[:, None] // 4
+    if MAPPED:
+        ids = _load_ids(ids_ptr, place, vocab)
+        block = ids // 4
+    w0, w1, w2, w3 = philox(block.to(tl.uint32), c1, c2, c3, k0, k1)
+    own = pick_word(w0, w1, w2, w3, ids % 4)
+    smallest = rough_exponential(uniform(word)) * 0.25
+    more = rough_exponential(uniform(own))
+    noise = smallest + tl.where((word & 3).to(tl.int32) == ids % 4, 0.0, more)
+    x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
+    return tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(noise))
+
+
+@triton.jit
+def _scan_scores(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """Keys and seconds with noise."""
+    scale = exponent_scale(temperature)
+    if begin + SPLIT <= vocab:
+        top, number, word, rest = _lead_bounds(
+            row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED, True
+        )
+    else:
+        top, number, word, rest = _lead_bounds(
+            row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED, False
+        )
+    place = _first_of_four(begin, number, TILE)[:, None] + tl.arange(0, 4)[None, :]
+    score = _four_scores(row_ptr, ids_ptr, place, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3, MAPPED, FLOORED)
+    strange = tl.where(top < _BOUND_LIMIT, _MINUS_INF, tl.where(top == top, _INF, _NAN))
+    score = tl.where(strange[:, None] > _MINUS_INF, -float("inf"), score)
+    best = tl.max(score, 1)
+    token = tl.min(tl.where(score == best[:, None], place, NO_TOKEN), 1)
+    others = tl.max(tl.where(place == token[:, None], -float("inf"), score), 1)
+    second = tl.maximum(image(tl.maximum(rest + 2.0, others)), strange)
+    # All that a group's lead is not: the others' best as well.
+    keys = tl.reshape(_key(best, token), (TILE // GROUP, GROUP // 8))
+    key = tl.max(keys, 1)
+    beaten = tl.where(keys == key[:, None], _MINUS_INF, tl.reshape(image(best), keys.shape))
+    return key, tl.max(tl.maximum(beaten, tl.reshape(second, keys.shape)), 1)
+
+
+@triton.jit
+def scan_split(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, keys_ptr, seconds_ptr, number,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
+    FLOORED: tl.constexpr,
+):  # fmt: skip
+    """Store keys (int64) and seconds (int32) of split ``number``, ``TILE // GROUP`` each.
+
+    The noise is that of ``seed``, ``place`` (int64) and ``line``. ``MAPPED`` entries have their target's ids, and those
+    that are not below ``limit`` are never drawn.
+    """
+    at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    if NOISE:
+        if temperature < GREEDY:
+            key, second = _scan_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED)
+        else:
+            k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, line)
+            key, second = _scan_scores(
+                row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
+                FLOORED,
+            )  # fmt: skip
+    elif temperature < GREEDY:
+        key, second = _scan_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED)
+    else:
+        key, second = _scan_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED)
+    tl.store(keys_ptr + at, key)
+    tl.store(seconds_ptr + at, second)
+
+
+@triton.jit
+def _exact_scores(
+    row_ptr, ids_ptr, first, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+    TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """``[TILE // 4, 4]`` from ``first`` on: what a row without noise compares, and else ``gumbel_scores``."""
+    x = load_tile(row_ptr, first, vocab, TILE)
+    ids = 0
+    if MAPPED:
+        ids = _load_ids(ids_ptr, first + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :], vocab)
+    x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
+    score = processed_value(x, tl.zeros_like(x) + temperature)
+    if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
+        if temperature >= GREEDY:
+            noise = tile_noise(first, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
+            score = gumbel_scores(x, tl.zeros_like(x) + temperature, noise)
+    return score
+
+
+@triton.jit
+def _rescan(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """The largest exact score of a split and its first place."""
+    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    for i in range(SPLIT // TILE):
+        score = _exact_scores(
+            row_ptr, ids_ptr, begin + i * TILE, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, TILE, NOISE,
+            MAPPED, FLOORED,
+        )  # fmt: skip
+        better = score > top
+        top = tl.where(better, score, top)
+        turn = tl.where(better, i, turn)
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return first_best(top, begin + turn * TILE + local)
+
+
+@triton.jit
+def _doubt(score):
+    """How far two scores in units of log2 have to be apart for their order to be known.
+
+    Exponentials are good to 1.2e-5 of them, logarithms to 2**-22, and the scale, the multiply-add and the steps of the
+    exact score to 5e-7 of a logit that is at most 26 above its score.
+    """
+    return tl.abs(score) * 4e-6 + 2e-4
+
+
+@triton.jit
+def _settle(
+    logits_ptr, ids_ptr, floors_ptr, lines, pending, temperature, seed, places, numbers, vocab, limit, stride,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
+    FLOORED: tl.constexpr,
+):  # fmt: skip
+    """The first exact argmax of every row over the splits of its ``pending`` groups, ``[R, groups]``."""
+    ROWS: tl.constexpr = pending.shape[0]
+    ALL: tl.constexpr = pending.shape[1]
+    rows, ks = tl.arange(0, ROWS)[:, None], tl.arange(0, ALL)[None, :]
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    token = tl.full((ROWS,), NO_TOKEN, tl.int32)
+    left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
+    while left > 0:
+        chosen = tl.min(tl.min(tl.where(pending, rows * ALL + ks, NO_TOKEN), 1), 0)
+        split = chosen % ALL // (TILE // GROUP)
+        here = tl.arange(0, ROWS) == chosen // ALL
+        line = tl.sum(tl.where(here, lines.to(tl.int64), 0), 0)
+        place, number = tl.sum(tl.where(here, places, 0), 0), tl.sum(tl.where(here, numbers, 0), 0)
+        k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, number)
+        found, spot = _rescan(
+            logits_ptr + line * stride, ids_ptr, split * SPLIT, vocab, limit, load_floor(floors_ptr, line, FLOORED),
+            temperature, k0, k1, c1, c2, c3, SPLIT, TILE, NOISE, MAPPED, FLOORED,
+        )  # fmt: skip
+        better = here & ((found > best) | ((found == best) & (spot < token)))
+        best, token = tl.where(better, found, best), tl.where(better, spot, token)
+        pending = pending & ((rows != chosen // ALL) | (ks // (TILE // GROUP) != split))
+        left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
+    return token
+
+
+@triton.jit
+def row_tokens(
+    logits_ptr, ids_ptr, floors_ptr, lines, needed, temperature, seed, places, numbers, keys_ptr, seconds_ptr, vocab,
+    limit, stride, splits,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
+    MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """The place every row draws, int32 ``[R]``, ``NO_TOKEN`` where nothing but -inf is left; and whether a needed row
+    has a NaN (0 or 1).
+
+    ``lines`` ``[R]`` are the rows of logits, of one sequence; ``places`` and ``numbers`` (int64) those of their noise.
+    """
+    ks = tl.arange(0, SPLITS * (TILE // GROUP))[None, :]
+    groups = splits * (TILE // GROUP)
+    inside = needed[:, None] & (ks < groups)
+    at = lines.to(tl.int64)[:, None] * groups + ks
+    key = tl.load(keys_ptr + at, mask=inside, other=-0x7FFFFFFFFFFFFFFF)
+    second = tl.load(seconds_ptr + at, mask=inside, other=_MINUS_INF)
+    lead = tl.max(key, 1)
+    score = _key_score(lead)
+    token = tl.where(score > -float("inf"), _key_token(lead), NO_TOKEN)
+    near = second
+    if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
+        if temperature >= GREEDY:
+            near = tl.maximum(second, tl.where(key == lead[:, None], _MINUS_INF, (key >> 32).to(tl.int32)))
+    worst = tl.max(near, 1)
+    doubtful = (worst > _MINUS_INF) & (image_value(worst) + _doubt(score) >= score)
+    doubtful = needed & (doubtful | (worst >= _INF))
+    if tl.max(doubtful.to(tl.int32), 0) > 0:
+        reach = image_value(tl.maximum(second, (key >> 32).to(tl.int32)))
+        close = (second >= _INF) | ((reach > -float("inf")) & (reach + _doubt(score)[:, None] >= score[:, None]))
+        exact = _settle(
+            logits_ptr, ids_ptr, floors_ptr, lines, inside & doubtful[:, None] & close, temperature, seed, places,
+            numbers, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
+        )  # fmt: skip
+        token = tl.where(doubtful, exact, token)
+    return token, tl.max(tl.max((second > _INF).to(tl.int32), 1), 0)
