@@ -78,22 +78,18 @@ def _scan_rows(
         tl.extra.cuda.gdc_launch_dependents()
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
-    # Volatile, so that all of these reads are under way before one is needed.
-    num_rows = tl.load(num_rows_ptr + batch, volatile=True)
-    num_forced = tl.load(num_forced_ptr + batch, volatile=True)
-    temperature = tl.load(temperature_ptr + batch, volatile=True).to(tl.float32)
-    seed = num_rows
-    if NOISE:
-        seed = tl.load(seeds_ptr + batch, volatile=True)
+    num_rows, num_forced = tl.load(num_rows_ptr + batch), tl.load(num_forced_ptr + batch)
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
-    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced):
+    # No temperature is negative: asking keeps its read, and with it those of the logits, from being put off.
+    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & (temperature >= 0):
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
         begin = split * SPLIT
         at = line * splits + split
         floor = load_floor(floors_ptr, line, FLOORED)
-        place = seed
+        seed, place = num_rows, num_rows
         if NOISE:
-            place = tl.load(positions_ptr + batch * width + row)
+            seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
         scan_split(
             row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, keys_ptr, seconds_ptr,
             at, _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
