@@ -214,23 +214,13 @@ def token_noise(ids, k0, k1, c1, c2, c3):
 
 
 @triton.jit
-def tile_noise(first, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE: tl.constexpr, MAPPED: tl.constexpr):
-    """The exponential of each of ``TILE`` entries from ``first`` on, ``[TILE // 4, 4]``.
-
-    ``MAPPED`` entries have their target's ids, which share no block with their neighbours.
-    """
-    four = first // 4 + tl.arange(0, TILE // 4)
+def four_noise(four, k0, k1, c1, c2, c3):
+    """The exponentials ``[N, 4]`` of whole fours ``[N]``: two blocks of noise for each."""
     lane = tl.arange(0, 4)[None, :]
-    place = four[:, None] * 4 + lane
-    if MAPPED:
-        ids = tl.load(ids_ptr + place, mask=place < vocab, other=NO_TOKEN).to(tl.int32)
-        noise = token_noise(ids, k0, k1, c1, c2, c3)
-    else:
-        w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
-        four_word = pick_word(w0, w1, w2, w3, four_lane(four))[:, None]
-        w0, w1, w2, w3 = philox(four.to(tl.uint32)[:, None], c1, c2, c3, k0, k1)
-        noise = exponential(four_word, pick_word(w0, w1, w2, w3, lane), lane)
-    return noise
+    w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
+    four_word = pick_word(w0, w1, w2, w3, four_lane(four))[:, None]
+    w0, w1, w2, w3 = philox(four.to(tl.uint32)[:, None], c1, c2, c3, k0, k1)
+    return exponential(four_word, pick_word(w0, w1, w2, w3, lane), lane)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ the one with the largest bound draws the noise of its tokens, which gives their 
 
 A warp reports for its columns, a group of a split, the best of these scores with its token as one integer
 (``keys``), and the largest score or bound of all its other tokens (``seconds``). :func:`row_tokens` merges the groups
-of a row. Where no other score comes near the best, which is nearly always, its token is drawn; else the splits that may
+of a row. Where no other score comes near the best, which is nearly always, its token is drawn; else the groups that may
 hold the best one are scanned again with exact scores. The result is the first exact argmax, whatever the splits and
 tiles, as long as ``logit / temperature`` is above -2.3e38: below, a token counts as -inf. Groups with a NaN, an
 infinity, or a bound that overflows are scanned again as well. Without noise (at temperature 0, or without seeds) the
@@ -36,20 +36,20 @@ from specgraph.kernels.gumbel import (
     exponent_scale,
     first_best,
     four_lane,
+    four_noise,
     four_words,
     gumbel_scores,
     image,
     image_value,
     kept_logits,
     load_floor,
-    load_tile,
     noise_key,
     philox,
     pick_word,
     processed_value,
     rough_exponential,
     rough_minus_log2,
-    tile_noise,
+    token_noise,
     uniform,
     widen,
 )
@@ -312,19 +312,20 @@ def scan_split(
 
 @triton.jit
 def _exact_scores(
-    row_ptr, ids_ptr, first, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
-    TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+    row_ptr, ids_ptr, four, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+    NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """``[TILE // 4, 4]`` from ``first`` on: what a row without noise compares, and else ``gumbel_scores``."""
-    x = load_tile(row_ptr, first, vocab, TILE)
-    ids = 0
+    """Of fours ``[N]``, ``[N, 4]``: what a row without noise compares, and else ``gumbel_scores``."""
+    place = four[:, None] * 4 + tl.arange(0, 4)[None, :]
+    x = _load_four(row_ptr, place, vocab)
+    ids = place
     if MAPPED:
-        ids = _load_ids(ids_ptr, first + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :], vocab)
+        ids = _load_ids(ids_ptr, place, vocab)
     x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
     score = processed_value(x, tl.zeros_like(x) + temperature)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            noise = tile_noise(first, ids_ptr, vocab, k0, k1, c1, c2, c3, TILE, MAPPED)
+            noise = token_noise(ids, k0, k1, c1, c2, c3) if MAPPED else four_noise(four, k0, k1, c1, c2, c3)
             score = gumbel_scores(x, tl.zeros_like(x) + temperature, noise)
     return score
 
@@ -334,19 +335,19 @@ def _rescan(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The largest exact score of a split and its first place."""
-    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
-    turn = tl.zeros((TILE // 4, 4), tl.int32)
-    for i in range(SPLIT // TILE):
+    """The largest exact score of the group of a split that begins at ``begin``, and its first place."""
+    TURNS: tl.constexpr = min(SPLIT // TILE, 4)
+    number = tl.arange(0, TURNS * GROUP // 4)
+    best, token = tl.full((), -float("inf"), tl.float32), tl.full((), NO_TOKEN, tl.int32)
+    for i in range(0, SPLIT // TILE, TURNS):
+        first = begin + (i + number // (GROUP // 4)) * TILE + number % (GROUP // 4) * 4
         score = _exact_scores(
-            row_ptr, ids_ptr, begin + i * TILE, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, TILE, NOISE,
-            MAPPED, FLOORED,
-        )  # fmt: skip
-        better = score > top
-        top = tl.where(better, score, top)
-        turn = tl.where(better, i, turn)
-    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return first_best(top, begin + turn * TILE + local)
+            row_ptr, ids_ptr, first // 4, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, NOISE, MAPPED, FLOORED
+        )
+        found, spot = first_best(score, first[:, None] + tl.arange(0, 4)[None, :])
+        token = tl.where(found > best, spot, tl.where(found == best, tl.minimum(token, spot), token))
+        best = tl.maximum(best, found)
+    return best, token
 
 
 @triton.jit
@@ -365,7 +366,7 @@ def _settle(
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The first exact argmax of every row over the splits of its ``pending`` groups, ``[R, groups]``."""
+    """The first exact argmax of every row over its ``pending`` groups, ``[R, groups]``."""
     ROWS: tl.constexpr = pending.shape[0]
     ALL: tl.constexpr = pending.shape[1]
     rows, ks = tl.arange(0, ROWS)[:, None], tl.arange(0, ALL)[None, :]
@@ -374,18 +375,19 @@ def _settle(
     left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
     while left > 0:
         chosen = tl.min(tl.min(tl.where(pending, rows * ALL + ks, NO_TOKEN), 1), 0)
-        split = chosen % ALL // (TILE // GROUP)
+        group = chosen % ALL
+        begin = group // (TILE // GROUP) * SPLIT + group % (TILE // GROUP) * GROUP
         here = tl.arange(0, ROWS) == chosen // ALL
         line = tl.sum(tl.where(here, lines.to(tl.int64), 0), 0)
         place, number = tl.sum(tl.where(here, places, 0), 0), tl.sum(tl.where(here, numbers, 0), 0)
         k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, number)
         found, spot = _rescan(
-            logits_ptr + line * stride, ids_ptr, split * SPLIT, vocab, limit, load_floor(floors_ptr, line, FLOORED),
+            logits_ptr + line * stride, ids_ptr, begin, vocab, limit, load_floor(floors_ptr, line, FLOORED),
             temperature, k0, k1, c1, c2, c3, SPLIT, TILE, NOISE, MAPPED, FLOORED,
         )  # fmt: skip
         better = here & ((found > best) | ((found == best) & (spot < token)))
         best, token = tl.where(better, found, best), tl.where(better, spot, token)
-        pending = pending & ((rows != chosen // ALL) | (ks // (TILE // GROUP) != split))
+        pending = pending & (rows * ALL + ks != chosen)
         left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
     return token
 

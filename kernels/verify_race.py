@@ -18,10 +18,10 @@ from specgraph.kernels.gumbel import (
     clean,
     exponent_scale,
     first_best,
+    four_noise,
     load_floor,
     load_tile,
     noise_key,
-    tile_noise,
 )
 from specgraph.kernels.sample import STREAM_RESIDUAL
 from specgraph.kernels.verify_rows import last_row, lay_out, load_floors, place_rows, write_logprobs
@@ -99,8 +99,7 @@ def _race_split(
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
-            noise = tile_noise(begin + i * TILE, own_ptr, vocab, k0, k1, c1, c2, c3, TILE, False)
-            value = value / noise
+            value = value / four_noise((begin + i * TILE) // 4 + tl.arange(0, TILE // 4), k0, k1, c1, c2, c3)
         better = value > top
         top = tl.where(better, value, top)
         turn = tl.where(better, i, turn)
