@@ -58,7 +58,7 @@ def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE:
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _scan_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, keys_ptr, seconds_ptr,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, found_ptr,
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
@@ -76,14 +76,14 @@ def _scan_drafts(
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     scan_split(
         logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
-        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, keys_ptr, seconds_ptr, program, STREAM,
-        SPLIT, TILE, NOISE, MAPPED, FLOORED,
+        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, found_ptr, program,
+        tl.num_programs(0), STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _finish_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, keys_ptr, seconds_ptr, token_ptr, chosen_ptr,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, found_ptr, token_ptr, chosen_ptr,
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
@@ -101,8 +101,8 @@ def _finish_drafts(
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     one = tl.arange(0, 1).to(tl.int64)
     tokens, _ = row_tokens(
-        logits_ptr, ids_ptr, floors_ptr, line + one, one == 0, temperature, seed, place + one, row + one, keys_ptr,
-        seconds_ptr, size, limit, vocab, splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
+        logits_ptr, ids_ptr, floors_ptr, line + one, one == 0, temperature, seed, place + one, row + one, found_ptr,
+        tl.num_programs(0) * splits, size, limit, vocab, splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
     )  # fmt: skip
     chosen = tl.min(tokens, 0)
     index = tl.where(chosen == NO_TOKEN, 0, chosen)
@@ -163,8 +163,7 @@ def sample_draft_triton(
     )
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    keys = torch.empty(area * (tile // GROUP.value), dtype=torch.int64, device=logits.device)
-    seconds = torch.empty_like(keys, dtype=torch.int32)
+    found = torch.empty((3, area * (tile // GROUP.value)), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
     noise = key if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
@@ -176,11 +175,11 @@ def sample_draft_triton(
     drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
     bounds = temperature if floors is None else floors
     _scan_drafts[(area,)](
-        logits, ids, temperature, noise, key, bounds, keys, seconds, count, row, vocab, limit, splits, **drawn,
+        logits, ids, temperature, noise, key, bounds, found, count, row, vocab, limit, splits, **drawn,
         **common,
     )  # fmt: skip
     _finish_drafts[(batch * count,)](
-        logits, ids, temperature, noise, key, bounds, keys, seconds, token, chosen, count, row, vocab, limit, splits,
+        logits, ids, temperature, noise, key, bounds, found, token, chosen, count, row, vocab, limit, splits,
         SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
     )  # fmt: skip
     if return_processed:

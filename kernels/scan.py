@@ -11,13 +11,13 @@ of that word
 which costs a maximum per token and little per four. Of the fours that a column of eight neighbours meets in all turns,
 the one with the largest bound draws the noise of its tokens, which gives their scores to within :func:`_doubt`.
 
-A warp reports for its columns, a group of a split, the best of these scores with its token as one integer
-(``keys``), and the largest score or bound of all its other tokens (``seconds``). :func:`row_tokens` merges the groups
-of a row. Where no other score comes near the best, which is nearly always, its token is drawn; else the groups that may
-hold the best one are scanned again with exact scores. The result is the first exact argmax, whatever the splits and
-tiles, as long as ``logit / temperature`` is above -2.3e38: below, a token counts as -inf. Groups with a NaN, an
-infinity, or a bound that overflows are scanned again as well. Without noise (at temperature 0, or without seeds) the
-values themselves are compared, and keys are exact.
+A warp reports for its columns, a group of a split, the best of these scores, its token, and the largest score or bound
+of all other tokens, as integers that order floats. :func:`row_tokens` merges the groups of a row. Where no other score
+comes near the best, which is nearly always, its token is drawn; else the groups that may hold the best one are scanned
+again with exact scores. The result is the first exact argmax, whatever the splits and tiles, as long as ``logit /
+temperature`` is above -2.3e38: below, a token counts as -inf. Groups with a NaN, an infinity, or a bound that overflows
+are scanned again as well. Without noise (at temperature 0, or without seeds) the values themselves are compared, which
+leaves no doubt.
 """
 
 # Triton functions carry no types.
@@ -66,27 +66,23 @@ _NAN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _key(score, token):
-    """One int64 whose largest is that of the largest score, and of equal ones that of the first token."""
-    return (image(score).to(tl.int64) << 32) | (token ^ NO_TOKEN).to(tl.int64)
-
-
-@triton.jit
-def _key_score(key):
-    return image_value(key >> 32)
-
-
-@triton.jit
-def _key_token(key):
-    return (key & 0x7FFFFFFF).to(tl.int32) ^ NO_TOKEN
-
-
-@triton.jit
 def most_of_four(x):
     """The largest of each four, ``[N, 4]`` to ``[N]``; NaN where one is."""
     halves = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
     pairs = tl.split(tl.maximum(halves[0], halves[1], propagate_nan=tl.PropagateNan.ALL))
     return tl.maximum(pairs[0], pairs[1], propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _two_of_four(x):
+    """The largest and the second largest of each four, and the number of the first that is the largest."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    front, back = tl.maximum(a, b), tl.maximum(c, d)
+    second = tl.maximum(tl.minimum(front, back), tl.maximum(tl.minimum(a, b), tl.minimum(c, d)))
+    number = tl.where(back > front, tl.where(d > c, 3, 2), tl.where(b > a, 1, 0))
+    return tl.maximum(front, back), second, number
 
 
 @triton.jit
@@ -123,9 +119,18 @@ def _plain_value(x, temperature, DIVIDED: tl.constexpr):
 
 
 @triton.jit
-def _group_largest(x):
-    """The largest of every group's columns, ``[N]`` to ``[N * 8 // GROUP]``: of one warp, mostly."""
-    return tl.max(tl.reshape(x, (x.shape[0] * 8 // GROUP, GROUP // 8)), 1)
+def _groups(x):
+    """Columns ``[N]`` by groups, ``[N * 8 // GROUP, GROUP // 8]``: those of one warp, mostly."""
+    return tl.reshape(x, (x.shape[0] * 8 // GROUP, GROUP // 8))
+
+
+@triton.jit
+def _lead(score, token):
+    """The largest image of every group ``[groups, columns]``, the first token that has it, and which columns lose."""
+    best = tl.max(score, 1)
+    loses = score != best[:, None]
+    first = tl.min(tl.where(loses, NO_TOKEN, token), 1)
+    return best, first, loses | (token != first[:, None])
 
 
 @triton.jit
@@ -211,7 +216,7 @@ def _scan_values(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and seconds without noise. The largest value is never cut, so there is no floor here."""
+    """What groups find without noise. The largest value is never cut, so there is no floor here."""
     if begin + SPLIT <= vocab:
         top, number = _lead_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, True
@@ -224,10 +229,12 @@ def _scan_values(
     x = _load_four(row_ptr, place, vocab)
     if MAPPED:
         x = kept_logits(x, _load_ids(ids_ptr, place, vocab), limit, 0.0, True, False)
-    hit = _plain_value(x, temperature, DIVIDED) == top[:, None]
-    token = tl.min(tl.where(hit, place, NO_TOKEN), 1)
-    key = _key(tl.where(token < NO_TOKEN, top, -float("inf")), token)
-    return _group_largest(key), _group_largest(tl.where(top == top, _MINUS_INF, _NAN))
+    _, _, lane = _two_of_four(tl.where(_plain_value(x, temperature, DIVIDED) == top[:, None], 1.0, 0.0))
+    nan = top != top
+    best, token, _ = _lead(
+        _groups(tl.where(nan, _MINUS_INF, image(top))), _groups(_first_of_four(begin, number, TILE) + lane)
+    )
+    return best, token, tl.max(_groups(tl.where(nan, _NAN, _MINUS_INF)), 1)
 
 
 @triton.jit
@@ -256,7 +263,7 @@ def _scan_scores(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and seconds with noise."""
+    """What groups find with noise."""
     scale = exponent_scale(temperature)
     if begin + SPLIT <= vocab:
         top, number, word, rest = _lead_bounds(
@@ -269,45 +276,52 @@ def _scan_scores(
     place = _first_of_four(begin, number, TILE)[:, None] + tl.arange(0, 4)[None, :]
     score = _four_scores(row_ptr, ids_ptr, place, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3, MAPPED, FLOORED)
     strange = tl.where(top < _BOUND_LIMIT, _MINUS_INF, tl.where(top == top, _INF, _NAN))
-    score = tl.where(strange[:, None] > _MINUS_INF, -float("inf"), score)
-    best = tl.max(score, 1)
-    token = tl.min(tl.where(score == best[:, None], place, NO_TOKEN), 1)
-    others = tl.max(tl.where(place == token[:, None], -float("inf"), score), 1)
-    second = tl.maximum(image(tl.maximum(rest + 2.0, others)), strange)
-    # All that a group's lead is not: the others' best as well.
-    keys = tl.reshape(_key(best, token), (TILE // GROUP, GROUP // 8))
-    key = tl.max(keys, 1)
-    beaten = tl.where(keys == key[:, None], _MINUS_INF, tl.reshape(image(best), keys.shape))
-    return key, tl.max(tl.maximum(beaten, tl.reshape(second, keys.shape)), 1)
+    best, others, lane = _two_of_four(score)
+    mine = _groups(tl.where(strange > _MINUS_INF, _MINUS_INF, image(best)))
+    lead, token, loses = _lead(mine, _groups(_first_of_four(begin, number, TILE) + lane))
+    # All that is not a group's lead: what loses against it as well.
+    second = tl.maximum(
+        _groups(tl.maximum(image(tl.maximum(rest + 2.0, others)), strange)), tl.where(loses, mine, _MINUS_INF)
+    )
+    return lead, token, tl.max(second, 1)
 
 
 @triton.jit
 def scan_split(
-    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, keys_ptr, seconds_ptr, number,
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, found_ptr, number, area,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Store keys (int64) and seconds (int32) of split ``number``, ``TILE // GROUP`` each.
+    """Write what the groups of split ``number`` of ``area`` have, int32 ``[3, area, groups]``: the image of the best
+    score, its token, and the image of the second.
 
     The noise is that of ``seed``, ``place`` (int64) and ``line``. ``MAPPED`` entries have their target's ids, and those
     that are not below ``limit`` are never drawn.
     """
     at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    area = area * (TILE // GROUP)
     if NOISE:
         if temperature < GREEDY:
-            key, second = _scan_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED)
+            best, token, second = _scan_values(
+                row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED
+            )
         else:
             k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, line)
-            key, second = _scan_scores(
+            best, token, second = _scan_scores(
                 row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
                 FLOORED,
             )  # fmt: skip
     elif temperature < GREEDY:
-        key, second = _scan_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED)
+        best, token, second = _scan_values(
+            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED
+        )
     else:
-        key, second = _scan_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED)
-    tl.store(keys_ptr + at, key)
-    tl.store(seconds_ptr + at, second)
+        best, token, second = _scan_values(
+            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED
+        )
+    tl.store(found_ptr + at, best)
+    tl.store(found_ptr + area + at, token)
+    tl.store(found_ptr + 2 * area + at, second)
 
 
 @triton.jit
@@ -336,15 +350,14 @@ def _rescan(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
     """The largest exact score of the group of a split that begins at ``begin``, and its first place."""
-    TURNS: tl.constexpr = min(SPLIT // TILE, 4)
-    number = tl.arange(0, TURNS * GROUP // 4)
+    four = begin // 4 + tl.arange(0, GROUP // 4)
     best, token = tl.full((), -float("inf"), tl.float32), tl.full((), NO_TOKEN, tl.int32)
-    for i in range(0, SPLIT // TILE, TURNS):
-        first = begin + (i + number // (GROUP // 4)) * TILE + number % (GROUP // 4) * 4
+    for i in range(SPLIT // TILE):
+        here = four + i * (TILE // 4)
         score = _exact_scores(
-            row_ptr, ids_ptr, first // 4, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, NOISE, MAPPED, FLOORED
+            row_ptr, ids_ptr, here, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, NOISE, MAPPED, FLOORED
         )
-        found, spot = first_best(score, first[:, None] + tl.arange(0, 4)[None, :])
+        found, spot = first_best(score, here[:, None] * 4 + tl.arange(0, 4)[None, :])
         token = tl.where(found > best, spot, tl.where(found == best, tl.minimum(token, spot), token))
         best = tl.maximum(best, found)
     return best, token
@@ -394,8 +407,8 @@ def _settle(
 
 @triton.jit
 def row_tokens(
-    logits_ptr, ids_ptr, floors_ptr, lines, needed, temperature, seed, places, numbers, keys_ptr, seconds_ptr, vocab,
-    limit, stride, splits,
+    logits_ptr, ids_ptr, floors_ptr, lines, needed, temperature, seed, places, numbers, found_ptr, area, vocab, limit,
+    stride, splits,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
@@ -408,24 +421,26 @@ def row_tokens(
     groups = splits * (TILE // GROUP)
     inside = needed[:, None] & (ks < groups)
     at = lines.to(tl.int64)[:, None] * groups + ks
-    key = tl.load(keys_ptr + at, mask=inside, other=-0x7FFFFFFFFFFFFFFF)
-    second = tl.load(seconds_ptr + at, mask=inside, other=_MINUS_INF)
-    lead = tl.max(key, 1)
-    score = _key_score(lead)
-    token = tl.where(score > -float("inf"), _key_token(lead), NO_TOKEN)
+    area = area * (TILE // GROUP)
+    image_of_best = tl.load(found_ptr + at, mask=inside, other=_MINUS_INF)
+    token = tl.load(found_ptr + area + at, mask=inside, other=NO_TOKEN)
+    second = tl.load(found_ptr + 2 * area + at, mask=inside, other=_MINUS_INF)
+    lead, first, loses = _lead(image_of_best, token)
+    score = image_value(lead)
+    drawn = tl.where(lead > _MINUS_INF, first, NO_TOKEN)
     near = second
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            near = tl.maximum(second, tl.where(key == lead[:, None], _MINUS_INF, (key >> 32).to(tl.int32)))
+            near = tl.maximum(second, tl.where(loses, image_of_best, _MINUS_INF))
     worst = tl.max(near, 1)
     doubtful = (worst > _MINUS_INF) & (image_value(worst) + _doubt(score) >= score)
     doubtful = needed & (doubtful | (worst >= _INF))
     if tl.max(doubtful.to(tl.int32), 0) > 0:
-        reach = image_value(tl.maximum(second, (key >> 32).to(tl.int32)))
+        reach = image_value(tl.maximum(second, image_of_best))
         close = (second >= _INF) | ((reach > -float("inf")) & (reach + _doubt(score)[:, None] >= score[:, None]))
         exact = _settle(
             logits_ptr, ids_ptr, floors_ptr, lines, inside & doubtful[:, None] & close, temperature, seed, places,
             numbers, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
         )  # fmt: skip
-        token = tl.where(doubtful, exact, token)
-    return token, tl.max(tl.max((second > _INF).to(tl.int32), 1), 0)
+        drawn = tl.where(doubtful, exact, drawn)
+    return drawn, tl.max(tl.max((second > _INF).to(tl.int32), 1), 0)

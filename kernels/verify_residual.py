@@ -55,8 +55,7 @@ class Block(NamedTuple):
     num_rows: Tensor
     num_forced: Tensor
     floors: Tensor
-    keys: Tensor
-    seconds: Tensor
+    found: Tensor
     stats: Tensor
 
 
@@ -84,7 +83,7 @@ def _sum_drafts(
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def _weigh_rows(
     logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    keys_ptr, seconds_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
+    found_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
     FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -108,8 +107,8 @@ def _weigh_rows(
     largest, total, _ = merge_sums(stats_ptr, at, known, lines * splits, 2, scale)
     zero = rows.to(tl.int64) * 0
     token, bad = row_tokens(
-        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, keys_ptr,
-        seconds_ptr, vocab, vocab, vocab, splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
+        lines * splits, vocab, vocab, vocab, splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
     )  # fmt: skip
     tl.store(bad_ptr + batch, bad.to(tl.uint8))
     # The token of a point mass (greedy, or nothing but -inf), or -1.
@@ -266,7 +265,7 @@ def verify_residual(
                SPLIT=own_split, TILE=min(own_split, common["TILE"]))  # fmt: skip
     launch(
         _weigh_rows, batch, block.logits, block.draft_tokens, draft, own_ids, block.temperature, *rows, block.floors,
-        block.keys, block.seconds, block.stats, draft_stats, *tables, out[3], count, width, drafts_stride, vocab,
+        block.found, block.stats, draft_stats, *tables, out[3], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab, own_splits,
     )  # fmt: skip
     if by_block:

@@ -64,7 +64,7 @@ _TARGET = tl.constexpr(STREAM_TARGET)
 @triton.jit(do_not_specialize=["count", "width"])
 def _scan_rows(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    keys_ptr, seconds_ptr, stats_ptr, count, width, vocab, splits,
+    found_ptr, stats_ptr, count, width, vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,12 +90,12 @@ def _scan_rows(
         seed, place = num_rows, num_rows
         if NOISE:
             seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
+        area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
         scan_split(
-            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, keys_ptr, seconds_ptr,
-            at, _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
+            _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
         )  # fmt: skip
         if RAW or SCALED:
-            area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
             largest = tl.where(largest > -float("inf"), largest, 0.0)
@@ -112,7 +112,7 @@ def _scan_rows(
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
     logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    keys_ptr, seconds_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
     RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
@@ -138,7 +138,7 @@ def _finish(
         tl.extra.cuda.gdc_wait()
     line = (batch * count + rows).to(tl.int64)
     token, bad = row_tokens(
-        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, keys_ptr, seconds_ptr,
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr, area,
         vocab, vocab, vocab, splits, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
     token = tl.where(token == NO_TOKEN, 0, token)
@@ -208,8 +208,7 @@ def verify_triton(
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    keys = torch.empty(area * (tile // GROUP.value), dtype=torch.int64, device=logits.device)
-    seconds = torch.empty_like(keys, dtype=torch.int32)
+    found = torch.empty((3, area * (tile // GROUP.value)), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
@@ -221,7 +220,7 @@ def verify_triton(
     bounds = stats if floors is None else floors
     # Rules with noise of the step's own draw later, and need the largest values of a row only.
     _scan_rows[(splits, count, batch)](
-        logits, temperature, noise, positions, num_rows, num_forced, bounds, keys, seconds, stats, count, width,
+        logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
         vocab, splits, RAW=raw, SCALED=scaled, NOISE=seeds is not None and not by_step, **common,
     )  # fmt: skip
     common |= {
@@ -231,14 +230,14 @@ def verify_triton(
     }  # fmt: skip
     if by_step:
         block = Block(
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, keys, seconds, stats,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
         )  # fmt: skip
         verify_residual(
             block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
         )
     else:
         _finish[(batch,)](
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, keys, seconds,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found,
             stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
             posterior_threshold, posterior_alpha, acceptance_rate, RULE=_RULES[rule], SCALED=scaled, **common,
         )  # fmt: skip
