@@ -288,18 +288,17 @@ def _scan_scores(
 
 @triton.jit
 def scan_split(
-    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, found_ptr, number, area,
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, found_ptr, number,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Write what the groups of split ``number`` of ``area`` have, int32 ``[3, area, groups]``: the image of the best
-    score, its token, and the image of the second.
+    """Write what the groups of split ``number`` have, int32 ``[splits of all rows, groups, 4]``: the image of the best
+    score, its token, and the image of the second, twice.
 
     The noise is that of ``seed``, ``place`` (int64) and ``line``. ``MAPPED`` entries have their target's ids, and those
     that are not below ``limit`` are never drawn.
     """
-    at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-    area = area * (TILE // GROUP)
+    at = (number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)).to(tl.int64)
     if NOISE:
         if temperature < GREEDY:
             best, token, second = _scan_values(
@@ -319,9 +318,9 @@ def scan_split(
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED
         )
-    tl.store(found_ptr + at, best)
-    tl.store(found_ptr + area + at, token)
-    tl.store(found_ptr + 2 * area + at, second)
+    kind = tl.arange(0, 4)[None, :]
+    found = tl.where(kind == 0, best[:, None], tl.where(kind == 1, token[:, None], second[:, None]))
+    tl.store(found_ptr + at[:, None] * 4 + kind, found)
 
 
 @triton.jit
@@ -407,8 +406,8 @@ def _settle(
 
 @triton.jit
 def row_tokens(
-    logits_ptr, ids_ptr, floors_ptr, lines, needed, temperature, seed, places, numbers, found_ptr, area, vocab, limit,
-    stride, splits,
+    logits_ptr, ids_ptr, floors_ptr, lines, needed, temperature, seed, places, numbers, found_ptr, vocab, limit, stride,
+    splits,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
@@ -420,11 +419,10 @@ def row_tokens(
     ks = tl.arange(0, SPLITS * (TILE // GROUP))[None, :]
     groups = splits * (TILE // GROUP)
     inside = needed[:, None] & (ks < groups)
-    at = lines.to(tl.int64)[:, None] * groups + ks
-    area = area * (TILE // GROUP)
+    at = (lines.to(tl.int64)[:, None] * groups + ks) * 4
     image_of_best = tl.load(found_ptr + at, mask=inside, other=_MINUS_INF)
-    token = tl.load(found_ptr + area + at, mask=inside, other=NO_TOKEN)
-    second = tl.load(found_ptr + 2 * area + at, mask=inside, other=_MINUS_INF)
+    token = tl.load(found_ptr + at + 1, mask=inside, other=NO_TOKEN)
+    second = tl.load(found_ptr + at + 2, mask=inside, other=_MINUS_INF)
     lead, first, loses = _lead(image_of_best, token)
     score = image_value(lead)
     drawn = tl.where(lead > _MINUS_INF, first, NO_TOKEN)

@@ -90,12 +90,12 @@ def _scan_rows(
         seed, place = num_rows, num_rows
         if NOISE:
             seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
-        area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
         scan_split(
-            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
-            _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, _TARGET,
+            SPLIT, TILE, NOISE, False, FLOORED,
         )  # fmt: skip
         if RAW or SCALED:
+            area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
             largest = tl.where(largest > -float("inf"), largest, 0.0)
@@ -138,7 +138,7 @@ def _finish(
         tl.extra.cuda.gdc_wait()
     line = (batch * count + rows).to(tl.int64)
     token, bad = row_tokens(
-        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr, area,
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
         vocab, vocab, vocab, splits, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
     token = tl.where(token == NO_TOKEN, 0, token)
@@ -208,7 +208,7 @@ def verify_triton(
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    found = torch.empty((3, area * (tile // GROUP.value)), dtype=torch.int32, device=logits.device)
+    found = torch.empty((area, tile // GROUP.value, 4), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
