@@ -215,11 +215,11 @@ def token_noise(ids, k0, k1, c1, c2, c3):
 
 @triton.jit
 def four_noise(four, k0, k1, c1, c2, c3):
-    """The exponentials ``[N, 4]`` of whole fours ``[N]``: two blocks of noise for each."""
+    """The exponentials ``[N, 4]`` of whole fours ``[N, 1]``: two blocks of noise for each."""
     lane = tl.arange(0, 4)[None, :]
     w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
-    four_word = pick_word(w0, w1, w2, w3, four_lane(four))[:, None]
-    w0, w1, w2, w3 = philox(four.to(tl.uint32)[:, None], c1, c2, c3, k0, k1)
+    four_word = pick_word(w0, w1, w2, w3, four_lane(four))
+    w0, w1, w2, w3 = philox(four.to(tl.uint32), c1, c2, c3, k0, k1)
     return exponential(four_word, pick_word(w0, w1, w2, w3, lane), lane)
 
 

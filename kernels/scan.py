@@ -328,8 +328,8 @@ def _exact_scores(
     row_ptr, ids_ptr, four, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Of fours ``[N]``, ``[N, 4]``: what a row without noise compares, and else ``gumbel_scores``."""
-    place = four[:, None] * 4 + tl.arange(0, 4)[None, :]
+    """Of fours ``[N, 1]``, ``[N, 4]``: what a row without noise compares, and else ``gumbel_scores``."""
+    place = four * 4 + tl.arange(0, 4)[None, :]
     x = _load_four(row_ptr, place, vocab)
     ids = place
     if MAPPED:
@@ -349,14 +349,14 @@ def _rescan(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
     """The largest exact score of the group of a split that begins at ``begin``, and its first place."""
-    four = begin // 4 + tl.arange(0, GROUP // 4)
+    four = begin // 4 + tl.arange(0, GROUP // 4)[:, None]
     best, token = tl.full((), -float("inf"), tl.float32), tl.full((), NO_TOKEN, tl.int32)
     for i in range(SPLIT // TILE):
         here = four + i * (TILE // 4)
         score = _exact_scores(
             row_ptr, ids_ptr, here, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, NOISE, MAPPED, FLOORED
         )
-        found, spot = first_best(score, here[:, None] * 4 + tl.arange(0, 4)[None, :])
+        found, spot = first_best(score, here * 4 + tl.arange(0, 4)[None, :])
         token = tl.where(found > best, spot, tl.where(found == best, tl.minimum(token, spot), token))
         best = tl.maximum(best, found)
     return best, token
@@ -373,17 +373,37 @@ def _doubt(score):
 
 
 @triton.jit
+def _exact_leads(
+    logits_ptr, ids_ptr, floors_ptr, lines, first, needed, temperature, seed, places, numbers, vocab, limit, stride,
+    STREAM: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """The largest exact score among the fours that tokens ``first`` ``[R]`` belong to, and its first place."""
+    line = lines.to(tl.int64)[:, None]
+    k0, k1, c1, c2, c3 = noise_key(seed, STREAM, places[:, None], numbers[:, None])
+    floor = tl.full(line.shape, -float("inf"), tl.float32)
+    if FLOORED:
+        floor = tl.load(floors_ptr + line, mask=needed[:, None], other=-float("inf"))
+    four = tl.where(needed, first // 4, 0)[:, None]
+    score = _exact_scores(
+        logits_ptr + tl.where(needed[:, None], line, 0) * stride, ids_ptr, four, vocab, limit, floor, temperature, k0,
+        k1, c1, c2, c3, NOISE, MAPPED, FLOORED,
+    )  # fmt: skip
+    best = tl.max(score, 1)
+    hit = needed[:, None] & (score == best[:, None]) & (score > -float("inf"))
+    return best, tl.min(tl.where(hit, four * 4 + tl.arange(0, 4)[None, :], NO_TOKEN), 1)
+
+
+@triton.jit
 def _settle(
-    logits_ptr, ids_ptr, floors_ptr, lines, pending, temperature, seed, places, numbers, vocab, limit, stride,
+    logits_ptr, ids_ptr, floors_ptr, lines, best, token, pending, temperature, seed, places, numbers, vocab, limit,
+    stride,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The first exact argmax of every row over its ``pending`` groups, ``[R, groups]``."""
+    """The first exact argmax of every row over its ``pending`` groups, ``[R, groups]``, and ``token`` with ``best``."""
     ROWS: tl.constexpr = pending.shape[0]
     ALL: tl.constexpr = pending.shape[1]
     rows, ks = tl.arange(0, ROWS)[:, None], tl.arange(0, ALL)[None, :]
-    best = tl.full((ROWS,), -float("inf"), tl.float32)
-    token = tl.full((ROWS,), NO_TOKEN, tl.int32)
     left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
     while left > 0:
         chosen = tl.min(tl.min(tl.where(pending, rows * ALL + ks, NO_TOKEN), 1), 0)
@@ -421,9 +441,9 @@ def row_tokens(
     inside = needed[:, None] & (ks < groups)
     at = (lines.to(tl.int64)[:, None] * groups + ks) * 4
     image_of_best = tl.load(found_ptr + at, mask=inside, other=_MINUS_INF)
-    token = tl.load(found_ptr + at + 1, mask=inside, other=NO_TOKEN)
+    tokens = tl.load(found_ptr + at + 1, mask=inside, other=NO_TOKEN)
     second = tl.load(found_ptr + at + 2, mask=inside, other=_MINUS_INF)
-    lead, first, loses = _lead(image_of_best, token)
+    lead, first, loses = _lead(image_of_best, tokens)
     score = image_value(lead)
     drawn = tl.where(lead > _MINUS_INF, first, NO_TOKEN)
     near = second
@@ -434,11 +454,16 @@ def row_tokens(
     doubtful = (worst > _MINUS_INF) & (image_value(worst) + _doubt(score) >= score)
     doubtful = needed & (doubtful | (worst >= _INF))
     if tl.max(doubtful.to(tl.int32), 0) > 0:
-        reach = image_value(tl.maximum(second, image_of_best))
+        # The lead is known exactly, which is not so for the rest of its group.
+        reach = image_value(near)
         close = (second >= _INF) | ((reach > -float("inf")) & (reach + _doubt(score)[:, None] >= score[:, None]))
+        best, token = _exact_leads(
+            logits_ptr, ids_ptr, floors_ptr, lines, first, doubtful & (lead > _MINUS_INF), temperature, seed, places,
+            numbers, vocab, limit, stride, STREAM, NOISE, MAPPED, FLOORED,
+        )  # fmt: skip
         exact = _settle(
-            logits_ptr, ids_ptr, floors_ptr, lines, inside & doubtful[:, None] & close, temperature, seed, places,
-            numbers, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
+            logits_ptr, ids_ptr, floors_ptr, lines, best, token, inside & doubtful[:, None] & close, temperature, seed,
+            places, numbers, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
         )  # fmt: skip
         drawn = tl.where(doubtful, exact, drawn)
     return drawn, tl.max(tl.max((second > _INF).to(tl.int32), 1), 0)

@@ -99,7 +99,7 @@ def _race_split(
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
-            value = value / four_noise((begin + i * TILE) // 4 + tl.arange(0, TILE // 4), k0, k1, c1, c2, c3)
+            value = value / four_noise((begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None], k0, k1, c1, c2, c3)
         better = value > top
         top = tl.where(better, value, top)
         turn = tl.where(better, i, turn)
