@@ -183,6 +183,19 @@ def test_the_first_exact_argmax_wins_however_close_the_bounds(temperature: float
     assert_same_tokens(launch(given, split=1024, tile=512), reference(given))
 
 
+@pytest.mark.parametrize(("split", "tile"), [(1024, 256), (4096, 1024)])
+def test_a_column_may_hide_the_best_token(split: int, tile: int) -> None:
+    """One large logit in each four of a column: the smallest exponential of a four, which its bound goes by, is mostly
+    that of another token.
+    """
+    given = problem(24, 0, 4096)
+    logits = torch.full_like(given["logits"], -40.0)
+    for turn in range(4):
+        logits[..., turn * tile + 80 : turn * tile + 88 : 4] = 0.0
+    given["logits"], given["temperature"] = logits, torch.full((24,), 0.9, device=DEVICE)
+    assert_same_tokens(launch(given, split=split, tile=tile), reference(given))
+
+
 def test_all_turns_of_a_split_are_seen() -> None:
     given = problem(1, 1, 1300)
     for tile in (256, 512):
