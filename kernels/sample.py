@@ -156,10 +156,11 @@ def _four_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids
         lane = (four // _STRIDE % 4).unsqueeze(-1).expand(*words.shape[:-1], 1)
         return words.gather(-1, lane).squeeze(-1)
     count = (ids + 3) // 4
-    blocks = min(count, _STRIDE) if count <= _STRIDE else (count + _FOURS - 1) // _FOURS * _STRIDE
+    blocks = count if count <= _STRIDE else (count + _FOURS - 1) // _FOURS * _STRIDE
     block = _FIRST_FOUR + torch.arange(blocks, device=key.device)
-    words = torch.stack(_words(seeds, stream, key, row, block), dim=-2).unflatten(-1, (-1, min(blocks, _STRIDE)))
-    fours = words.transpose(-3, -2).flatten(-3)[..., :count]
+    words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
+    runs = words.reshape(*words.shape[:-1], -1, min(blocks, _STRIDE))
+    fours = runs.transpose(-3, -2).flatten(-3)[..., :count]
     return fours.repeat_interleave(4, dim=-1)[..., :ids]
 
 
