@@ -7,6 +7,7 @@ hardly ever right; n-gram drafts are, where a sequence repeats itself.
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -34,8 +35,10 @@ def prompts() -> list[Tensor]:
     return [torch.randint(0, 128256, (length,), generator=generator) for length in lengths]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)
 def decoder(kind: str, k: int = 1) -> SpeculativeDecoder:
+    """The two last ones are kept: all their caches would not fit beside each other."""
+    gc.collect()
     head = random_head(target(), kind == "peagle") if kind in ("eagle3", "peagle") else None
     draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if head else {"kind": kind})
     config = {"draft": draft, "debug": {"self_check": False}, "max_length": 1024}
