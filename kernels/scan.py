@@ -231,9 +231,9 @@ def _scan_values(
         x = kept_logits(x, _load_ids(ids_ptr, place, vocab), limit, 0.0, True, False)
     _, _, lane = _two_of_four(tl.where(_plain_value(x, temperature, DIVIDED) == top[:, None], 1.0, 0.0))
     nan = top != top
-    best, token, _ = _lead(
-        _groups(tl.where(nan, _MINUS_INF, image(top))), _groups(_first_of_four(begin, number, TILE) + lane)
-    )
+    # Images tell -0 from 0, which are equal; their sum with 0 is 0.
+    rank = tl.where(nan, _MINUS_INF, image(top + 0.0))
+    best, token, _ = _lead(_groups(rank), _groups(_first_of_four(begin, number, TILE) + lane))
     return best, token, tl.max(_groups(tl.where(nan, _NAN, _MINUS_INF)), 1)
 
 

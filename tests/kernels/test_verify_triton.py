@@ -196,6 +196,15 @@ def test_a_column_may_hide_the_best_token(split: int, tile: int) -> None:
     assert_same_tokens(launch(given, split=split, tile=tile), reference(given))
 
 
+@pytest.mark.parametrize("seeded", [True, False])
+def test_zeros_of_both_signs_are_equal(seeded: bool) -> None:
+    given = problem(1, 0, 1300)
+    given["temperature"], given["logits"] = torch.zeros(1, device=DEVICE), torch.full_like(given["logits"], -1.0)
+    given["logits"][..., 5], given["logits"][..., 300::290] = -0.0, 0.0
+    given["seeds"] = given["seeds"] if seeded else None
+    assert launch(given)[0].item() == 5
+
+
 def test_all_turns_of_a_split_are_seen() -> None:
     given = problem(1, 1, 1300)
     for tile in (256, 512):
