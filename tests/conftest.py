@@ -26,13 +26,15 @@ eagle3 = importlib.import_module("specgraph.drafters.eagle3")
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    cache: dict[int, tuple[object, Any]] = {}
+    """A model that has moved to another device is another one: its trace names the device."""
+    cache: dict[tuple[int, str], tuple[object, Any]] = {}
 
     @functools.wraps(function)
-    def cached(argument: object) -> Any:
-        if id(argument) not in cache:
-            cache[id(argument)] = (argument, function(argument))
-        return cache[id(argument)][1]
+    def cached(argument: Any) -> Any:
+        key = id(argument), str(next((p.device for p in argument.parameters()), None))
+        if key not in cache:
+            cache[key] = (argument, function(argument))
+        return cache[key][1]
 
     return cached
 
