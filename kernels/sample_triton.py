@@ -30,7 +30,7 @@ from specgraph.kernels.gumbel import (
     split_size,
 )
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.scan import GROUP, row_tokens, scan_split
+from specgraph.kernels.scan import GROUP, row_tokens, scan_size, scan_split
 
 
 @triton.jit
@@ -157,10 +157,11 @@ def sample_draft_triton(
     mapped = draft_to_target is not None
     ids = key if draft_to_target is None else draft_to_target.contiguous()
     limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
-    split = split or split_size(vocab)
     floors = find_floors(
-        logits, temperature, top_k, top_p, min_p, split=split, ids=ids if mapped else None, limit=target_vocab_size
-    )
+        logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab), ids=ids if mapped else None,
+        limit=target_vocab_size,
+    )  # fmt: skip
+    split = split or scan_size(vocab, batch * count)
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     found = torch.empty((area, tile // GROUP.value, 4), dtype=torch.int32, device=logits.device)

@@ -49,6 +49,7 @@ from specgraph.kernels.gumbel import (
     processed_value,
     rough_exponential,
     rough_minus_log2,
+    split_size,
     token_noise,
     uniform,
     widen,
@@ -56,6 +57,8 @@ from specgraph.kernels.gumbel import (
 
 GROUP = tl.constexpr(256)
 """Tokens of a tile that one warp looks at: a group of a split, which reports for all turns."""
+_MANY_PROGRAMS = 1024
+"""More programs than a GPU runs at once, some eight on each multiprocessor."""
 _BOUND_LIMIT = tl.constexpr(3.0e38)
 """A four with a larger bound is scanned again."""
 _MINUS_INF = tl.constexpr(-2139095041)
@@ -63,6 +66,15 @@ _INF = tl.constexpr(2139095040)
 """The images of infinities."""
 _NAN = tl.constexpr(0x7FFFFFFF)
 """What stands for a NaN among images, above all numbers."""
+
+
+def scan_size(vocab: int, rows: int) -> int:
+    """Entries of one split of a scan: :func:`split_size`, and more where that would make many small programs.
+
+    What a row draws does not depend on it. Sums do, so that those go by :func:`split_size`.
+    """
+    size = split_size(vocab)
+    return 4096 if rows * triton.cdiv(vocab, size) > _MANY_PROGRAMS else size
 
 
 @triton.jit

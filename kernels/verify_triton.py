@@ -37,7 +37,7 @@ from specgraph.kernels.gumbel import (
 )
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.sample import STEP_NOISE_RULES, STREAM_TARGET
-from specgraph.kernels.scan import GROUP, row_tokens, scan_split
+from specgraph.kernels.scan import GROUP, row_tokens, scan_size, scan_split
 from specgraph.kernels.verify_residual import Block, verify_residual
 from specgraph.kernels.verify_rows import (
     acceptance_uniforms,
@@ -202,10 +202,10 @@ def verify_triton(
     logits, positions, temperature = aligned(logits), positions.contiguous(), temperature.contiguous()
     num_rows, num_forced = num_rows.contiguous(), num_forced.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
-    split = split or split_size(vocab)
-    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split)
+    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab))
     by_step = rule in STEP_NOISE_RULES
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
+    split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
     found = torch.empty((area, tile // GROUP.value, 4), dtype=torch.int32, device=logits.device)

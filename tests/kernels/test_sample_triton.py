@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels import gumbel
+from specgraph.kernels import gumbel, scan
 from specgraph.kernels.gumbel import noise_key, philox
 from specgraph.kernels.sample import (
     SHARED_NOISE_RULES,
@@ -59,7 +59,8 @@ def test_uniforms_of_all_words_are_exact() -> None:
 
 def drafts(
     logits: Tensor, rule: str, ids: Tensor | None, limit: int | None, seeded: bool, kept: bool = True,
-    tile: int = 1024, cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    tile: int = 1024, split: int | None = 1024,
+    cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
     """What the kernel and the reference draw; temperatures are mixed."""
     batch = len(logits)
@@ -70,7 +71,7 @@ def drafts(
     shared = rule in SHARED_NOISE_RULES
     found = sample_draft_triton(
         logits, temperature, seeds, key, *cuts, ids, 3, limit, shared=shared,
-        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=kept, split=1024, tile=tile,
+        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=kept, split=split, tile=tile,
     )  # fmt: skip
     wanted = sample_draft_reference(logits, temperature, seeds, key, *cuts, ids, 3, rule, limit, return_processed=kept)
     return found, wanted
@@ -102,6 +103,14 @@ def test_cuts(mapped: bool, limit: int | None) -> None:
         torch.tensor([0.0, 0.0, 0.1], device=DEVICE),
     )  # fmt: skip
     for one, other in zip(*drafts(noise(3, 1, 1100).bfloat16(), "block", ids, limit, True, cuts=cuts), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_many_rows_have_larger_splits_and_the_same_tokens(monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
+    monkeypatch.setattr(scan, "_MANY_PROGRAMS", 1)
+    ids = torch.randperm(9000, generator=torch.Generator().manual_seed(1))[:5000] if mapped else None
+    for one, other in zip(*drafts(noise(3, 1, 5000).bfloat16(), "strict", ids, 8000, True, split=None), strict=True):
         assert torch.equal(one, other)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels import scan
 from specgraph.kernels.sample import RULES, STEP_NOISE_RULES, process_logits, sample, sample_draft_reference
 from specgraph.kernels.step import nan_rows_reference
 from specgraph.kernels.verify import invert_vocabulary, verify_reference
@@ -203,6 +204,17 @@ def test_zeros_of_both_signs_are_equal(seeded: bool) -> None:
     given["logits"][..., 5], given["logits"][..., 300::290] = -0.0, 0.0
     given["seeds"] = given["seeds"] if seeded else None
     assert launch(given)[0].item() == 5
+
+
+@pytest.mark.parametrize("kind", ["none", "raw"])
+def test_many_rows_have_larger_splits_and_the_same_bits(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    given = with_cuts(problem(2, 1, 5000, dtype=torch.bfloat16))
+    assert scan.scan_size(5000, 204) == 1024 and scan.scan_size(5000, 205) == 4096
+    few = launch(given, logprobs=kind, split=0)
+    monkeypatch.setattr(scan, "_MANY_PROGRAMS", 1)
+    many = launch(given, logprobs=kind, split=0)
+    assert_same_tokens(few, reference(given))
+    assert all(torch.equal(one, other) for one, other in zip(few, many, strict=True))
 
 
 def test_all_turns_of_a_split_are_seen() -> None:
