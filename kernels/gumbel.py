@@ -24,9 +24,11 @@ GREEDY = tl.constexpr(1e-30)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """What +inf counts as."""
 _FIRST_FOUR = tl.constexpr(0x80000000)
-"""The first block of the fours' words; fours that share one are ``_STRIDE`` apart, within runs of ``FOURS``."""
+"""The first block of the fours' words; fours that share one are ``_STRIDE`` apart, within runs of ``_FOURS``."""
 _STRIDE = tl.constexpr(256)
-FOURS = tl.constexpr(1024)
+_FOURS = tl.constexpr(1024)
+BLOCK_TOKENS = tl.constexpr(1024)
+"""Tokens of ``_STRIDE`` fours: how far those that share a block are apart."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -137,7 +139,9 @@ def accurate_log1p(x):
 
 @triton.jit
 def rough_minus_log2(x):
-    """``-log2(x)`` of a normal number to within 2**-20 or so: one instruction, and a sign that joins the next one."""
+    """``-log2(x)`` of a normal number to within 2**-22 of it, and in (0.5, 2) of 1: one instruction, and a sign that
+    joins the next one.
+    """
     if INTERPRETED:
         result = -tl.log2(x)
     else:
@@ -195,7 +199,7 @@ def exponential(four_word, word, lane):
 @triton.jit
 def four_words(four, k0, k1, c1, c2, c3):
     """The words of the blocks that hold those of ``four``; word ``four_lane`` is its own."""
-    block = (four // FOURS * _STRIDE + four % _STRIDE).to(tl.uint32)
+    block = (four // _FOURS * _STRIDE + four % _STRIDE).to(tl.uint32)
     return philox(block | _FIRST_FOUR, c1, c2, c3, k0, k1)
 
 

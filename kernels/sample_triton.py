@@ -52,7 +52,9 @@ def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE:
     seed, place, row = number.to(tl.int64) * 0, number.to(tl.int64) * 0, number.to(tl.int64) * 0
     if NOISE:
         shift, row = _draft_place(number, SHARED)
-        seed, place = tl.load(seeds_ptr + batch), tl.load(key_ptr + batch) + shift
+        # By the second-level cache, as ``_finish_drafts`` reads before its wait.
+        seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
+        place = tl.load(key_ptr + batch, cache_modifier=".cg") + shift
     return seed, place, row
 
 
@@ -65,7 +67,7 @@ def _scan_drafts(
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # ``_finish_drafts`` is small: it may as well be there when the last split is done.
+        # After the wait, which ``_finish_drafts`` relies on. It is small and may as well be there at the end.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     line, split = program // splits, program % splits
@@ -94,7 +96,7 @@ def _finish_drafts(
     line = tl.program_id(0)
     batch = line // count
     # What ``_scan_drafts`` was given is there: it had waited for that before it let this kernel begin.
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
     seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
     if PDL:
         tl.extra.cuda.gdc_wait()

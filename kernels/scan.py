@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.gumbel import (
-    FOURS,
+    BLOCK_TOKENS,
     GREEDY,
     LARGEST,
     NO_TOKEN,
@@ -180,7 +180,8 @@ def _lead_bounds(
     other fours. Bounds are in units of log2, less 2.
     """
     COLUMNS: tl.constexpr = TILE // 8
-    tl.static_assert(TILE <= FOURS)
+    # Every four turns of whole tiles have blocks of their own, so a split is some of them, or a part of one.
+    tl.static_assert(SPLIT <= 2 * TILE or SPLIT % (4 * TILE) == 0)
     tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE, WHOLE)
     top = tl.full((COLUMNS,), -float("inf"), tl.float32)
     rest = tl.full((COLUMNS,), -float("inf"), tl.float32)
@@ -199,7 +200,7 @@ def _lead_bounds(
                 better = bound > top
                 word = tl.where(better[:, None], own, word)
             else:
-                if i % 4 == 0 or TILE < FOURS:  # turns of whole tiles share a block
+                if i % 4 == 0 or TILE < BLOCK_TOKENS:  # turns of whole tiles share a block
                     four = first // 4 + tl.arange(0, COLUMNS) * 2 + h
                     w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
                 own = pick_word(w0, w1, w2, w3, first >> 10 & 3)
@@ -378,8 +379,9 @@ def _rescan(
 def _doubt(score):
     """How far two scores in units of log2 have to be apart for their order to be known.
 
-    Exponentials are good to 1.2e-5 of them, logarithms to 2**-22, and the scale, the multiply-add and the steps of the
-    exact score to 5e-7 of a logit that is at most 26 above its score.
+    The difference of two near scores is off by at most 5e-5 and 4e-7 of a score: exponentials by 1.2e-5 of them, the
+    hardware's logarithm by 2**-22 of it (in (0.5, 2): of 1), beside the multiply-add and the steps of the exact score;
+    the error of the scale is common to both. A logit is at most 5 above its score, a score at most 26 above its logit.
     """
     return tl.abs(score) * 4e-6 + 2e-4
 
@@ -400,7 +402,7 @@ def _exact_leads(
         logits_ptr + tl.where(needed[:, None], line, 0) * stride, ids_ptr, four, vocab, limit, floor, temperature, k0,
         k1, c1, c2, c3, NOISE, MAPPED, FLOORED,
     )  # fmt: skip
-    best = tl.max(score, 1)
+    best = tl.where(needed, tl.max(score, 1), -float("inf"))
     hit = needed[:, None] & (score == best[:, None]) & (score > -float("inf"))
     return best, tl.min(tl.where(hit, four * 4 + tl.arange(0, 4)[None, :], NO_TOKEN), 1)
 

@@ -110,8 +110,9 @@ def first_false(holds, rows, ROWS: tl.constexpr):
 def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.constexpr):
     """The rows of logits of one sequence: their number in the block, which of them matter, and what is forced."""
     rows = tl.arange(0, ROWS)
-    num_rows = tl.load(num_rows_ptr + batch).to(tl.int32)
-    num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
+    # By the second-level cache, as ``_finish`` reads before its wait.
+    num_rows = tl.load(num_rows_ptr + batch, cache_modifier=".cg").to(tl.int32)
+    num_forced = tl.load(num_forced_ptr + batch, cache_modifier=".cg").to(tl.int32)
     first = tl.minimum(num_forced, width - count)
     row = first + rows
     more = num_forced < num_rows
@@ -128,7 +129,8 @@ def judge_rows(
     rows = row - first
     real = rows < count
     drafted = real & (row < width - 1)
-    draft64 = tl.load(draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + row, mask=drafted, other=-1).to(tl.int64)
+    draft_ptr = draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + row
+    draft64 = tl.load(draft_ptr, mask=drafted, other=-1, cache_modifier=".cg").to(tl.int64)
     judged = drafted & (row < num_rows - 1) & (rows < count - 1) & (draft64 >= 0) & (draft64 < vocab)
     live = (rows < first_false(judged | (real & (row < forced)), rows, ROWS)) & (row >= forced)
     return tl.where(judged, draft64, 0).to(tl.int32), judged, live

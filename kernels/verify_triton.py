@@ -1,9 +1,9 @@
 """The Triton form of ``specgraph::verify``, for every rule and option, without a sort and without waiting for the host.
 
 Where the next token is the target's own sample (strict, typical, synthetic) it takes two launches. ``_scan_rows`` has a
-program per row and split of the vocabulary (:mod:`specgraph.kernels.gumbel`) and leaves the split's candidate, the
-bound of what else it may hold, whether it has a NaN and, on request, sums of exponentials. ``_finish`` has a program
-per sequence: it merges the splits, accepts, and lays out tokens and log-probabilities as the reference does.
+program per row and split of the vocabulary and leaves what :mod:`specgraph.kernels.scan` finds there and, on request,
+sums of exponentials. ``_finish`` has a program per sequence: it draws every row's token from that, accepts, and lays
+out tokens and log-probabilities as the reference does.
 
 ``probabilistic`` and ``block`` take the sums of ``_scan_rows`` and go on in :mod:`specgraph.kernels.verify_residual`.
 Top-k, top-p and min-p are floors that :mod:`specgraph.kernels.floors` finds first. Rows that cannot matter (padding,
@@ -74,15 +74,16 @@ def _scan_rows(
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # ``_finish`` is small: it may as well be there when the last split is done.
+        # After the wait, which ``_finish`` relies on. It is small and may as well be there when the last split is done.
         tl.extra.cuda.gdc_launch_dependents()
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
     num_rows, num_forced = tl.load(num_rows_ptr + batch), tl.load(num_forced_ptr + batch)
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
-    # No temperature is negative: asking keeps its read, and with it those of the logits, from being put off.
-    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & (temperature >= 0):
+    # No temperature has these bits: asking keeps its read, and with it those of the logits, from being put off.
+    given = temperature.to(tl.int32, bitcast=True) != -1
+    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & given:
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
         begin = split * SPLIT
         at = line * splits + split
@@ -124,15 +125,15 @@ def _finish(
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
-    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
     draft, judged, live = judge_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
     seed, place = num_rows.to(tl.int64), row.to(tl.int64)
     if NOISE:
-        seed = tl.load(seeds_ptr + batch)
-        place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0)
+        seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
+        place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0, cache_modifier=".cg")
     # What ``_scan_rows`` was given is there: it had waited for that before it let this kernel begin.
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -124,6 +124,26 @@ def test_strange_logits(value: float) -> None:
             assert torch.equal(one, other)
 
 
+HUGE = 3.3e38
+
+
+@pytest.mark.parametrize("row", [[torch.nan, 1.0, 2.0, 30.0, 0.0], [0.0, 0.0, HUGE, 0.0, 30.0]])
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_row_of_one_strange_column_beside_a_row_of_larger_logits(row: list[float], seeded: bool) -> None:
+    """Nothing of such a row is known before it is scanned again, and nothing of another row counts."""
+    logits = torch.tensor([[[100.0, 90.0, 80.0, 70.0, 60.0], row]]).repeat(4, 1, 1)
+    for one, other in zip(*drafts(logits, "strict", None, None, seeded), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_top_k_may_leave_a_token_beside_a_nan() -> None:
+    logits = noise(1, 1, 1300)
+    logits[..., 0], logits[..., 900], logits[..., 901] = 19.9, 20.0, torch.nan
+    cuts = (torch.ones(1, dtype=torch.int64, device=DEVICE), None, None)
+    for one, other in zip(*drafts(logits, "strict", None, None, True, cuts=cuts), strict=True):
+        assert torch.equal(one, other) and (one.shape != (1, 1) or one.item() == 900)
+
+
 def test_weights_that_nobody_wants_are_not_made() -> None:
     (token, none), wanted = drafts(noise(4, 2, 300), "strict", None, None, True, kept=False)
     assert torch.equal(token, wanted[0])
