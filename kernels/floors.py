@@ -27,7 +27,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LARGEST, WARPS, clean, exponent_scale, image, image_value, processed_value
+from specgraph.kernels.gumbel import (
+    GREEDY,
+    INF_IMAGE,
+    LARGEST,
+    MINUS_INF_IMAGE,
+    WARPS,
+    clean,
+    exponent_scale,
+    image,
+    image_value,
+    processed_value,
+)
 from specgraph.kernels.launch import launch_options, supports_pdl
 
 TILE = 512
@@ -35,10 +46,8 @@ TILE = 512
 _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits that are 0 in the float32 of every such value."""
 _WAYS = tl.constexpr(16)
-_LOWEST = tl.constexpr(-2139095042)
+_LOWEST = tl.constexpr(MINUS_INF_IMAGE.value - 1)
 """One less than the image of -inf."""
-_HIGHEST = tl.constexpr(2139095040)
-"""The image of +inf."""
 
 
 @triton.jit
@@ -72,7 +81,7 @@ def _bracket(
     ``sums`` ``[2, B * R, splits, 16]`` of the pass before: the weight of all, then of what is above each pivot.
     """
     low = tl.full((), _LOWEST, tl.int64) >> ZERO_BITS
-    high = tl.full((), _HIGHEST, tl.int64) >> ZERO_BITS
+    high = tl.full((), INF_IMAGE, tl.int64) >> ZERO_BITS
     if turn > 0:
         at = ((turn - 1) * lines + line) * 2
         low, high = tl.load(brackets_ptr + at), tl.load(brackets_ptr + at + 1)

@@ -32,6 +32,9 @@ BLOCK_TOKENS = tl.constexpr(1024)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+MINUS_INF_IMAGE = tl.constexpr(-2139095041)
+INF_IMAGE = tl.constexpr(2139095040)
+"""What :func:`image` gives for infinities."""
 _ROUNDS = tl.constexpr(7)
 """``PHILOX_ROUNDS`` of the reference, which imports what imports this."""
 _EVEN = tl.constexpr(0xD2511F53)
@@ -116,6 +119,15 @@ def load_floor(floors_ptr, line, FLOORED: tl.constexpr):
     floor = tl.full((), -float("inf"), tl.float32)
     if FLOORED:
         floor = tl.load(floors_ptr + line)
+    return floor
+
+
+@triton.jit
+def load_floors(floors_ptr, line, needed, FLOORED: tl.constexpr):
+    """The same of several rows, -inf where not ``needed``."""
+    floor = tl.full(line.shape, -float("inf"), tl.float32)
+    if FLOORED:
+        floor = tl.load(floors_ptr + line, mask=needed, other=-float("inf"))
     return floor
 
 
@@ -209,18 +221,8 @@ def four_lane(four):
 
 
 @triton.jit
-def token_noise(ids, k0, k1, c1, c2, c3):
-    """The exponentials of tokens, whatever their ids: two blocks of noise for each."""
-    w0, w1, w2, w3 = four_words(ids // 4, k0, k1, c1, c2, c3)
-    four_word = pick_word(w0, w1, w2, w3, four_lane(ids // 4))
-    w0, w1, w2, w3 = philox((ids // 4).to(tl.uint32), c1, c2, c3, k0, k1)
-    return exponential(four_word, pick_word(w0, w1, w2, w3, ids % 4), ids % 4)
-
-
-@triton.jit
-def four_noise(four, k0, k1, c1, c2, c3):
-    """The exponentials ``[N, 4]`` of whole fours ``[N, 1]``: two blocks of noise for each."""
-    lane = tl.arange(0, 4)[None, :]
+def token_noise(four, lane, k0, k1, c1, c2, c3):
+    """The exponentials of tokens ``lane`` of ``four``: two blocks of noise for each four, ``[N, 1]`` for whole ones."""
     w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
     four_word = pick_word(w0, w1, w2, w3, four_lane(four))
     w0, w1, w2, w3 = philox(four.to(tl.uint32), c1, c2, c3, k0, k1)

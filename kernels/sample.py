@@ -137,12 +137,16 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
     return _unit(_words(seeds, stream, key, row, first_block)[0]).squeeze(-1)
 
 
+def _picked_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor, lane: Tensor) -> Tensor:
+    """Word ``lane`` of every block."""
+    words = torch.stack(_words(seeds, stream, key, row, block), dim=-1)
+    return words.gather(-1, lane.unsqueeze(-1).expand(*words.shape[:-1], 1)).squeeze(-1)
+
+
 def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
     """Every token's own word; all ids up to a number make use of all words of a block."""
     if isinstance(ids, Tensor):
-        four = torch.stack(_words(seeds, stream, key, row, ids // 4), dim=-1)
-        lane = (ids % 4).unsqueeze(-1).expand(*four.shape[:-1], 1)
-        return four.gather(-1, lane).squeeze(-1)
+        return _picked_words(seeds, stream, key, row, ids // 4, ids % 4)
     block = torch.arange((ids + 3) // 4, device=key.device)
     return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
 
@@ -152,9 +156,7 @@ def _four_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids
     if isinstance(ids, Tensor):
         four = ids // 4
         block = _FIRST_FOUR + four // _FOURS * _STRIDE + four % _STRIDE
-        words = torch.stack(_words(seeds, stream, key, row, block), dim=-1)
-        lane = (four // _STRIDE % 4).unsqueeze(-1).expand(*words.shape[:-1], 1)
-        return words.gather(-1, lane).squeeze(-1)
+        return _picked_words(seeds, stream, key, row, block, four // _STRIDE % 4)
     count = (ids + 3) // 4
     blocks = count if count <= _STRIDE else (count + _FOURS - 1) // _FOURS * _STRIDE
     block = _FIRST_FOUR + torch.arange(blocks, device=key.device)

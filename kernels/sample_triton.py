@@ -34,27 +34,21 @@ from specgraph.kernels.scan import GROUP, row_tokens, scan_size, scan_split
 
 
 @triton.jit
-def _draft_place(number, SHARED: tl.constexpr):
-    """Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number: what is added
-    to the first position, and the row of the noise.
+def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE: tl.constexpr):
+    """Seed, place and row of the noise of draft ``number``; zeros if there is none.
+
+    Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number.
     """
     number = number.to(tl.int64)
-    if SHARED:
-        shift, row = number, number * 0
-    else:
-        shift, row = number * 0, number
-    return shift, row
-
-
-@triton.jit
-def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE: tl.constexpr):
-    """Seed, place and row of the noise of draft ``number``; zeros if there is none."""
-    seed, place, row = number.to(tl.int64) * 0, number.to(tl.int64) * 0, number.to(tl.int64) * 0
+    seed, place, row = number * 0, number * 0, number * 0
     if NOISE:
-        shift, row = _draft_place(number, SHARED)
         # By the second-level cache, as ``_finish_drafts`` reads before its wait.
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
-        place = tl.load(key_ptr + batch, cache_modifier=".cg") + shift
+        place = tl.load(key_ptr + batch, cache_modifier=".cg")
+        if SHARED:
+            place += number
+        else:
+            row = number
     return seed, place, row
 
 

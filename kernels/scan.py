@@ -31,18 +31,20 @@ import triton.language as tl
 from specgraph.kernels.gumbel import (
     BLOCK_TOKENS,
     GREEDY,
+    INF_IMAGE,
     LARGEST,
+    MINUS_INF_IMAGE,
     NO_TOKEN,
     exponent_scale,
     first_best,
     four_lane,
-    four_noise,
     four_words,
     gumbel_scores,
     image,
     image_value,
     kept_logits,
     load_floor,
+    load_floors,
     noise_key,
     philox,
     pick_word,
@@ -61,9 +63,7 @@ _MANY_PROGRAMS = 1024
 """More programs than a GPU runs at once, some eight on each multiprocessor."""
 _BOUND_LIMIT = tl.constexpr(3.0e38)
 """A four with a larger bound is scanned again."""
-_MINUS_INF = tl.constexpr(-2139095041)
-_INF = tl.constexpr(2139095040)
-"""The images of infinities."""
+_MINUS_INF, _INF = MINUS_INF_IMAGE, INF_IMAGE
 _NAN = tl.constexpr(0x7FFFFFFF)
 """What stands for a NaN among images, above all numbers."""
 
@@ -242,11 +242,11 @@ def _scan_values(
     x = _load_four(row_ptr, place, vocab)
     if MAPPED:
         x = kept_logits(x, _load_ids(ids_ptr, place, vocab), limit, 0.0, True, False)
-    _, _, lane = _two_of_four(tl.where(_plain_value(x, temperature, DIVIDED) == top[:, None], 1.0, 0.0))
+    token = tl.min(tl.where(_plain_value(x, temperature, DIVIDED) == top[:, None], place, NO_TOKEN), 1)
     nan = top != top
     # Images tell -0 from 0, which are equal; their sum with 0 is 0.
     rank = tl.where(nan, _MINUS_INF, image(top + 0.0))
-    best, token, _ = _lead(_groups(rank), _groups(_first_of_four(begin, number, TILE) + lane))
+    best, token, _ = _lead(_groups(rank), _groups(token))
     return best, token, tl.max(_groups(tl.where(nan, _NAN, _MINUS_INF)), 1)
 
 
@@ -351,7 +351,10 @@ def _exact_scores(
     score = processed_value(x, tl.zeros_like(x) + temperature)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            noise = token_noise(ids, k0, k1, c1, c2, c3) if MAPPED else four_noise(four, k0, k1, c1, c2, c3)
+            lane = tl.arange(0, 4)[None, :]
+            if MAPPED:
+                four, lane = ids // 4, ids % 4
+            noise = token_noise(four, lane, k0, k1, c1, c2, c3)
             score = gumbel_scores(x, tl.zeros_like(x) + temperature, noise)
     return score
 
@@ -394,9 +397,7 @@ def _exact_leads(
     """The largest exact score among the fours that tokens ``first`` ``[R]`` belong to, and its first place."""
     line = lines.to(tl.int64)[:, None]
     k0, k1, c1, c2, c3 = noise_key(seed, STREAM, places[:, None], numbers[:, None])
-    floor = tl.full(line.shape, -float("inf"), tl.float32)
-    if FLOORED:
-        floor = tl.load(floors_ptr + line, mask=needed[:, None], other=-float("inf"))
+    floor = load_floors(floors_ptr, line, needed[:, None], FLOORED)
     four = tl.where(needed, first // 4, 0)[:, None]
     score = _exact_scores(
         logits_ptr + tl.where(needed[:, None], line, 0) * stride, ids_ptr, four, vocab, limit, floor, temperature, k0,

@@ -18,13 +18,14 @@ from specgraph.kernels.gumbel import (
     clean,
     exponent_scale,
     first_best,
-    four_noise,
     load_floor,
+    load_floors,
     load_tile,
     noise_key,
+    token_noise,
 )
 from specgraph.kernels.sample import STREAM_RESIDUAL
-from specgraph.kernels.verify_rows import last_row, lay_out, load_floors, place_rows, write_logprobs
+from specgraph.kernels.verify_rows import last_row, lay_out, place_rows, write_logprobs
 
 _RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 
@@ -99,7 +100,8 @@ def _race_split(
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
-            value = value / four_noise((begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None], k0, k1, c1, c2, c3)
+            four = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
+            value = value / token_noise(four, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top
         top = tl.where(better, value, top)
         turn = tl.where(better, i, turn)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.gumbel import GREEDY, LOG2E, exponent_scale, split_size
+from specgraph.kernels.gumbel import GREEDY, LOG2E, exponent_scale, load_floors, split_size
 from specgraph.kernels.scan import row_tokens
 from specgraph.kernels.verify_race import draft_prob, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify_rows import (
@@ -31,7 +31,6 @@ from specgraph.kernels.verify_rows import (
     fixed_sum,
     floored_logits,
     judge_rows,
-    load_floors,
     merge_sums,
     place_rows,
     split_largest,

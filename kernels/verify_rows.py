@@ -87,14 +87,6 @@ def logprob(x, largest, total, inverse):
 
 
 @triton.jit
-def load_floors(floors_ptr, line, needed, FLOORED: tl.constexpr):
-    floor = tl.full(line.shape, -float("inf"), tl.float32)
-    if FLOORED:
-        floor = tl.load(floors_ptr + line, mask=needed, other=-float("inf"))
-    return floor
-
-
-@triton.jit
 def floored_logits(logits_ptr, line, token, vocab, floor, mask):
     """One logit per row, -inf below its floor."""
     x = tl.load(logits_ptr + line * vocab + token, mask=mask, other=-float("inf")).to(tl.float32)

@@ -33,6 +33,7 @@ from specgraph.kernels.gumbel import (
     exponent_scale,
     inverse_temperature,
     load_floor,
+    load_floors,
     split_size,
 )
 from specgraph.kernels.launch import launch_options, supports_pdl
@@ -45,7 +46,6 @@ from specgraph.kernels.verify_rows import (
     floored_logits,
     judge_rows,
     lay_out,
-    load_floors,
     logprob,
     merge_sums,
     place_rows,
