@@ -26,25 +26,27 @@ eagle3 = importlib.import_module("specgraph.drafters.eagle3")
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A model that has moved to another device is another one: its trace names the device."""
-    cache: dict[tuple[int, str], tuple[object, Any]] = {}
+    cache: dict[int, tuple[object, Any]] = {}
 
     @functools.wraps(function)
-    def cached(argument: Any) -> Any:
-        key = id(argument), str(next((p.device for p in argument.parameters()), None))
-        if key not in cache:
-            cache[key] = (argument, function(argument))
-        return cache[key][1]
+    def cached(argument: object) -> Any:
+        if id(argument) not in cache:
+            cache[id(argument)] = (argument, function(argument))
+        return cache[id(argument)][1]
 
     return cached
 
 
-@pytest.fixture(scope="session")
+_TRACE, _EXPORT = _once_per_object(specgraph.compile.trace), _once_per_object(eagle3._export)
+
+
+@pytest.fixture(scope="module")
 def cached_traces() -> Iterator[None]:
-    """Trace every model and head once per session: it is most of a compilation, and has tests of its own."""
+    """Trace every model and head once per session, in the files that ask for it: it is most of a compilation, and has
+    tests of its own.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        cached = _once_per_object(specgraph.compile.trace)
-        patch.setattr(specgraph.compile, "trace", cached)
-        patch.setattr(specgraph.drafts, "trace", cached)
-        patch.setattr(eagle3, "_export", _once_per_object(eagle3._export))
+        patch.setattr(specgraph.compile, "trace", _TRACE)
+        patch.setattr(specgraph.drafts, "trace", _TRACE)
+        patch.setattr(eagle3, "_export", _EXPORT)
         yield
