@@ -23,12 +23,12 @@ GREEDY = tl.constexpr(1e-30)
 """``GREEDY_BELOW`` of the reference."""
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """What +inf counts as."""
-_FIRST_FOUR = tl.constexpr(0x80000000)
-"""The first block of the fours' words; fours that share one are ``_STRIDE`` apart, within runs of ``_FOURS``."""
-_STRIDE = tl.constexpr(256)
-_FOURS = tl.constexpr(1024)
+_FIRST_EIGHT = tl.constexpr(0x80000000)
+"""The first block of the eights' words; eights that share one are ``_STRIDE`` apart, within runs of ``_EIGHTS``."""
+_STRIDE = tl.constexpr(128)
+_EIGHTS = tl.constexpr(512)
 BLOCK_TOKENS = tl.constexpr(1024)
-"""Tokens of ``_STRIDE`` fours: how far those that share a block are apart."""
+"""Tokens of ``_STRIDE`` eights: how far those that share a block are apart."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -201,32 +201,45 @@ def processed_value(x, temperature):
 
 
 @triton.jit
-def exponential(four_word, word, lane):
-    """A token's exponential, float32: the smallest of its four, and more unless the token has that one itself."""
-    smallest = -accurate_log1p(-uniform(four_word)) * 0.25
+def has_smallest(eight_word, ids):
+    """Whether tokens have the smallest exponential of their eight themselves."""
+    return (eight_word & 7) == ids.to(tl.uint32) % 8
+
+
+@triton.jit
+def exponential(eight_word, word, ids):
+    """A token's exponential, float32: the smallest of its eight, and more unless the token has that one itself."""
+    smallest = -accurate_log1p(-uniform(eight_word)) * 0.125
     more = -accurate_log1p(-uniform(word))
-    return smallest + tl.where((four_word & 3).to(tl.int32) == lane, 0.0, more)
+    return smallest + tl.where(has_smallest(eight_word, ids), 0.0, more)
 
 
 @triton.jit
-def four_words(four, k0, k1, c1, c2, c3):
-    """The words of the blocks that hold those of ``four``; word ``four_lane`` is its own."""
-    block = (four // _FOURS * _STRIDE + four % _STRIDE).to(tl.uint32)
-    return philox(block | _FIRST_FOUR, c1, c2, c3, k0, k1)
+def eight_words(eight, k0, k1, c1, c2, c3):
+    """The words of the blocks that hold those of ``eight``; word ``eight_lane`` is its own."""
+    eight = eight.to(tl.uint32)  # divisions of signed numbers take more instructions
+    block = eight // _EIGHTS * _STRIDE + eight % _STRIDE
+    return philox(block | _FIRST_EIGHT, c1, c2, c3, k0, k1)
 
 
 @triton.jit
-def four_lane(four):
-    return four // _STRIDE % 4
+def eight_lane(eight):
+    return eight.to(tl.uint32) // _STRIDE % 4
+
+
+@triton.jit
+def eight_noise(eight, k0, k1, c1, c2, c3):
+    """The word of every eight."""
+    w0, w1, w2, w3 = eight_words(eight, k0, k1, c1, c2, c3)
+    return pick_word(w0, w1, w2, w3, eight_lane(eight))
 
 
 @triton.jit
 def token_noise(four, lane, k0, k1, c1, c2, c3):
     """The exponentials of tokens ``lane`` of ``four``: two blocks of noise for each four, ``[N, 1]`` for whole ones."""
-    w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
-    four_word = pick_word(w0, w1, w2, w3, four_lane(four))
     w0, w1, w2, w3 = philox(four.to(tl.uint32), c1, c2, c3, k0, k1)
-    return exponential(four_word, pick_word(w0, w1, w2, w3, lane), lane)
+    eight_word = eight_noise(four.to(tl.uint32) // 2, k0, k1, c1, c2, c3)
+    return exponential(eight_word, pick_word(w0, w1, w2, w3, lane), four * 4 + lane)
 
 
 @triton.jit
@@ -245,6 +258,35 @@ def widen(x):
     else:
         result = x.to(tl.float32)
     return result
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of two, the positive NaN where one is NaN; two of 16 bits in one instruction."""
+    if a.dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif a.dtype == tl.float16:
+        result = tl.inline_asm_elementwise(
+            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    return result
+
+
+@triton.jit
+def most_of_eight(x):
+    """The largest of every eight neighbours, ``[N]`` to ``[N // 8]`` in float32; where one is NaN, the positive NaN."""
+    if INTERPRETED:
+        x = widen(x)
+        x = tl.where(x == x, x, float("nan"))  # of either sign in the interpreter
+    # The last step is for the two of a register, and the first ones for registers.
+    halves = tl.split(tl.permute(tl.reshape(x, (x.shape[0] // 8, 2, 2, 2)), (0, 3, 2, 1)))
+    pairs = tl.split(_larger(halves[0], halves[1]))
+    last = tl.split(widen(_larger(pairs[0], pairs[1])))
+    return tl.maximum(last[0], last[1], propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -8,13 +8,13 @@ arithmetic that a GPU kernel reproduces bit for bit. Its key is the seed; its co
 
 Tokens are drawn by Gumbel-max: the first argmax of log-weights plus Gumbel noise ``-log(e)``, ``e`` exponential. Noise
 is indexed by *target* token id, so a draft over a reduced vocabulary shares the target's noise where their vocabularies
-meet. Four neighbouring tokens draw the smallest of their exponentials first: it is an exponential of rate 4, each of
-the four has it with the same chance, and the others exceed it by exponentials of rate 1, since exponentials have no
+meet. Eight neighbouring tokens draw the smallest of their exponentials first: it is an exponential of rate 8, each of
+the eight has it with the same chance, and the others exceed it by exponentials of rate 1, since exponentials have no
 memory (Renyi 1953, "On the theory of order statistics"). All are independent exponentials of rate 1, but a kernel that
-looks for the largest score can tell from a quarter of the noise which few tokens need the rest. A four takes a word of
-the blocks from ``2**31`` on, its upper 23 bits for the exponential and its lowest two for the token that has it; a
-token takes word ``id % 4`` of block ``id // 4``. A block of fours serves four that are 1024 tokens apart: four ``f``
-has word ``f // 256 % 4`` of block ``2**31 + f // 1024 * 256 + f % 256``.
+looks for the largest score can tell from an eighth of the noise which few tokens need the rest. An eight takes a word
+of the blocks from ``2**31`` on, its upper 23 bits for the exponential and its lowest three for the token that has it; a
+token takes word ``id % 4`` of block ``id // 4``. A block of eights serves four that are 1024 tokens apart: eight ``e``
+has word ``e // 128 % 4`` of block ``2**31 + e // 512 * 128 + e % 128``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _STREAM_BITS = 8
-_FIRST_FOUR = 1 << 31
-"""The first block of the fours' words."""
-_STRIDE, _FOURS = 256, 1024
-"""Fours that share a block are ``_STRIDE`` apart, within runs of ``_FOURS``."""
+_FIRST_EIGHT = 1 << 31
+"""The first block of the eights' words."""
+_STRIDE, _EIGHTS = 128, 512
+"""Eights that share a block are ``_STRIDE`` apart, within runs of ``_EIGHTS``."""
 
 torch.library.define(
     "specgraph::sample",
@@ -151,19 +151,19 @@ def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
     return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
 
 
-def _four_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
-    """The word of every token's four."""
+def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
+    """The word of every token's eight."""
     if isinstance(ids, Tensor):
-        four = ids // 4
-        block = _FIRST_FOUR + four // _FOURS * _STRIDE + four % _STRIDE
-        return _picked_words(seeds, stream, key, row, block, four // _STRIDE % 4)
-    count = (ids + 3) // 4
-    blocks = count if count <= _STRIDE else (count + _FOURS - 1) // _FOURS * _STRIDE
-    block = _FIRST_FOUR + torch.arange(blocks, device=key.device)
+        eight = ids // 8
+        block = _FIRST_EIGHT + eight // _EIGHTS * _STRIDE + eight % _STRIDE
+        return _picked_words(seeds, stream, key, row, block, eight // _STRIDE % 4)
+    count = (ids + 7) // 8
+    blocks = count if count <= _STRIDE else (count + _EIGHTS - 1) // _EIGHTS * _STRIDE
+    block = _FIRST_EIGHT + torch.arange(blocks, device=key.device)
     words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
     runs = words.reshape(*words.shape[:-1], -1, min(blocks, _STRIDE))
-    fours = runs.transpose(-3, -2).flatten(-3)[..., :count]
-    return fours.repeat_interleave(4, dim=-1)[..., :ids]
+    eights = runs.transpose(-3, -2).flatten(-3)[..., :count]
+    return eights.repeat_interleave(8, dim=-1)[..., :ids]
 
 
 def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
@@ -177,11 +177,11 @@ def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, to
     Returns:
         float32 ``[B, R, V']``, positive.
     """
-    smallest = _four_words(seeds, stream, key, row, token_ids)
+    smallest = _eight_words(seeds, stream, key, row, token_ids)
     more = _exponential(_token_words(seeds, stream, key, row, token_ids))
     ids = token_ids if isinstance(token_ids, Tensor) else torch.arange(token_ids, device=key.device)
-    more.masked_fill_((smallest & 3) == ids % 4, 0.0)
-    return more.add_(_exponential(smallest).mul_(0.25))
+    more.masked_fill_((smallest & 7) == ids % 8, 0.0)
+    return more.add_(_exponential(smallest).mul_(0.125))
 
 
 def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:

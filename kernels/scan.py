@@ -2,21 +2,21 @@
 
 A row of the vocabulary is cut into splits, a program for each, and a split into turns of a tile. Exact scores
 ``logit / temperature - log(e)``, ``e`` exponential, cost accurate logarithms and a quarter of a block of noise per
-token, several times what reading the logits allows. So a program looks at fours of neighbouring tokens, which share
+token, several times what reading the logits allows. So a program looks at eights of neighbouring tokens, which share
 one word of noise: that of the smallest of their exponentials (:mod:`specgraph.kernels.sample`). With ``u`` the uniform
 of that word
 
-    e >= -log1p(-u) / 4 >= u / 4,  so  score * log2(e) <= largest logit * log2(e) / temperature - log2(u) + 2
+    e >= -log1p(-u) / 8 >= u / 8,  so  score * log2(e) <= largest logit * log2(e) / temperature - log2(u) + 3
 
-which costs a maximum per token and little per four. Of the fours that a column of eight neighbours meets in all turns,
-the one with the largest bound draws the noise of its tokens, which gives their scores to within :func:`_doubt`.
+which costs half an instruction per token for the maximum, and little per eight. A warp looks at a group, 256 tokens of
+every turn. A thread reads an eight of each turn, a column, and keeps its three largest bounds. Then the warp looks at
+the eights of the four largest of all, a token per thread: their noise gives their scores to within :func:`_reaches`.
 
-A warp reports for its columns, a group of a split, the best of these scores, its token, and the largest score or bound
-of all other tokens, as integers that order floats. :func:`row_tokens` merges the groups of a row. Where no other score
-comes near the best, which is nearly always, its token is drawn; else the groups that may hold the best one are scanned
-again with exact scores. The result is the first exact argmax, whatever the splits and tiles, as long as ``logit /
-temperature`` is above -2.3e38: below, a token counts as -inf. Groups with a NaN, an infinity, or a bound that overflows
-are scanned again as well. Without noise (at temperature 0, or without seeds) the values themselves are compared, which
+A group reports the best of these scores, its token, and the largest score or bound of all its other tokens, as integers
+that order floats. :func:`row_tokens` merges the groups of a row. Where no other score comes near the best, which is
+nearly always, its token is drawn; else whatever may hold the best one is scanned again with exact scores. The result is
+the first exact argmax, whatever the splits and tiles. Groups with a NaN, an infinity, or a bound that overflows are
+scanned again as well. Without noise (at temperature 0, or without seeds) the values themselves are compared, which
 leaves no doubt.
 """
 
@@ -35,16 +35,18 @@ from specgraph.kernels.gumbel import (
     LARGEST,
     MINUS_INF_IMAGE,
     NO_TOKEN,
+    eight_lane,
+    eight_noise,
+    eight_words,
     exponent_scale,
     first_best,
-    four_lane,
-    four_words,
     gumbel_scores,
+    has_smallest,
     image,
     image_value,
     kept_logits,
     load_floor,
-    load_floors,
+    most_of_eight,
     noise_key,
     philox,
     pick_word,
@@ -61,9 +63,12 @@ GROUP = tl.constexpr(256)
 """Tokens of a tile that one warp looks at: a group of a split, which reports for all turns."""
 _MANY_PROGRAMS = 1024
 """More programs than a GPU runs at once, some eight on each multiprocessor."""
-_BOUND_LIMIT = tl.constexpr(3.0e38)
-"""A four with a larger bound is scanned again."""
+_BOUND_LIMIT = tl.constexpr(0x7F61B1E6)
+"""The image of 3e38: a group with a larger bound is scanned again."""
+_NOTHING = tl.constexpr(-0x80000000)
 _MINUS_INF, _INF = MINUS_INF_IMAGE, INF_IMAGE
+_LOWEST = tl.constexpr(MINUS_INF_IMAGE.value + 1)
+"""The image of the smallest number."""
 _NAN = tl.constexpr(0x7FFFFFFF)
 """What stands for a NaN among images, above all numbers."""
 
@@ -78,42 +83,14 @@ def scan_size(vocab: int, rows: int) -> int:
 
 
 @triton.jit
-def most_of_four(x):
-    """The largest of each four, ``[N, 4]`` to ``[N]``; NaN where one is."""
-    halves = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
-    pairs = tl.split(tl.maximum(halves[0], halves[1], propagate_nan=tl.PropagateNan.ALL))
-    return tl.maximum(pairs[0], pairs[1], propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _two_of_four(x):
-    """The largest and the second largest of each four, and the number of the first that is the largest."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    front, back = tl.maximum(a, b), tl.maximum(c, d)
-    second = tl.maximum(tl.minimum(front, back), tl.maximum(tl.minimum(a, b), tl.minimum(c, d)))
-    number = tl.where(back > front, tl.where(d > c, 3, 2), tl.where(b > a, 1, 0))
-    return tl.maximum(front, back), second, number
-
-
-@triton.jit
-def _read_split(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """All tiles of a split as stored; a ``WHOLE`` split ends before the vocabulary does. Reads come first, 16 bytes
-    each. (Volatile ones, which stay so in the assembler as well, made it no faster.)
-    """
+def _read_split(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """All tiles of a split as stored, 16 bytes a read."""
     tiles = ()
     for i in tl.static_range(SPLIT // TILE):
         place = begin + i * TILE + tl.arange(0, TILE)
-        x = tl.load(row_ptr + place) if WHOLE else tl.load(row_ptr + place, mask=place < vocab, other=-float("inf"))
+        x = tl.load(row_ptr + place, mask=place < vocab, other=-float("inf"))
         tiles = tiles + (x,)  # type: ignore[assignment]  # noqa: RUF005  (Triton unpacks no tuple)
     return tiles
-
-
-@triton.jit
-def _fours(x):
-    """The first and the second fours of every eight neighbours, ``[len(x) // 8, 4]`` each."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0] // 8, 2, 4)), (0, 2, 1)))
 
 
 @triton.jit
@@ -137,90 +114,75 @@ def _groups(x):
 
 
 @triton.jit
-def _lead(score, token):
-    """The largest image of every group ``[groups, columns]``, the first token that has it, and which columns lose."""
-    best = tl.max(score, 1)
-    loses = score != best[:, None]
-    first = tl.min(tl.where(loses, NO_TOKEN, token), 1)
-    return best, first, loses | (token != first[:, None])
+def _first_best(rank, token):
+    """The largest of every row ``[R, N]`` of images, and the first token that has it."""
+    best = tl.max(rank, 1)
+    return best, tl.min(tl.where(rank == best[:, None], token, NO_TOKEN), 1)
 
 
 @triton.jit
 def _lead_values(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Of the fours of every column over all turns, ``[TILE // 8]``: the largest value, NaN where one is, and the number
-    of the first four that has it, ``2 * turn + 1`` for the second of a turn.
+    """Of the eights of every column over all turns, ``[TILE // 8]``: the largest value, NaN where one is, and the turn
+    of the first eight that has it.
     """
     COLUMNS: tl.constexpr = TILE // 8
-    tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE, WHOLE)
+    tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE)
     top = tl.full((COLUMNS,), -float("inf"), tl.float32)
-    number = tl.zeros((COLUMNS,), tl.int32)
+    turn = tl.zeros((COLUMNS,), tl.int32)
     for i in tl.static_range(SPLIT // TILE):
-        for h in tl.static_range(2):
-            x = widen(_fours(tiles[i])[h])
-            if MAPPED:
-                ids = _fours(_load_ids(ids_ptr, begin + i * TILE + tl.arange(0, TILE), vocab))[h]
-                x = kept_logits(x, ids, limit, 0.0, True, False)
-            # Division keeps the order, so it can wait for the best of four.
-            value = _plain_value(most_of_four(x), temperature, DIVIDED)
-            number = tl.where(value > top, 2 * i + h, number)
-            top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
-    return top, number
+        x = tiles[i]
+        if MAPPED:
+            ids = _load_ids(ids_ptr, begin + i * TILE + tl.arange(0, TILE), vocab)
+            x = kept_logits(widen(x), ids, limit, 0.0, True, False)
+        # Division keeps the order, so it can wait for the best of eight.
+        value = _plain_value(most_of_eight(x), temperature, DIVIDED)
+        turn = tl.where(value > top, i, turn)
+        top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
+    return top, turn
 
 
 @triton.jit
-def _lead_bounds(
+def _column_bounds(
     row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, WHOLE: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Of the fours of every column over all turns, ``[TILE // 8]``: the largest bound, NaN where one is, the number of
-    the four that has it, the words of its noise, ``[TILE // 8, 1]``, or 4 if ``MAPPED``; and the largest bound of the
-    other fours. Bounds are in units of log2, less 2.
+    """Of the eights of every column over all turns, ``[TILE // 8]``: the images of the three largest bounds, in units
+    of log2, less 3. Their bits ``LOW`` are the turn and the column. And unless ``MAPPED``, every turn's words of noise.
     """
     COLUMNS: tl.constexpr = TILE // 8
     # Every four turns of whole tiles have blocks of their own, so a split is some of them, or a part of one.
     tl.static_assert(SPLIT <= 2 * TILE or SPLIT % (4 * TILE) == 0)
-    tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE, WHOLE)
-    top = tl.full((COLUMNS,), -float("inf"), tl.float32)
-    rest = tl.full((COLUMNS,), -float("inf"), tl.float32)
-    number = tl.zeros((COLUMNS,), tl.int32)
-    word = tl.zeros((COLUMNS, 4 if MAPPED else 1), tl.uint32)
-    for h in tl.static_range(2):
-        for i in tl.static_range(SPLIT // TILE):
-            first = begin + i * TILE
-            x = widen(_fours(tiles[i])[h])
-            if MAPPED:
-                ids = _fours(_load_ids(ids_ptr, first + tl.arange(0, TILE), vocab))[h]
-                w0, w1, w2, w3 = four_words(ids // 4, k0, k1, c1, c2, c3)
-                own = pick_word(w0, w1, w2, w3, four_lane(ids // 4))
-                x = kept_logits(x, ids, limit, floor, True, FLOORED)
-                bound = most_of_four(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own))))
-                better = bound > top
-                word = tl.where(better[:, None], own, word)
-            else:
-                if i % 4 == 0 or TILE < BLOCK_TOKENS:  # turns of whole tiles share a block
-                    four = first // 4 + tl.arange(0, COLUMNS) * 2 + h
-                    w0, w1, w2, w3 = four_words(four, k0, k1, c1, c2, c3)
-                own = pick_word(w0, w1, w2, w3, first >> 10 & 3)
-                x = most_of_four(kept_logits(x, 0, limit, floor, False, FLOORED))
-                bound = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own)))
-                better = bound > top
-                word = tl.where(better[:, None], own[:, None], word)
-            rest = tl.maximum(rest, tl.minimum(bound, top))
-            top = tl.maximum(top, bound, propagate_nan=tl.PropagateNan.ALL)
-            number = tl.where(better, 2 * i + h, number)
-    return top, number, word, rest
+    tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE)
+    column = tl.arange(0, COLUMNS) % (GROUP // 8)
+    first = tl.full((COLUMNS,), _NOTHING, tl.int32)
+    second, third = first, first
+    words = ()
+    for i in tl.static_range(SPLIT // TILE):
+        place = (begin + i * TILE).to(tl.uint32)
+        if MAPPED:
+            ids = _load_ids(ids_ptr, begin + i * TILE + tl.arange(0, TILE), vocab)
+            own = eight_noise(ids.to(tl.uint32) // 8, k0, k1, c1, c2, c3)
+            x = kept_logits(widen(tiles[i]), ids, limit, floor, True, FLOORED)
+            bound = most_of_eight(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own))))
+        else:
+            if i % 4 == 0 or TILE < BLOCK_TOKENS:  # turns of whole tiles share a block
+                w0, w1, w2, w3 = eight_words(place // 8 + tl.arange(0, COLUMNS), k0, k1, c1, c2, c3)
+            own = pick_word(w0, w1, w2, w3, eight_lane(place // 8))
+            x = kept_logits(most_of_eight(tiles[i]), 0, limit, floor, False, FLOORED)
+            bound = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own)))
+            words = words + (own,)  # type: ignore[assignment]  # noqa: RUF005
+        new = (image(bound) & ~LOW) | (i * (GROUP // 8) + column)
+        third = tl.maximum(third, tl.minimum(second, new))
+        second = tl.maximum(second, tl.minimum(first, new))
+        first = tl.maximum(first, new)
+    return first, second, third, words
 
 
 @triton.jit
-def _first_of_four(begin, number, TILE: tl.constexpr):
-    return begin + (number >> 1) * TILE + tl.arange(0, TILE // 8) * 8 + (number & 1) * 4
-
-
-@triton.jit
-def _load_four(row_ptr, place, vocab):
+def _load_logits(row_ptr, place, vocab):
     return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
 
 
@@ -230,45 +192,48 @@ def _scan_values(
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """What groups find without noise. The largest value is never cut, so there is no floor here."""
-    if begin + SPLIT <= vocab:
-        top, number = _lead_values(
-            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, True
-        )
-    else:
-        top, number = _lead_values(
-            row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED, False
-        )
-    place = _first_of_four(begin, number, TILE)[:, None] + tl.arange(0, 4)[None, :]
-    x = _load_four(row_ptr, place, vocab)
+    top, turn = _lead_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED)
+    nan = tl.max(_groups(tl.where(top == top, _MINUS_INF, _NAN)), 1)
+    # Images tell -0 from 0, which are equal; their sum with 0 is 0.
+    best, first = _first_best(_groups(image(top + 0.0)), _groups(begin + turn * TILE + tl.arange(0, TILE // 8) * 8))
+    place = first[:, None] + tl.arange(0, GROUP // 8)[None, :] % 8
+    x = _load_logits(row_ptr, place, vocab)
     if MAPPED:
         x = kept_logits(x, _load_ids(ids_ptr, place, vocab), limit, 0.0, True, False)
-    token = tl.min(tl.where(_plain_value(x, temperature, DIVIDED) == top[:, None], place, NO_TOKEN), 1)
-    nan = top != top
-    # Images tell -0 from 0, which are equal; their sum with 0 is 0.
-    rank = tl.where(nan, _MINUS_INF, image(top + 0.0))
-    best, token, _ = _lead(_groups(rank), _groups(token))
-    return best, token, tl.max(_groups(tl.where(nan, _NAN, _MINUS_INF)), 1)
+    equal = image(_plain_value(x, temperature, DIVIDED) + 0.0) == best[:, None]
+    return tl.where(nan == _NAN, _MINUS_INF, best), tl.min(tl.where(equal, place, NO_TOKEN), 1), nan
 
 
 @triton.jit
-def _four_scores(
-    row_ptr, ids_ptr, place, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3,
-    MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
-    """Scores in units of log2 of the fours at ``place`` ``[N, 4]``, from the words of their fours and of each token."""
-    x = _load_four(row_ptr, place, vocab)
-    ids = place
-    block = tl.min(place, 1)[:, None] // 4
-    if MAPPED:
-        ids = _load_ids(ids_ptr, place, vocab)
-        block = ids // 4
-    w0, w1, w2, w3 = philox(block.to(tl.uint32), c1, c2, c3, k0, k1)
-    own = pick_word(w0, w1, w2, w3, ids % 4)
-    smallest = rough_exponential(uniform(word)) * 0.25
-    more = rough_exponential(uniform(own))
-    noise = smallest + tl.where((word & 3).to(tl.int32) == ids % 4, 0.0, more)
-    x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
-    return tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(noise))
+def _four_largest(first, second, third, LOW: tl.constexpr):
+    """Of every group's columns ``[groups, columns]``: the four largest bounds, eight lanes for each; the largest; and
+    what all others are below.
+    """
+    lane = tl.arange(0, GROUP // 8)[None, :]
+    largest, chosen = tl.max(first, 1), tl.zeros_like(first)
+    for k in tl.static_range(4):
+        top = tl.max(first, 1)[:, None]
+        chosen = tl.where(lane // 8 == k, top, chosen)
+        hit = first == top  # in one column, which all low bits name
+        first, second = tl.where(hit, second, first), tl.where(hit, _NOTHING, second)
+    return chosen, largest, tl.max(tl.maximum(first, third), 1) | LOW
+
+
+@triton.jit
+def _chosen_words(words, turn, column):
+    """Of every turn's words ``[COLUMNS]``, those of the eights at ``turn`` and ``column`` of their group."""
+    word = tl.gather(_groups(words[0]), column, 1)
+    for i in tl.static_range(1, len(words)):
+        word = tl.where(turn == i, tl.gather(_groups(words[i]), column, 1), word)
+    return word
+
+
+@triton.jit
+def _near_noise(eight_word, ids, k0, k1, c1, c2, c3):
+    """The exponentials of tokens, to within 1.2e-5 of them."""
+    w0, w1, w2, w3 = philox(ids // 4, c1, c2, c3, k0, k1)
+    more = rough_exponential(uniform(pick_word(w0, w1, w2, w3, ids % 4)))
+    return rough_exponential(uniform(eight_word)) * 0.125 + tl.where(has_smallest(eight_word, ids), 0.0, more)
 
 
 @triton.jit
@@ -277,26 +242,28 @@ def _scan_scores(
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
     """What groups find with noise."""
+    LOW: tl.constexpr = SPLIT // 8 * GROUP // TILE - 1
     scale = exponent_scale(temperature)
-    if begin + SPLIT <= vocab:
-        top, number, word, rest = _lead_bounds(
-            row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED, True
-        )
-    else:
-        top, number, word, rest = _lead_bounds(
-            row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED, False
-        )
-    place = _first_of_four(begin, number, TILE)[:, None] + tl.arange(0, 4)[None, :]
-    score = _four_scores(row_ptr, ids_ptr, place, vocab, limit, floor, scale, word, k0, k1, c1, c2, c3, MAPPED, FLOORED)
-    strange = tl.where(top < _BOUND_LIMIT, _MINUS_INF, tl.where(top == top, _INF, _NAN))
-    best, others, lane = _two_of_four(score)
-    mine = _groups(tl.where(strange > _MINUS_INF, _MINUS_INF, image(best)))
-    lead, token, loses = _lead(mine, _groups(_first_of_four(begin, number, TILE) + lane))
-    # All that is not a group's lead: what loses against it as well.
-    second = tl.maximum(
-        _groups(tl.maximum(image(tl.maximum(rest + 2.0, others)), strange)), tl.where(loses, mine, _MINUS_INF)
+    first, second, third, words = _column_bounds(
+        row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3, SPLIT, TILE, LOW, MAPPED, FLOORED
     )
-    return lead, token, tl.max(second, 1)
+    chosen, largest, rest = _four_largest(_groups(first), _groups(second), _groups(third), LOW)
+    turn, column = (chosen & LOW) // (GROUP // 8), (chosen & LOW) % (GROUP // 8)
+    group, lane = tl.arange(0, TILE // GROUP)[:, None], tl.arange(0, GROUP // 8)[None, :]
+    place = begin + turn * TILE + group * GROUP + column * 8 + lane % 8
+    ids = place
+    if MAPPED:
+        ids = _load_ids(ids_ptr, place, vocab)
+    x = kept_logits(_load_logits(row_ptr, place, vocab), ids, limit, floor, MAPPED, FLOORED)
+    ids = ids.to(tl.uint32)
+    eight_word = eight_noise(ids // 8, k0, k1, c1, c2, c3) if MAPPED else _chosen_words(words, turn, column)
+    score = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(_near_noise(eight_word, ids, k0, k1, c1, c2, c3)))
+    known = largest < _BOUND_LIMIT
+    rank = tl.where(known[:, None], image(score), _MINUS_INF)
+    lead, token = _first_best(rank, place)
+    others = tl.max(tl.where((rank == lead[:, None]) & (place == token[:, None]), _MINUS_INF, rank), 1)
+    others = tl.maximum(others, image(image_value(tl.maximum(rest, _LOWEST)) + 3.0))
+    return lead, token, tl.where(known, others, tl.where(largest <= _INF | LOW, _INF, _NAN))
 
 
 @triton.jit
@@ -306,7 +273,7 @@ def scan_split(
     FLOORED: tl.constexpr,
 ):  # fmt: skip
     """Write what the groups of split ``number`` have, int32 ``[splits of all rows, groups, 4]``: the image of the best
-    score, its token, and the image of the second, twice.
+    score, its token, the image of the second or of what it is below, and nothing.
 
     The noise is that of ``seed``, ``place`` (int64) and ``line``. ``MAPPED`` entries have their target's ids, and those
     that are not below ``limit`` are never drawn.
@@ -326,116 +293,91 @@ def scan_split(
     elif temperature < GREEDY:
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED
-        )
+        )  # fmt: skip
     else:
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED
-        )
-    kind = tl.arange(0, 4)[None, :]
+        )  # fmt: skip
+    # As wide as a warp, so that each one stores what it has.
+    kind = tl.arange(0, GROUP // 8)[None, :]
     found = tl.where(kind == 0, best[:, None], tl.where(kind == 1, token[:, None], second[:, None]))
-    tl.store(found_ptr + at[:, None] * 4 + kind, found)
+    tl.store(found_ptr + at[:, None] * 4 + kind, found, mask=kind < 3)
 
 
 @triton.jit
-def _exact_scores(
-    row_ptr, ids_ptr, four, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
+def _exact_best(
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Of fours ``[N, 1]``, ``[N, 4]``: what a row without noise compares, and else ``gumbel_scores``."""
-    place = four * 4 + tl.arange(0, 4)[None, :]
-    x = _load_four(row_ptr, place, vocab)
+    """The largest exact score of ``GROUP`` neighbours, and its first place: ``gumbel_scores``, or without noise what
+    :func:`_scan_values` compares.
+    """
+    four = begin // 4 + tl.arange(0, GROUP // 4)[:, None]
+    lane = tl.arange(0, 4)[None, :]
+    place = four * 4 + lane
+    x = _load_logits(row_ptr, place, vocab)
     ids = place
     if MAPPED:
         ids = _load_ids(ids_ptr, place, vocab)
+        four, lane = ids // 4, ids % 4
     x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
-    score = processed_value(x, tl.zeros_like(x) + temperature)
+    heat = tl.zeros_like(x) + temperature
+    score = processed_value(x, heat)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            lane = tl.arange(0, 4)[None, :]
-            if MAPPED:
-                four, lane = ids // 4, ids % 4
-            noise = token_noise(four, lane, k0, k1, c1, c2, c3)
-            score = gumbel_scores(x, tl.zeros_like(x) + temperature, noise)
-    return score
+            score = gumbel_scores(x, heat, token_noise(four, lane, k0, k1, c1, c2, c3))
+    return first_best(score, place)
 
 
 @triton.jit
-def _rescan(
-    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
-    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
-    """The largest exact score of the group of a split that begins at ``begin``, and its first place."""
-    four = begin // 4 + tl.arange(0, GROUP // 4)[:, None]
-    best, token = tl.full((), -float("inf"), tl.float32), tl.full((), NO_TOKEN, tl.int32)
-    for i in range(SPLIT // TILE):
-        here = four + i * (TILE // 4)
-        score = _exact_scores(
-            row_ptr, ids_ptr, here, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, NOISE, MAPPED, FLOORED
-        )
-        found, spot = first_best(score, here * 4 + tl.arange(0, 4)[None, :])
-        token = tl.where(found > best, spot, tl.where(found == best, tl.minimum(token, spot), token))
-        best = tl.maximum(best, found)
-    return best, token
-
-
-@triton.jit
-def _doubt(score):
-    """How far two scores in units of log2 have to be apart for their order to be known.
+def _reaches(other, score):
+    """Whether an image may be that of a larger score than ``score``, or of the same, in units of log2.
 
     The difference of two near scores is off by at most 5e-5 and 4e-7 of a score: exponentials by 1.2e-5 of them, the
     hardware's logarithm by 2**-22 of it (in (0.5, 2): of 1), beside the multiply-add and the steps of the exact score;
-    the error of the scale is common to both. A logit is at most 5 above its score, a score at most 26 above its logit.
+    the error of the scale is common to both. A logit is at most 5 above its score, a score at most 27 above its logit.
     """
-    return tl.abs(score) * 4e-6 + 2e-4
-
-
-@triton.jit
-def _exact_leads(
-    logits_ptr, ids_ptr, floors_ptr, lines, first, needed, temperature, seed, places, numbers, vocab, limit, stride,
-    STREAM: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
-):  # fmt: skip
-    """The largest exact score among the fours that tokens ``first`` ``[R]`` belong to, and its first place."""
-    line = lines.to(tl.int64)[:, None]
-    k0, k1, c1, c2, c3 = noise_key(seed, STREAM, places[:, None], numbers[:, None])
-    floor = load_floors(floors_ptr, line, needed[:, None], FLOORED)
-    four = tl.where(needed, first // 4, 0)[:, None]
-    score = _exact_scores(
-        logits_ptr + tl.where(needed[:, None], line, 0) * stride, ids_ptr, four, vocab, limit, floor, temperature, k0,
-        k1, c1, c2, c3, NOISE, MAPPED, FLOORED,
-    )  # fmt: skip
-    best = tl.where(needed, tl.max(score, 1), -float("inf"))
-    hit = needed[:, None] & (score == best[:, None]) & (score > -float("inf"))
-    return best, tl.min(tl.where(hit, four * 4 + tl.arange(0, 4)[None, :], NO_TOKEN), 1)
+    return (other > _MINUS_INF) & (image_value(other) + (tl.abs(score) * 4e-6 + 2e-4) >= score)
 
 
 @triton.jit
 def _settle(
-    logits_ptr, ids_ptr, floors_ptr, lines, best, token, pending, temperature, seed, places, numbers, vocab, limit,
+    logits_ptr, ids_ptr, floors_ptr, lines, leads, near, pending, temperature, seed, places, numbers, vocab, limit,
     stride,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The first exact argmax of every row over its ``pending`` groups, ``[R, groups]``, and ``token`` with ``best``."""
-    ROWS: tl.constexpr = pending.shape[0]
-    ALL: tl.constexpr = pending.shape[1]
+    """The first exact argmax of every row, NO_TOKEN if there is none. Of the groups ``[R, groups]``, all of the
+    ``pending`` ones are scanned, and what is about the lead of the ``near`` ones.
+    """
+    ROWS: tl.constexpr = near.shape[0]
+    ALL: tl.constexpr = near.shape[1]
     rows, ks = tl.arange(0, ROWS)[:, None], tl.arange(0, ALL)[None, :]
-    left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
-    while left > 0:
-        chosen = tl.min(tl.min(tl.where(pending, rows * ALL + ks, NO_TOKEN), 1), 0)
+    best, token = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), NO_TOKEN, tl.int32)
+    left = tl.where(near | pending, rows * ALL + ks, NO_TOKEN)
+    chosen = tl.min(tl.min(left, 1), 0)
+    while chosen < NO_TOKEN:
         group = chosen % ALL
         begin = group // (TILE // GROUP) * SPLIT + group % (TILE // GROUP) * GROUP
         here = tl.arange(0, ROWS) == chosen // ALL
         line = tl.sum(tl.where(here, lines.to(tl.int64), 0), 0)
         place, number = tl.sum(tl.where(here, places, 0), 0), tl.sum(tl.where(here, numbers, 0), 0)
         k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, number)
-        found, spot = _rescan(
-            logits_ptr + line * stride, ids_ptr, begin, vocab, limit, load_floor(floors_ptr, line, FLOORED),
-            temperature, k0, k1, c1, c2, c3, SPLIT, TILE, NOISE, MAPPED, FLOORED,
-        )  # fmt: skip
-        better = here & ((found > best) | ((found == best) & (spot < token)))
-        best, token = tl.where(better, found, best), tl.where(better, spot, token)
-        pending = pending & (rows * ALL + ks != chosen)
-        left = tl.max(tl.max(pending.to(tl.int32), 1), 0)
+        floor = load_floor(floors_ptr, line, FLOORED)
+        # The turn of the lead if that is all, else every turn.
+        turn = tl.max(tl.max(tl.where(left == chosen, tl.where(pending, -1, (leads - begin) // TILE), -1), 1), 0)
+        end = tl.where(turn < 0, SPLIT // TILE, turn + 1)
+        turn = tl.maximum(turn, 0)
+        while turn < end:
+            found, spot = _exact_best(
+                logits_ptr + line * stride, ids_ptr, begin + turn * TILE, vocab, limit, floor, temperature, k0, k1, c1,
+                c2, c3, NOISE, MAPPED, FLOORED,
+            )  # fmt: skip
+            better = here & ((found > best) | ((found == best) & (spot < token)))
+            best, token = tl.where(better, found, best), tl.where(better, spot, token)
+            turn += 1
+        left = tl.where(left == chosen, NO_TOKEN, left)
+        chosen = tl.min(tl.min(left, 1), 0)
     return token
 
 
@@ -455,30 +397,22 @@ def row_tokens(
     groups = splits * (TILE // GROUP)
     inside = needed[:, None] & (ks < groups)
     at = (lines.to(tl.int64)[:, None] * groups + ks) * 4
-    image_of_best = tl.load(found_ptr + at, mask=inside, other=_MINUS_INF)
+    leads = tl.load(found_ptr + at, mask=inside, other=_MINUS_INF)
     tokens = tl.load(found_ptr + at + 1, mask=inside, other=NO_TOKEN)
-    second = tl.load(found_ptr + at + 2, mask=inside, other=_MINUS_INF)
-    lead, first, loses = _lead(image_of_best, tokens)
-    score = image_value(lead)
+    seconds = tl.load(found_ptr + at + 2, mask=inside, other=_MINUS_INF)
+    lead, first = _first_best(leads, tokens)
+    score = image_value(lead)[:, None]
     drawn = tl.where(lead > _MINUS_INF, first, NO_TOKEN)
-    near = second
+    pending = inside & ((seconds >= _INF) | _reaches(seconds, score))
+    near = inside & _reaches(leads, score)
+    doubtful = tl.max(pending.to(tl.int32), 1) > 0
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            near = tl.maximum(second, tl.where(loses, image_of_best, _MINUS_INF))
-    worst = tl.max(near, 1)
-    doubtful = (worst > _MINUS_INF) & (image_value(worst) + _doubt(score) >= score)
-    doubtful = needed & (doubtful | (worst >= _INF))
+            doubtful = doubtful | (tl.sum(near.to(tl.int32), 1) > 1)
     if tl.max(doubtful.to(tl.int32), 0) > 0:
-        # The lead is known exactly, which is not so for the rest of its group.
-        reach = image_value(near)
-        close = (second >= _INF) | ((reach > -float("inf")) & (reach + _doubt(score)[:, None] >= score[:, None]))
-        best, token = _exact_leads(
-            logits_ptr, ids_ptr, floors_ptr, lines, first, doubtful & (lead > _MINUS_INF), temperature, seed, places,
-            numbers, vocab, limit, stride, STREAM, NOISE, MAPPED, FLOORED,
-        )  # fmt: skip
         exact = _settle(
-            logits_ptr, ids_ptr, floors_ptr, lines, best, token, inside & doubtful[:, None] & close, temperature, seed,
+            logits_ptr, ids_ptr, floors_ptr, lines, tokens, near & doubtful[:, None], pending, temperature, seed,
             places, numbers, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
         )  # fmt: skip
         drawn = tl.where(doubtful, exact, drawn)
-    return drawn, tl.max(tl.max((second > _INF).to(tl.int32), 1), 0)
+    return drawn, tl.max(tl.max((seconds > _INF).to(tl.int32), 1), 0)

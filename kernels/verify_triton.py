@@ -78,7 +78,7 @@ def _scan_rows(
         tl.extra.cuda.gdc_launch_dependents()
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
-    num_rows, num_forced = tl.load(num_rows_ptr + batch), tl.load(num_forced_ptr + batch)
+    num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
     # No temperature has these bits: asking keeps its read, and with it those of the logits, from being put off.
@@ -88,7 +88,7 @@ def _scan_rows(
         begin = split * SPLIT
         at = line * splits + split
         floor = load_floor(floors_ptr, line, FLOORED)
-        seed, place = num_rows, num_rows
+        seed, place = num_rows.to(tl.int64), num_rows.to(tl.int64)
         if NOISE:
             seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
         scan_split(

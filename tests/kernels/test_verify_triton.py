@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels import scan
-from specgraph.kernels.sample import RULES, STEP_NOISE_RULES, process_logits, sample, sample_draft_reference
+from specgraph.kernels.sample import (
+    RULES,
+    STEP_NOISE_RULES,
+    STREAM_TARGET,
+    gumbel,
+    process_logits,
+    sample,
+    sample_draft_reference,
+)
 from specgraph.kernels.step import nan_rows_reference
 from specgraph.kernels.verify import invert_vocabulary, verify_reference
 from specgraph.kernels.verify_triton import covers, verify_triton
@@ -185,16 +193,35 @@ def test_the_first_exact_argmax_wins_however_close_the_bounds(temperature: float
 
 
 @pytest.mark.parametrize(("split", "tile"), [(1024, 256), (4096, 1024)])
-def test_a_column_may_hide_the_best_token(split: int, tile: int) -> None:
-    """One large logit in each four of a column: the smallest exponential of a four, which its bound goes by, is mostly
-    that of another token.
+@pytest.mark.parametrize("columns", [1, 12])
+def test_a_group_may_hide_the_best_token(split: int, tile: int, columns: int) -> None:
+    """More eights with large bounds than a column keeps, or a group looks at: the smallest exponential of an eight,
+    which its bound goes by, is mostly that of a token with a small logit.
     """
     given = problem(24, 0, 4096)
     logits = torch.full_like(given["logits"], -40.0)
     for turn in range(4):
-        logits[..., turn * tile + 80 : turn * tile + 88 : 4] = 0.0
+        logits[..., turn * tile + 80 : turn * tile + 80 + 8 * columns : 4] = 0.0
     given["logits"], given["temperature"] = logits, torch.full((24,), 0.9, device=DEVICE)
     assert_same_tokens(launch(given, split=split, tile=tile), reference(given))
+
+
+@pytest.mark.parametrize("vocab", [1500, 5000])
+def test_scores_that_nearly_tie_are_compared_exactly(vocab: int) -> None:
+    """Two tokens whose scores are nearer than the scan can tell, in one group or apart."""
+    given = problem(24, 0, vocab)
+    given["temperature"] = torch.ones(24, device=DEVICE)
+    noise = gumbel(given["seeds"], STREAM_TARGET, given["positions"], None, vocab)
+    first = torch.arange(24, device=DEVICE)
+    second = torch.where(first % 2 == 0, first + 8, first + vocab - 40)
+    logits = torch.full_like(given["logits"], -60.0)
+    logits[first, 0, first] = 1.0
+    apart = torch.where(first % 4 < 2, 1e-5, -1e-5)
+    logits[first, 0, second] = 1.0 + noise[first, 0, first] - noise[first, 0, second] + apart
+    given["logits"] = logits
+    found = launch(given, split=1024)
+    assert_same_tokens(found, reference(given))
+    assert torch.equal(found[0][:, 0], torch.where(apart > 0, second, first))
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -276,7 +303,7 @@ def test_cuts(rule: str) -> None:
 @pytest.mark.parametrize("rule", STEP_NOISE_RULES)
 @pytest.mark.parametrize(("drawn", "own"), [(0, None), (2, None), (3, 200), (2, 250)])
 def test_drafts_with_logits_are_verified_as_in_the_reference(rule: str, drawn: int, own: int | None) -> None:
-    given = with_draft_logits(problem(6, 3, 300), drawn, own)
+    given = with_draft_logits(problem(12, 3, 300), drawn, own)
     if drawn == 2:
         given = with_cuts(given)
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
