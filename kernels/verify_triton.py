@@ -237,6 +237,8 @@ def verify_triton(
             block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
         )
     else:
+        # A warp for each row, and four for few: two or one took longer.
+        common["num_warps"] = max(warps, min(common["ROWS"], 8))
         _finish[(batch,)](
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found,
             stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
