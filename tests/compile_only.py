@@ -1,0 +1,71 @@
+"""A pytest plugin: compile the Triton kernels that tests launch, for a Hopper GPU that need not be there.
+
+    TRITON_INTERPRET=0 python -m pytest -p tests.compile_only tests/kernels/test_verify_triton.py
+
+Nothing is launched, so that what tests compute is arbitrary and whether they pass is not looked at. The run fails if a
+kernel does not compile. The interpreter, which the tests use otherwise, takes much that the compiler refuses: a
+variable whose shape changes in a branch, for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+
+from specgraph.kernels import launch
+
+COMPILED: Counter[str] = Counter()
+FAILED: dict[str, str] = {}
+
+
+class _Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+    name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+    try:
+        _RUN(kernel, *args, grid=grid, warmup=True, **kwargs)
+    except Exception:
+        FAILED.setdefault(name, traceback.format_exc())
+        raise
+    COMPILED[name] += 1
+
+
+_RUN = triton.JITFunction.run
+
+
+def pytest_configure() -> None:
+    triton.runtime.driver.set_active(_Hopper())
+    triton.JITFunction.run = _compile
+    launch._capability = lambda device: (9, 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    with contextlib.suppress(Exception):  # of what has not been computed
+        yield
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    for name, error in FAILED.items():
+        print(f"\n{name} does not compile:\n{error}")
+    print("\ncompiled: " + ", ".join(f"{name} {count}" for name, count in sorted(COMPILED.items())))
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED if FAILED or not COMPILED else pytest.ExitCode.OK
