@@ -72,8 +72,8 @@ def _scan_drafts(
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     scan_split(
         logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
-        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, found_ptr, program, STREAM,
-        SPLIT, TILE, NOISE, MAPPED, FLOORED,
+        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, found_ptr, program,
+        tl.num_programs(0), STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _finish_drafts(
     one = tl.arange(0, 1).to(tl.int64)
     tokens, _ = row_tokens(
         logits_ptr, ids_ptr, floors_ptr, line + one, one == 0, temperature, seed, place + one, row + one, found_ptr,
-        size, limit, vocab, splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
+        size, limit, vocab, splits, tl.num_programs(0) * splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
     )  # fmt: skip
     chosen = tl.min(tokens, 0)
     index = tl.where(chosen == NO_TOKEN, 0, chosen)
@@ -160,7 +160,7 @@ def sample_draft_triton(
     split = split or scan_size(vocab, batch * count)
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    found = torch.empty((area, tile // GROUP.value, 4), dtype=torch.int32, device=logits.device)
+    found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
     noise = key if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)

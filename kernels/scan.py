@@ -10,7 +10,7 @@ of that word
 
 which costs half an instruction per token for the maximum, and little per eight. A warp looks at a group, 256 tokens of
 every turn. A thread reads an eight of each turn, a column, and keeps its three largest bounds. Then the warp looks at
-the eights of the four largest of all, a token per thread: their noise gives their scores to within :func:`_reaches`.
+the eights of the four largest of all, a token per thread: their noise gives their scores to within :func:`_least_near`.
 
 A group reports the best of these scores, its token, and the largest score or bound of all its other tokens, as integers
 that order floats. :func:`row_tokens` merges the groups of a row. Where no other score comes near the best, which is
@@ -32,6 +32,7 @@ from specgraph.kernels.gumbel import (
     BLOCK_TOKENS,
     GREEDY,
     INF_IMAGE,
+    INTERPRETED,
     LARGEST,
     MINUS_INF_IMAGE,
     NO_TOKEN,
@@ -267,18 +268,30 @@ def _scan_scores(
 
 
 @triton.jit
+def _store_in_place(ptr, value, mask):
+    """Store int32, each from the thread that has it. ``tl.store`` would collect neighbours first, by shared memory."""
+    if INTERPRETED:
+        tl.store(ptr, value, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r,r",
+            [ptr.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def scan_split(
-    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, found_ptr, number,
+    row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, seed, place, line, found_ptr, number, area,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Write what the groups of split ``number`` have, int32 ``[splits of all rows, groups, 4]``: the image of the best
-    score, its token, the image of the second or of what it is below, and nothing.
+    """Write what the groups of split ``number`` have, int32 ``[3, splits of all rows, groups]``: the image of the best
+    score, its token, and the image of the second or of what it is below. ``area`` is the number of splits of all rows.
 
     The noise is that of ``seed``, ``place`` (int64) and ``line``. ``MAPPED`` entries have their target's ids, and those
     that are not below ``limit`` are never drawn.
     """
-    at = (number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)).to(tl.int64)
+    at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     if NOISE:
         if temperature < GREEDY:
             best, token, second = _scan_values(
@@ -298,10 +311,9 @@ def scan_split(
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED
         )  # fmt: skip
-    # As wide as a warp, so that each one stores what it has.
     kind = tl.arange(0, GROUP // 8)[None, :]
     found = tl.where(kind == 0, best[:, None], tl.where(kind == 1, token[:, None], second[:, None]))
-    tl.store(found_ptr + at[:, None] * 4 + kind, found, mask=kind < 3)
+    _store_in_place(found_ptr + kind * (area * (TILE // GROUP)) + at[:, None], found, kind < 3)
 
 
 @triton.jit
@@ -330,14 +342,15 @@ def _exact_best(
 
 
 @triton.jit
-def _reaches(other, score):
-    """Whether an image may be that of a larger score than ``score``, or of the same, in units of log2.
+def _least_near(lead):
+    """The least image above that of -inf that may belong to a score as large as that of ``lead``, in units of log2.
 
     The difference of two near scores is off by at most 5e-5 and 4e-7 of a score: exponentials by 1.2e-5 of them, the
     hardware's logarithm by 2**-22 of it (in (0.5, 2): of 1), beside the multiply-add and the steps of the exact score;
     the error of the scale is common to both. A logit is at most 5 above its score, a score at most 27 above its logit.
     """
-    return (other > _MINUS_INF) & (image_value(other) + (tl.abs(score) * 4e-6 + 2e-4) >= score)
+    score = image_value(lead)
+    return tl.maximum(image(score - (tl.abs(score) * 4e-6 + 2e-4)), _LOWEST)
 
 
 @triton.jit
@@ -384,7 +397,7 @@ def _settle(
 @triton.jit
 def row_tokens(
     logits_ptr, ids_ptr, floors_ptr, lines, needed, temperature, seed, places, numbers, found_ptr, vocab, limit, stride,
-    splits,
+    splits, area,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
@@ -396,23 +409,26 @@ def row_tokens(
     ks = tl.arange(0, SPLITS * (TILE // GROUP))[None, :]
     groups = splits * (TILE // GROUP)
     inside = needed[:, None] & (ks < groups)
-    at = (lines.to(tl.int64)[:, None] * groups + ks) * 4
-    leads = tl.load(found_ptr + at, mask=inside, other=_MINUS_INF)
-    tokens = tl.load(found_ptr + at + 1, mask=inside, other=NO_TOKEN)
-    seconds = tl.load(found_ptr + at + 2, mask=inside, other=_MINUS_INF)
+    # Kinds apart, so that a warp has all of a row, from reads of 16 bytes.
+    found_ptr += lines.to(tl.int64)[:, None] * groups + ks
+    plane = area * (TILE // GROUP)
+    leads = tl.load(found_ptr, mask=inside, other=_MINUS_INF)
+    tokens = tl.load(found_ptr + plane, mask=inside, other=NO_TOKEN)
+    seconds = tl.load(found_ptr + 2 * plane, mask=inside, other=_MINUS_INF)
     lead, first = _first_best(leads, tokens)
-    score = image_value(lead)[:, None]
     drawn = tl.where(lead > _MINUS_INF, first, NO_TOKEN)
-    pending = inside & ((seconds >= _INF) | _reaches(seconds, score))
-    near = inside & _reaches(leads, score)
-    doubtful = tl.max(pending.to(tl.int32), 1) > 0
+    rivals = seconds
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= GREEDY:
-            doubtful = doubtful | (tl.sum(near.to(tl.int32), 1) > 1)
+            rivals = tl.maximum(seconds, tl.where(tokens == first[:, None], _MINUS_INF, leads))
+    rival = tl.max(rivals, 1)
+    reach = _least_near(lead)
+    doubtful = rival >= reach
     if tl.max(doubtful.to(tl.int32), 0) > 0:
+        least = tl.where(doubtful, reach, _NAN)[:, None]
         exact = _settle(
-            logits_ptr, ids_ptr, floors_ptr, lines, tokens, near & doubtful[:, None], pending, temperature, seed,
+            logits_ptr, ids_ptr, floors_ptr, lines, tokens, leads >= least, seconds >= least, temperature, seed,
             places, numbers, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
         )  # fmt: skip
         drawn = tl.where(doubtful, exact, drawn)
-    return drawn, tl.max(tl.max((seconds > _INF).to(tl.int32), 1), 0)
+    return drawn, tl.max((rival > _INF).to(tl.int32), 0)

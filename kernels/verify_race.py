@@ -25,7 +25,7 @@ from specgraph.kernels.gumbel import (
     token_noise,
 )
 from specgraph.kernels.sample import STREAM_RESIDUAL
-from specgraph.kernels.verify_rows import last_row, lay_out, place_rows, write_logprobs
+from specgraph.kernels.verify_rows import last_row, lay_out, load_drafts, place_rows, write_logprobs
 
 _RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 
@@ -172,8 +172,9 @@ def finish_race(
         split += 1
     token = tl.where(token < vocab, token, 0)
     lay_out(
-        draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count,
-        width, drafts_stride, COLUMNS, RAW or PROCESSED,
+        load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
+        num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride, COLUMNS,
+        RAW or PROCESSED,
     )  # fmt: skip
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]

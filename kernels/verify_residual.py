@@ -107,7 +107,7 @@ def _weigh_rows(
     zero = rows.to(tl.int64) * 0
     token, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
-        vocab, vocab, vocab, splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
+        vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
     )  # fmt: skip
     tl.store(bad_ptr + batch, bad.to(tl.uint8))
     # The token of a point mass (greedy, or nothing but -inf), or -1.

@@ -155,24 +155,33 @@ def last_row(accepted, first, count):
 
 
 @triton.jit
+def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: tl.constexpr):
+    """Draft tokens ``begin .. begin + COLUMNS``, int64, -1 behind the last."""
+    column = begin + tl.arange(0, COLUMNS)
+    # By the second-level cache, as ``_finish`` reads before its wait.
+    ptr = draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + column
+    return tl.load(ptr, mask=column < width - 1, other=-1, cache_modifier=".cg").to(tl.int64)
+
+
+@triton.jit
 def lay_out(
-    draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first, count,
-    width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
+    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
+    count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    """Accepted drafts, the next token, -1; log-probabilities of rows without logits are 0."""
+    """Accepted drafts, the next token, -1; log-probabilities of rows without logits are 0. ``drafts`` are the first
+    ``COLUMNS`` of :func:`load_drafts`.
+    """
     begin = width * 0
     while begin < width:
         column = begin + tl.arange(0, COLUMNS)
-        known_token = tl.load(
-            draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + column, mask=column < width - 1, other=-1
-        ).to(tl.int64)
-        out = tl.where(column < accepted, known_token, -1)
+        out = tl.where(column < accepted, drafts, -1)
         out = tl.where((column == accepted) & more, next_token.to(tl.int64), out)
         tl.store(emitted_ptr + batch * width + column, out, mask=column < width)
         if LOGPROBS:
             outside = (column < first) | (column >= first + count)
             tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
         begin += COLUMNS
+        drafts = load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS)
     tl.store(num_emitted_ptr + batch, (accepted + more.to(tl.int32)).to(tl.int64))
 
 

@@ -46,6 +46,7 @@ from specgraph.kernels.verify_rows import (
     floored_logits,
     judge_rows,
     lay_out,
+    load_drafts,
     logprob,
     merge_sums,
     place_rows,
@@ -57,6 +58,9 @@ from specgraph.kernels.verify_rows import (
 STRICT, TYPICAL, SYNTHETIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
+_FEW_GROUPS = 1024
+"""More groups than that are merged by twice as many warps: a thread has eight of them."""
 
 _TARGET = tl.constexpr(STREAM_TARGET)
 
@@ -87,16 +91,16 @@ def _scan_rows(
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
         begin = split * SPLIT
         at = line * splits + split
+        area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
         floor = load_floor(floors_ptr, line, FLOORED)
         seed, place = num_rows.to(tl.int64), num_rows.to(tl.int64)
         if NOISE:
             seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
         scan_split(
-            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, _TARGET,
-            SPLIT, TILE, NOISE, False, FLOORED,
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
+            _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
         )  # fmt: skip
         if RAW or SCALED:
-            area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
             tl.store(stats_ptr + at, largest)
             largest = tl.where(largest > -float("inf"), largest, 0.0)
@@ -130,6 +134,7 @@ def _finish(
     draft, judged, live = judge_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
+    drafts = load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS)
     seed, place = num_rows.to(tl.int64), row.to(tl.int64)
     if NOISE:
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
@@ -140,7 +145,7 @@ def _finish(
     line = (batch * count + rows).to(tl.int64)
     token, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
-        vocab, vocab, vocab, splits, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
+        vocab, vocab, vocab, splits, area, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
     token = tl.where(token == NO_TOKEN, 0, token)
     tl.store(bad_ptr + batch, bad.to(tl.uint8))
@@ -167,8 +172,8 @@ def _finish(
     accepted, last = count_accepted(good, live, row, first, forced, count, ROWS)
     next_token = tl.sum(tl.where(rows == last, token, 0), 0)
     lay_out(
-        draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first, count,
-        width, drafts_stride, COLUMNS, RAW or PROCESSED,
+        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
+        count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
     )  # fmt: skip
     if RAW or PROCESSED:
         write_logprobs(
@@ -209,7 +214,7 @@ def verify_triton(
     split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
     splits = triton.cdiv(vocab, split)
     area = batch * count * splits
-    found = torch.empty((area, tile // GROUP.value, 4), dtype=torch.int32, device=logits.device)
+    found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
@@ -237,8 +242,8 @@ def verify_triton(
             block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
         )
     else:
-        # A warp for each row, and four for few: two or one took longer.
-        common["num_warps"] = max(warps, min(common["ROWS"], 8))
+        if common["ROWS"] * common["SPLITS"] * (tile // GROUP.value) > _FEW_GROUPS:
+            common["num_warps"] = 2 * warps
         _finish[(batch,)](
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found,
             stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
