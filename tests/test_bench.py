@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from specgraph.bench import run, steps
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import Sizes, cases
+from specgraph.bench.kernels import Experts, Sizes, cases
 from specgraph.bench.models import DRAFT_VOCAB, SHAPES, random_head, random_target, shape_config
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
 from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
@@ -78,6 +79,9 @@ def test_a_window_bounds_what_is_read_and_a_tied_head_counts() -> None:
     traffic = step_traffic(program, 1, 100.0)
     assert traffic.cache == 2 * PER_TOKEN * model.config.sliding_window
     assert traffic.target_weights == TARGET + ROTARY
+
+
+TINY_EXPERTS = dataclasses.replace(Sizes.of(shape_config("tiny-shape")), experts=Experts(8, 2, 24))
 
 
 def test_the_limit_of_the_8b_shape_is_that_of_the_design() -> None:
@@ -195,12 +199,35 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
 
 
-def test_what_is_compared_with_a_library_is_the_same() -> None:
+def small_options() -> BenchConfig:
     options = BenchConfig(target="x", batch_sizes=[2], num_speculative_tokens=[2], prompt_length=9)
-    sizes = Sizes.of(shape_config("tiny-shape"))
-    for case in cases(sizes, options, torch.device("cpu"), torch.float32):
+    options.cache.prefill_chunk = 16
+    return options
+
+
+def test_experts_are_in_the_place_of_the_feed_forward_part() -> None:
+    sizes = Sizes.of(shape_config("qwen3-30b-a3b-shape"))
+    assert sizes.experts == Experts(128, 8, 768)
+    layer = 128 * 3 * 768 * 2048 + sum(i * o for name, (i, o) in sizes.linears.items() if name != "lm_head")
+    assert 48 * layer + 2 * sizes.hidden * sizes.vocab == pytest.approx(30.5e9, rel=2e-3)
+    found = {case.kernel for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)}
+    assert "expert_linear" in found and "gated_activation" not in found
+
+
+def test_only_experts_that_are_met_count() -> None:
+    found = [
+        case for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)
+        if case.kernel == "expert_linear"
+    ]  # fmt: skip
+    assert found[0].shape == "gate_up 48x64, 2 rows, 2 of 8 experts, 2 met"
+    assert found[0].bytes == 4 * (2 * 48 * 64 + 4 * 64 + 4 * 48)
+
+
+@pytest.mark.parametrize("sizes", [Sizes.of(shape_config("tiny-shape")), TINY_EXPERTS], ids=["dense", "experts"])
+def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
+    for case in cases(sizes, small_options(), torch.device("cpu"), torch.float32):
         ours, libraries = case.make()
-        if case.kernel in ("linear", "rms_norm", "gated_activation"):
+        if case.kernel in ("linear", "rms_norm", "gated_activation", "expert_linear"):
             for call in libraries.values():
                 assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
         if case.kernel == "verify":
@@ -242,7 +269,8 @@ def test_a_target_that_is_no_model_is_named_as_it_was_given(tmp_path: Path, caps
 def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
     assert capsys.readouterr().err == (
-        "error: target is not set: python -m specgraph bench target=llama-3-8b-shape|llama-3.2-1b-shape|tiny-shape, "
+        "error: target is not set: python -m specgraph bench "
+        "target=llama-3-8b-shape|llama-3.2-1b-shape|qwen3-30b-a3b-shape|tiny-shape, "
         "or the folder or name of a model.\n"
     )
 

@@ -22,7 +22,9 @@ class BenchConfig(Config):
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same."""
     target: str = MISSING
-    """llama-3-8b-shape, llama-3.2-1b-shape or tiny-shape (random weights), or the folder or name of a model."""
+    """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
+    of a model.
+    """
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Sequences decoded together, one measurement each."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])

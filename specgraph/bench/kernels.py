@@ -63,8 +63,27 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: how many, how many a token meets, and the width between their two products."""
+
+    count: int
+    per_token: int
+    intermediate: int
+
+    @staticmethod
+    def of(text: Any) -> Experts | None:
+        """Those of a configuration, under the names that transformers' models have for them."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = next((value for name in names if (value := getattr(text, name, None))), None)
+        if count is None:
+            return None
+        width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        return Experts(count, text.num_experts_per_tok, width)
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """The sizes of a causal LM that its kernels see."""
+    """The sizes of a causal LM that its kernels see. With ``experts``, no layer has a feed-forward part beside them."""
 
     hidden: int
     intermediate: int
@@ -72,6 +91,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     vocab: int
+    experts: Experts | None = None
 
     @staticmethod
     def of(config: PretrainedConfig) -> Sizes:
@@ -84,17 +104,18 @@ class Sizes:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             vocab=text.vocab_size,
+            experts=Experts.of(text),
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Name to (inputs, outputs) of the products of a step, q/k/v and gate/up merged."""
         width = self.heads * self.head_dim
+        dense = {"gate_up": (self.hidden, 2 * self.intermediate), "down": (self.intermediate, self.hidden)}
         return {
             "qkv": (self.hidden, width + 2 * self.kv_heads * self.head_dim),
             "o": (width, self.hidden),
-            "gate_up": (self.hidden, 2 * self.intermediate),
-            "down": (self.intermediate, self.hidden),
+            **({} if self.experts else dense),
             "lm_head": (self.hidden, self.vocab),
         }
 
@@ -119,19 +140,25 @@ def bench_kernels(
 
 
 def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Linears and norms by the number of rows, attention and verification by batch and K."""
+    """Linears, experts and norms by the number of rows, attention and verification by batch and K; and a chunk of a
+    prompt, ``cache.prefill_chunk`` rows, in front of which the context lies.
+    """
     shapes = [(batch, k + 1) for batch in options.batch_sizes for k in [0, *options.num_speculative_tokens]]
-    place = _Place(device, dtype)
-    for rows in sorted({batch * width for batch, width in shapes}):
+    place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
+    for rows in sorted({batch * width for batch, width in shapes} | {chunk}):
         if _has("linear"):
-            yield from (_linear(place, name, *size, rows) for name, size in sizes.linears.items())
-            yield from (_linear_after_norm(place, name, *sizes.linears[name], rows) for name in ("qkv", "gate_up"))
-            yield from (_linear_before_norm(place, name, *sizes.linears[name], rows) for name in ("o", "down"))
+            yield from (_linear(place, name, *size, rows) for name, size in linears.items())
+            yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
+            yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
+        if sizes.experts and _has("expert_linear", "experts"):
+            width = sizes.experts.intermediate
+            yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
+            yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
         if _has("rms_norm", "norm"):
             yield _norm(place, sizes.hidden, rows)
-        if _has("gated_activation", "activation"):
+        if not sizes.experts and _has("gated_activation", "activation"):
             yield _activation(place, sizes.intermediate, rows)
-    for batch, width in shapes:
+    for batch, width in [*shapes, (1, chunk)]:
         if _has("paged_attention", "attention"):
             yield _attention(place, sizes, batch, width, options.prompt_length)
     for batch, width in shapes:
@@ -220,6 +247,31 @@ def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, row
 
     moved = place.size(outputs * inputs, rows * inputs, outputs, 3 * rows * outputs)
     return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make)
+
+
+def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outputs: int, rows: int) -> Case:
+    """Every row meets different experts, drawn alike. The library's product wants rows sorted by expert."""
+    drawn = torch.rand(rows, experts.count, generator=torch.Generator().manual_seed(0))
+    chosen = drawn.topk(experts.per_token).indices.flatten()
+    met, count = len(set(chosen.tolist())), len(chosen)
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        x, ids = place.random(count, inputs), chosen.to(place.device)
+        weight = place.random(experts.count, outputs, inputs, scale=inputs**-0.5)
+        every = torch.arange(experts.count, device=place.device)
+
+        def sorted_rows() -> Tensor:
+            order = ids.argsort()
+            ends = (ids[:, None] <= every).sum(0, dtype=torch.int32)
+            out = functional.grouped_mm(x[order], weight.mT, offs=ends)
+            return torch.empty_like(out).index_copy_(0, order, out)
+
+        ours: Call = lambda: torch.ops.specgraph.expert_linear(x, weight, None, ids)  # noqa: E731
+        return ours, {"torch grouped_mm": sorted_rows}
+
+    moved = place.size(met * outputs * inputs, count * inputs, count * outputs)
+    shape = f"{name} {outputs}x{inputs}, {rows} rows, {experts.per_token} of {experts.count} experts, {met} met"
+    return Case("expert_linear", shape, moved, make)
 
 
 def _norm(place: _Place, width: int, rows: int) -> Case:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
 from specgraph.training.heads.teacher import feature_layers
 
-_LLAMA: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-                          "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+_COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+                           "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b-shape": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -24,19 +24,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b-shape": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False,
+    },
     "tiny-shape": {
         "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Llama configurations by name; the tiny one is for trying the command on a CPU."""
+"""Configurations by name, Llama's without a ``model_type``; the tiny one is for trying the command on a CPU."""
 DRAFT_VOCAB = 32000
 """Tokens that a random head drafts, as published EAGLE-3 heads for Llama do, or all of a smaller vocabulary."""
 
 
 def shape_config(name: str) -> PretrainedConfig:
     """The configuration of a named shape."""
-    config: PretrainedConfig = AutoConfig.for_model("llama", **_LLAMA, **SHAPES[name])
+    config: PretrainedConfig = AutoConfig.for_model(**{"model_type": "llama", **_COMMON, **SHAPES[name]})
     return config
 
 
