@@ -8,8 +8,8 @@ kernel that is launched with :func:`launch_options` keeps to three rules, and is
    unfinished before the wait. It ends when the kernel before has finished and its writes are visible; that one has
    waited in its turn, so all earlier ones are done too. After a kernel that knows nothing of this it returns at once.
    Two exceptions: a weight that nothing in a CUDA graph writes (``constant_weight`` of ``specgraph::linear``);
-   and what a kernel's predecessor was given, if that one lets it begin after its own wait and not before. Such reads
-   pass by the first-level cache, which only a wait is known to refresh.
+   and what was written before a kernel's predecessor, if that one lets it begin after its own wait and not before.
+   Such reads pass by the first-level cache, which only a wait is known to refresh.
 2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
 3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, and may come anywhere where nothing makes use of the second
    exception: what begins early waits in its turn.

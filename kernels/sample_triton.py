@@ -89,7 +89,7 @@ def _finish_drafts(
         tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0)
     batch = line // count
-    # What ``_scan_drafts`` was given is there: it had waited for that before it let this kernel begin.
+    # What was written before ``_scan_drafts`` is there: it had waited for that before it let this kernel begin.
     temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
     seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
     if PDL:

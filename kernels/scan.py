@@ -6,7 +6,7 @@ token, several times what reading the logits allows. So a program looks at eight
 one word of noise: that of the smallest of their exponentials (:mod:`specgraph.kernels.sample`). With ``u`` the uniform
 of that word
 
-    e >= -log1p(-u) / 8 >= u / 8,  so  score * log2(e) <= largest logit * log2(e) / temperature - log2(u) + 3
+    e >= -log1p(-u) / 8 >= u / 8,  so  score / ln(2) <= largest logit / temperature / ln(2) - log2(u) + 3
 
 which costs half an instruction per token for the maximum, and little per eight. A warp looks at a group, 256 tokens of
 every turn. A thread reads an eight of each turn, a column, and keeps its three largest bounds. Then the warp looks at
@@ -16,8 +16,8 @@ A group reports the best of these scores, its token, and the largest score or bo
 that order floats. :func:`row_tokens` merges the groups of a row. Where no other score comes near the best, which is
 nearly always, its token is drawn; else whatever may hold the best one is scanned again with exact scores. The result is
 the first exact argmax, whatever the splits and tiles. Groups with a NaN, an infinity, or a bound that overflows are
-scanned again as well. Without noise (at temperature 0, or without seeds) the values themselves are compared, which
-leaves no doubt.
+scanned again as well, and rows in which no score is above -inf. Without noise (at temperature 0, or without seeds) the
+values themselves are compared, which leaves no doubt.
 """
 
 # Triton functions carry no types.
@@ -63,7 +63,7 @@ from specgraph.kernels.gumbel import (
 GROUP = tl.constexpr(256)
 """Tokens of a tile that one warp looks at: a group of a split, which reports for all turns."""
 _MANY_PROGRAMS = 1024
-"""More programs than a GPU runs at once, some eight on each multiprocessor."""
+"""Some eight on each multiprocessor of a large GPU, which are enough to hide each other's waits."""
 _BOUND_LIMIT = tl.constexpr(0x7F61B1E6)
 """The image of 3e38: a group with a larger bound is scanned again."""
 _NOTHING = tl.constexpr(-0x80000000)
@@ -154,7 +154,9 @@ def _column_bounds(
     of log2, less 3. Their bits ``LOW`` are the turn and the column. And unless ``MAPPED``, every turn's words of noise.
     """
     COLUMNS: tl.constexpr = TILE // 8
-    # Every four turns of whole tiles have blocks of their own, so a split is some of them, or a part of one.
+    # Every four turns of whole tiles have blocks of their own, so a split is some of them, or a part of one; a tile has
+    # one word of each.
+    tl.static_assert(TILE <= BLOCK_TOKENS)
     tl.static_assert(SPLIT <= 2 * TILE or SPLIT % (4 * TILE) == 0)
     tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE)
     column = tl.arange(0, COLUMNS) % (GROUP // 8)
@@ -355,13 +357,13 @@ def _least_near(lead):
 
 @triton.jit
 def _settle(
-    logits_ptr, ids_ptr, floors_ptr, lines, leads, near, pending, temperature, seed, places, numbers, vocab, limit,
+    logits_ptr, ids_ptr, floors_ptr, lines, tokens, near, pending, temperature, seed, places, numbers, vocab, limit,
     stride,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
     """The first exact argmax of every row, NO_TOKEN if there is none. Of the groups ``[R, groups]``, all of the
-    ``pending`` ones are scanned, and what is about the lead of the ``near`` ones.
+    ``pending`` ones are scanned, and what is about the token that the ``near`` ones report.
     """
     ROWS: tl.constexpr = near.shape[0]
     ALL: tl.constexpr = near.shape[1]
@@ -377,8 +379,8 @@ def _settle(
         place, number = tl.sum(tl.where(here, places, 0), 0), tl.sum(tl.where(here, numbers, 0), 0)
         k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, number)
         floor = load_floor(floors_ptr, line, FLOORED)
-        # The turn of the lead if that is all, else every turn.
-        turn = tl.max(tl.max(tl.where(left == chosen, tl.where(pending, -1, (leads - begin) // TILE), -1), 1), 0)
+        # The turn of that token if that is all, else every turn.
+        turn = tl.max(tl.max(tl.where(left == chosen, tl.where(pending, -1, (tokens - begin) // TILE), -1), 1), 0)
         end = tl.where(turn < 0, SPLIT // TILE, turn + 1)
         turn = tl.maximum(turn, 0)
         while turn < end:

@@ -139,7 +139,7 @@ def _finish(
     if NOISE:
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
         place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0, cache_modifier=".cg")
-    # What ``_scan_rows`` was given is there: it had waited for that before it let this kernel begin.
+    # What was written before ``_scan_rows`` is there: it had waited for that before it let this kernel begin.
     if PDL:
         tl.extra.cuda.gdc_wait()
     line = (batch * count + rows).to(tl.int64)

@@ -74,8 +74,8 @@ class Experts:
     def of(text: Any) -> Experts | None:
         """Those of a configuration, under the names that transformers' models have for them."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
-        count = next((value for name in names if (value := getattr(text, name, None))), None)
-        if count is None:
+        count = next((value for name in names if (value := getattr(text, name, None))), 0)
+        if not count:
             return None
         width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         return Experts(count, text.num_experts_per_tok, width)
@@ -83,7 +83,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a causal LM that its kernels see. With ``experts``, no layer has a feed-forward part beside them."""
+    """The sizes of a causal LM that its kernels see. What layers have beside ``experts`` is not timed."""
 
     hidden: int
     intermediate: int
@@ -145,9 +145,12 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     """
     shapes = [(batch, k + 1) for batch in options.batch_sizes for k in [0, *options.num_speculative_tokens]]
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
-    for rows in sorted({batch * width for batch, width in shapes} | {chunk}):
+    decoded = {batch * width for batch, width in shapes}
+    for rows in sorted({*decoded, chunk}):
         if _has("linear"):
-            yield from (_linear(place, name, *size, rows) for name, size in linears.items())
+            # Of a chunk only the last rows meet the vocabulary.
+            named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
+            yield from (_linear(place, name, *size, rows) for name, size in named.items())
             yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
             yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
         if sizes.experts and _has("expert_linear", "experts"):

@@ -14,7 +14,7 @@ KERNELS = (
 )  # fmt: skip
 
 
-def test_every_kernel_compiles_for_hopper() -> None:
+def test_every_triton_kernel_compiles_for_hopper() -> None:
     """As the other tests of this folder launch it. The interpreter takes much that the compiler refuses."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.compile_only", str(FOLDER), "--ignore", __file__]
     own = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
