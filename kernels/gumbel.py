@@ -228,18 +228,24 @@ def eight_lane(eight):
 
 
 @triton.jit
-def eight_noise(eight, k0, k1, c1, c2, c3):
-    """The word of every eight."""
+def word_of_eight(eight, k0, k1, c1, c2, c3):
     w0, w1, w2, w3 = eight_words(eight, k0, k1, c1, c2, c3)
     return pick_word(w0, w1, w2, w3, eight_lane(eight))
 
 
 @triton.jit
+def word_of_token(four, lane, k0, k1, c1, c2, c3):
+    """The own words of tokens ``lane`` of ``four``."""
+    w0, w1, w2, w3 = philox(four.to(tl.uint32), c1, c2, c3, k0, k1)
+    return pick_word(w0, w1, w2, w3, lane)
+
+
+@triton.jit
 def token_noise(four, lane, k0, k1, c1, c2, c3):
     """The exponentials of tokens ``lane`` of ``four``: two blocks of noise for each four, ``[N, 1]`` for whole ones."""
-    w0, w1, w2, w3 = philox(four.to(tl.uint32), c1, c2, c3, k0, k1)
-    eight_word = eight_noise(four.to(tl.uint32) // 2, k0, k1, c1, c2, c3)
-    return exponential(eight_word, pick_word(w0, w1, w2, w3, lane), four * 4 + lane)
+    word = word_of_token(four, lane, k0, k1, c1, c2, c3)
+    eight_word = word_of_eight(four.to(tl.uint32) // 2, k0, k1, c1, c2, c3)
+    return exponential(eight_word, word, four * 4 + lane)
 
 
 @triton.jit
@@ -290,10 +296,15 @@ def most_of_eight(x):
 
 
 @triton.jit
+def load_logits(row_ptr, place, vocab):
+    """Float32, -inf behind the last."""
+    return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
+
+
+@triton.jit
 def load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
     """Entries ``[TILE // 4, 4]`` from ``first`` on, float32, -inf behind the last."""
-    place = first + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
+    return load_logits(row_ptr, first + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :], vocab)
 
 
 @triton.jit

@@ -37,7 +37,6 @@ from specgraph.kernels.gumbel import (
     MINUS_INF_IMAGE,
     NO_TOKEN,
     eight_lane,
-    eight_noise,
     eight_words,
     exponent_scale,
     first_best,
@@ -47,9 +46,9 @@ from specgraph.kernels.gumbel import (
     image_value,
     kept_logits,
     load_floor,
+    load_logits,
     most_of_eight,
     noise_key,
-    philox,
     pick_word,
     processed_value,
     rough_exponential,
@@ -58,6 +57,8 @@ from specgraph.kernels.gumbel import (
     token_noise,
     uniform,
     widen,
+    word_of_eight,
+    word_of_token,
 )
 
 GROUP = tl.constexpr(256)
@@ -167,7 +168,7 @@ def _column_bounds(
         place = (begin + i * TILE).to(tl.uint32)
         if MAPPED:
             ids = _load_ids(ids_ptr, begin + i * TILE + tl.arange(0, TILE), vocab)
-            own = eight_noise(ids.to(tl.uint32) // 8, k0, k1, c1, c2, c3)
+            own = word_of_eight(ids.to(tl.uint32) // 8, k0, k1, c1, c2, c3)
             x = kept_logits(widen(tiles[i]), ids, limit, floor, True, FLOORED)
             bound = most_of_eight(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own))))
         else:
@@ -185,11 +186,6 @@ def _column_bounds(
 
 
 @triton.jit
-def _load_logits(row_ptr, place, vocab):
-    return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
-
-
-@triton.jit
 def _scan_values(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
@@ -200,7 +196,7 @@ def _scan_values(
     # Images tell -0 from 0, which are equal; their sum with 0 is 0.
     best, first = _first_best(_groups(image(top + 0.0)), _groups(begin + turn * TILE + tl.arange(0, TILE // 8) * 8))
     place = first[:, None] + tl.arange(0, GROUP // 8)[None, :] % 8
-    x = _load_logits(row_ptr, place, vocab)
+    x = load_logits(row_ptr, place, vocab)
     if MAPPED:
         x = kept_logits(x, _load_ids(ids_ptr, place, vocab), limit, 0.0, True, False)
     equal = image(_plain_value(x, temperature, DIVIDED) + 0.0) == best[:, None]
@@ -234,8 +230,7 @@ def _chosen_words(words, turn, column):
 @triton.jit
 def _near_noise(eight_word, ids, k0, k1, c1, c2, c3):
     """The exponentials of tokens, to within 1.2e-5 of them."""
-    w0, w1, w2, w3 = philox(ids // 4, c1, c2, c3, k0, k1)
-    more = rough_exponential(uniform(pick_word(w0, w1, w2, w3, ids % 4)))
+    more = rough_exponential(uniform(word_of_token(ids // 4, ids % 4, k0, k1, c1, c2, c3)))
     return rough_exponential(uniform(eight_word)) * 0.125 + tl.where(has_smallest(eight_word, ids), 0.0, more)
 
 
@@ -257,9 +252,9 @@ def _scan_scores(
     ids = place
     if MAPPED:
         ids = _load_ids(ids_ptr, place, vocab)
-    x = kept_logits(_load_logits(row_ptr, place, vocab), ids, limit, floor, MAPPED, FLOORED)
+    x = kept_logits(load_logits(row_ptr, place, vocab), ids, limit, floor, MAPPED, FLOORED)
     ids = ids.to(tl.uint32)
-    eight_word = eight_noise(ids // 8, k0, k1, c1, c2, c3) if MAPPED else _chosen_words(words, turn, column)
+    eight_word = word_of_eight(ids // 8, k0, k1, c1, c2, c3) if MAPPED else _chosen_words(words, turn, column)
     score = tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(_near_noise(eight_word, ids, k0, k1, c1, c2, c3)))
     known = largest < _BOUND_LIMIT
     rank = tl.where(known[:, None], image(score), _MINUS_INF)
@@ -294,21 +289,15 @@ def scan_split(
     that are not below ``limit`` are never drawn.
     """
     at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-    if NOISE:
-        if temperature < GREEDY:
-            best, token, second = _scan_values(
-                row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED
-            )
-        else:
-            k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, line)
-            best, token, second = _scan_scores(
-                row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED,
-                FLOORED,
-            )  # fmt: skip
-    elif temperature < GREEDY:
+    if temperature < GREEDY:
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED
         )  # fmt: skip
+    elif NOISE:
+        k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, line)
+        best, token, second = _scan_scores(
+            row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3, SPLIT, TILE, MAPPED, FLOORED
+        )
     else:
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, True, MAPPED
@@ -329,7 +318,7 @@ def _exact_best(
     four = begin // 4 + tl.arange(0, GROUP // 4)[:, None]
     lane = tl.arange(0, 4)[None, :]
     place = four * 4 + lane
-    x = _load_logits(row_ptr, place, vocab)
+    x = load_logits(row_ptr, place, vocab)
     ids = place
     if MAPPED:
         ids = _load_ids(ids_ptr, place, vocab)
