@@ -9,9 +9,9 @@ other rows, the batch, the width of the block table, the tile of rows, or on whe
 several did through memory. Runs are there so that a long context leaves few partial results to merge, and a short one
 has a program for every piece.
 
-Products are ``K Q^T`` and ``V^T P``, context on the left and rows as columns: the order in which a tensor core sums
-does not depend on the number of columns. All programs have four warps, which fixes the order of the sum over keys, and
-products and sums are not contracted by the compiler.
+The kernel here is for few rows of a sequence. Many, as those of a prompt, go to that of
+:mod:`specgraph.kernels.prefill_attention`, which gives the same bits (:mod:`specgraph.kernels.attention_tiles` says
+why). Products and sums are not contracted by the compiler.
 """
 
 # Triton's functions have no types.
@@ -27,24 +27,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.attention_tiles import (
+    add_block,
+    bound,
+    load_rows,
+    merge,
+    no_weights,
+    nothing,
+    score,
+    store_result,
+    sum_of_keys,
+)
+from specgraph.kernels.attention_units import is_last, merge_units, share_out, store_unit
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.prefill_attention import prefill_attention_kernel
 
 NUM_WARPS = 4
-"""Fixed: the sum of a block's weights goes across warps, so its order is a function of their number."""
+"""Fixed with context on the left: the sum of a block's weights goes across warps, in an order that they decide."""
 PROGRAMS = 264
 """Rows and contexts are spread over about this many programs: two run on each multiprocessor of a large GPU."""
+PREFILL_PAIRS = 64
+"""(row, head) pairs in a tile of the kernel for many rows: as many as a tensor core takes on the left."""
 WRITTEN_ROWS = 16
 """Up to so many rows per sequence are written by the launch that attends; wider calls write in a launch before."""
-
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Sizes of the tiles. The first three decide the bits of the result; the others, None for a default, do not.
 
-    (In float32 on a GPU ``block_rows`` does as well.)
+    (On a GPU ``block_rows`` and ``prefill`` do as well in float32, and ``prefill`` with other ``block_keys`` than 64.)
+
+    Attributes:
+        piece: positions that are summed together, in blocks of ``block_keys``.
+        run: pieces that are merged together.
+        block_keys: keys of a block.
+        block_rows: (row, head) pairs in a tile of the kernel for few rows.
+        split: programs that share a context, of that kernel.
+        write_apart: whether new rows are written by a launch before.
+        prefill: whether the kernel for many rows is taken; new rows are written before then.
+        num_stages: blocks in shared memory.
     """
 
     piece: int = 256
@@ -53,29 +75,8 @@ class Tiling:
     block_rows: int | None = None
     split: int | None = None
     write_apart: bool | None = None
+    prefill: bool | None = None
     num_stages: int | None = None
-
-
-@triton.jit
-def _bound(x):
-    """``x`` as the bound of a loop: the interpreter's scalars are arrays of one element, which are no integers."""
-    if INTERPRETED:
-        return (x + tl.zeros([1], tl.int32)).handle.data.item()
-    return x
-
-
-@triton.jit
-def _load_rows(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
-    """Elements ``dim`` of the heads at ``x``, rotated by halves in float32 and rounded to their dtype."""
-    values = tl.load(x, mask=mask, other=0.0)
-    if ROTARY:
-        lower = dim < D // 2
-        other = tl.load(x + tl.where(lower, D // 2, -(D // 2)), mask=mask, other=0.0).to(tl.float32)
-        c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
-        s = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
-        turned = tl.where(lower, -other, other) * s
-        values = tl.fma(values.to(tl.float32), c, turned).to(values.dtype)
-    return values
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def _load_new_rows(
 ):  # fmt: skip
     """The rows at ``keys`` and ``values`` of one key-value head, as they are cached; zeros where not ``keep``."""
     dim = tl.arange(0, DP)[None, :]
-    rows = _load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
+    rows = load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
     dim = tl.arange(0, DVP)[None, :]
     return rows, tl.load(values + dim, mask=keep[:, None] & (dim < DV), other=0.0)
 
@@ -130,12 +131,6 @@ def _write_cache(
 
 
 @triton.jit
-def _above(top):
-    """``top``, or 0 where nothing has been seen yet, so that differences to it are never NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
 def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """``PAGES`` pages from that of position ``begin`` on, as far as they hold positions below ``end``."""
     index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
@@ -154,7 +149,7 @@ def _attend_piece(
     query, place, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``place`` over the keys in ``[begin, end)``.
 
@@ -164,35 +159,20 @@ def _attend_piece(
     All ``pages`` have been read before: keys whose place hangs on another read of the loop would be asked for only when
     the block before them is done.
     """
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    # The sum over keys goes across warps, so it waits for the end of the piece.
-    totals = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
-    summed = tl.zeros([DVP, BLOCK_R], tl.float32)
+    top, _, summed = nothing(DVP, BLOCK_R, False)
+    totals = no_weights(BLOCK_K, BLOCK_R, False)
     dim = tl.arange(0, DP)[None, :]
     value_dim = tl.arange(0, DVP)[None, :]
-    for start in tl.range(_bound(begin), _bound(end), BLOCK_K, num_stages=STAGES):
+    for start in tl.range(bound(begin), bound(end), BLOCK_K, num_stages=STAGES):
         key_place = start + tl.arange(0, BLOCK_K)
-        live = key_place < end
-        slot = _slots_of(pages, begin, key_place, BLOCK_SIZE, PAGES).to(tl.int64)[:, None]
-        keys = tl.load(k_cache + slot * k_slot + dim, mask=live[:, None] & (dim < D), other=0.0)
-        scores = tl.dot(keys, query, input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
-        distance = place[None, :] - key_place[:, None]
-        seen = distance >= 0
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        above = _above(new_top)
-        weights = tl.exp2(scores - above[None, :])
-        kept = tl.exp2(top - above)
-        totals = totals * kept[None, :] + weights
         # Unwritten rows may hold NaN, and zero times NaN is NaN: values are blanked like keys.
-        values = tl.load(v_cache + slot * v_slot + value_dim, mask=live[:, None] & (value_dim < DV), other=0.0)
-        summed = tl.dot(tl.trans(values), weights.to(values.dtype), summed * kept[None, :], input_precision="ieee")
-        top = new_top
-    return top, tl.sum(totals, 0), summed
+        live = (key_place < end)[:, None]
+        slot = _slots_of(pages, begin, key_place, BLOCK_SIZE, PAGES).to(OFFSET)[:, None]
+        keys = tl.load(k_cache + slot * k_slot + dim, mask=live & (dim < D), other=0.0)
+        values = tl.load(v_cache + slot * v_slot + value_dim, mask=live & (value_dim < DV), other=0.0)
+        scores = score(query, keys, place, key_place, cap, WINDOW, SOFTCAP, True, False)
+        top, totals, summed = add_block(scores, values, top, totals, summed, scale, False)
+    return top, sum_of_keys(totals, BLOCK_K, BLOCK_R, False), summed
 
 
 @triton.jit
@@ -204,74 +184,22 @@ def _piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW:
     return begin
 
 
-@triton.jit
-def _merge(top, total, summed, piece_top, piece_total, piece_summed):
-    """Add a piece to the pieces before it; the first one merges with nothing and keeps its bits."""
-    new_top = tl.maximum(top, piece_top)
-    above = _above(new_top)
-    old, new = tl.exp2(top - above), tl.exp2(piece_top - above)
-    total = tl.fma(piece_total, new, total * old)
-    summed = tl.fma(piece_summed, tl.broadcast_to(new[None, :], summed.shape), summed * old[None, :])
-    return new_top, total, summed
-
-
-@triton.jit
-def _store_unit(partials, index, real, top, total, summed, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Leave the ``real`` rows of a unit for the program that merges: ``[BLOCK_R * (2 + DVP)]`` float32."""
-    lane = tl.arange(0, BLOCK_R)
-    partial = partials + index * ((DVP + 2) * BLOCK_R)
-    tl.store(partial + lane, top, mask=real)
-    tl.store(partial + BLOCK_R + lane, total, mask=real)
-    cells = (2 * BLOCK_R + lane * DVP)[None, :] + tl.arange(0, DVP)[:, None]
-    tl.store(partial + cells, summed, mask=real[None, :])
-
-
-@triton.jit
-def _load_unit(partials, index, real, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """A unit that another program may have left, past this multiprocessor's own cache."""
-    lane = tl.arange(0, BLOCK_R)
-    partial = partials + index * ((DVP + 2) * BLOCK_R)
-    top = tl.load(partial + lane, mask=real, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(partial + BLOCK_R + lane, mask=real, other=0.0, cache_modifier=".cg")
-    cells = (2 * BLOCK_R + lane * DVP)[None, :] + tl.arange(0, DVP)[:, None]
-    return top, total, tl.load(partial + cells, mask=real[None, :], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _nothing(DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """What merges with anything without a trace."""
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    return top, tl.zeros([BLOCK_R], tl.float32), tl.zeros([DVP, BLOCK_R], tl.float32)
-
-
-@triton.jit
-def _result(top, total, summed, sinks, q_head, SINKS: tl.constexpr):
-    """The weighted mean of the values, the sink's weight among the weights; a row that sees nothing has zeros."""
-    if SINKS:
-        sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
-        above = _above(tl.maximum(top, sink))
-        kept = tl.exp2(top - above)
-        total = tl.fma(total, kept, tl.exp2(sink - above))
-        summed = summed * kept[None, :]
-    return summed / tl.where(total > 0.0, total, 1.0)[None, :]
-
-
 @triton.jit(do_not_specialize=["T", "max_pieces", "max_units"])
-def _paged_attention(  # noqa: C901  (one launch: its parts share most of what they have)
+def _paged_attention(
     q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
     T, max_pieces, max_units, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PAGES: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th unit of its context.
 
-    A unit is a piece if there are programs for all of them, and a run of ``RUN`` pieces otherwise. Grid (row tiles,
-    B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units hold, so no program waits
-    for another; several row tiles write the same bits to the same place. If ``SPLIT``, the units of a tile
-    that has several go through ``partials`` and the program that finishes last merges them.
+    Grid (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units hold, so
+    no program waits for another; several row tiles write the same bits to the same place. If ``SPLIT``, the units of a
+    tile that has several go through ``partials`` and the program that finishes last merges them.
     """
     if PDL:
         # Only few programs attend; those of the next launch can ask for its weights meanwhile.
@@ -291,18 +219,7 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
         new_row = tl.arange(0, WRITE)
         new_slot = tl.load(slots + batch * T + new_row, mask=new_row < T, other=-1)
         new_place = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32)
-    end = tl.max(place, 0) + 1
-    low = 0
-    if WINDOW > 0:
-        low = tl.min(tl.where(real, tl.maximum(place - (WINDOW - 1), 0), end), 0)
-    first = low // PIECE
-    last = tl.minimum((end + PIECE - 1) // PIECE, max_pieces)
-    pieces = last - first
-    programs = tl.num_programs(2)
-    per = tl.where(pieces <= programs, 1, RUN)
-    first_unit = first // per
-    units = tl.where(pieces > 0, (last - 1) // per - first_unit + 1, 0)
-    programs = tl.minimum(programs, units)
+    low, end, first, last, per, first_unit, units, programs = share_out(place, real, max_pieces, PIECE, RUN, WINDOW)
     if part >= tl.maximum(programs, 1):
         return
 
@@ -326,7 +243,7 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
     angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :] + dim
     if WRITE > 0:
         keys, values = _load_new_rows(new_keys, new_values, cos, sin, new_angles, mine, D, DV, DP, DVP, ROTARY)
-    query = _load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+    query = load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
     if WRITE > 0:
         _store_new_rows(
             keys, values, k_cache, v_cache, new_slot, head, mine, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
@@ -334,53 +251,38 @@ def _paged_attention(  # noqa: C901  (one launch: its parts share most of what t
         # What the threads of this program wrote, all of them may read.
         tl.debug_barrier()
 
-    top, total, summed = _nothing(DVP, BLOCK_R)
+    top, total, summed = nothing(DVP, BLOCK_R, False)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
-    for unit in range(_bound(part), _bound(units), _bound(tl.maximum(programs, 1))):
-        unit_top, unit_total, unit_summed = _nothing(DVP, BLOCK_R)
+    for unit in range(bound(part), bound(units), bound(tl.maximum(programs, 1))):
+        unit_top, unit_total, unit_summed = nothing(DVP, BLOCK_R, False)
         past = tl.minimum((first_unit + unit + 1) * per, last)
-        for piece in range(_bound(tl.maximum((first_unit + unit) * per, first)), _bound(past)):
+        for piece in range(bound(tl.maximum((first_unit + unit) * per, first)), bound(past)):
             piece_top, piece_total, piece_summed = _attend_piece(
                 query, place, k_cache_head, v_cache_head, pages,
                 begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, cap,
-                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES,
+                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET,
             )  # fmt: skip
-            unit_top, unit_total, unit_summed = _merge(
-                unit_top, unit_total, unit_summed, piece_top, piece_total, piece_summed
+            unit_top, unit_total, unit_summed = merge(
+                unit_top, unit_total, unit_summed, piece_top, piece_total, piece_summed, scale, False
             )
             following = tl.where(piece + 1 < past, piece + 1, (first_unit + unit + programs) * per)
             begin = _piece_begin(following, low, PIECE, BLOCK_K, WINDOW)
             pages = _load_pages(table, begin, end, BLOCK_SIZE, PAGES)
         if SPLIT and programs > 1:
             index = task * max_units + unit
-            _store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
-        top, total, summed = _merge(top, total, summed, unit_top, unit_total, unit_summed)
+            store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
+        top, total, summed = merge(top, total, summed, unit_top, unit_total, unit_summed, scale, False)
 
-    value_dim = tl.arange(0, DVP)[:, None]
-    cells = ((batch * T + row) * (HEADS * GROUP) + q_head)[None, :] * DV + value_dim
-    mask = (row < T)[None, :] & (value_dim < DV)
+    out_row = (batch * T + row) * (HEADS * GROUP) + q_head
     # Each way stores for itself: one store after both would have to move the sums to a common layout.
     if SPLIT and programs > 1:
-        # Every thread's partial sums, then the count: release. The last to count sees all others': acquire.
-        tl.debug_barrier()
-        if tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu") == programs - 1:
-            tl.store(counters + task, 0)
-            top, total, summed = _nothing(DVP, BLOCK_R)
-            run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
-            for unit in tl.range(0, _bound(units), num_stages=4 if BLOCK_R <= 32 else 2):
-                unit_top, unit_total, unit_summed = _load_unit(partials, task * max_units + unit, real, DVP, BLOCK_R)
-                if ((first_unit + unit) * per) % RUN == 0:
-                    top, total, summed = _merge(top, total, summed, run_top, run_total, run_summed)
-                    run_top, run_total, run_summed = _nothing(DVP, BLOCK_R)
-                run_top, run_total, run_summed = _merge(
-                    run_top, run_total, run_summed, unit_top, unit_total, unit_summed
-                )
-            top, total, summed = _merge(top, total, summed, run_top, run_total, run_summed)
-            result = _result(top, total, summed, sinks, q_head, SINKS)
-            tl.store(out + cells, result.to(out.dtype.element_ty), mask=mask)
+        if is_last(counters + task, programs):
+            top, total, summed = merge_units(
+                partials, task * max_units, units, first_unit, per, real, scale, RUN, DVP, BLOCK_R
+            )
+            store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
     else:
-        result = _result(top, total, summed, sinks, q_head, SINKS)
-        tl.store(out + cells, result.to(out.dtype.element_ty), mask=mask)
+        store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
 
 
 def paged_attention_triton(
@@ -425,38 +327,55 @@ def _launch(
     caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
-    apart = rows > WRITTEN_ROWS if tiling.write_apart is None else tiling.write_apart
+    pairs, sequences, widest = rows * heads // groups, batch * groups, max(sizes["DP"], sizes["DVP"])
+    prefill = suits_prefill(pairs, sequences, q.dtype) if tiling.prefill is None else tiling.prefill
+    apart = prefill or (rows > WRITTEN_ROWS if tiling.write_apart is None else tiling.write_apart)
     if apart:
-        grid = (triton.cdiv(rows, WRITTEN_ROWS), batch * groups)
+        grid = (triton.cdiv(rows, WRITTEN_ROWS), sequences)
         _write_cache[grid](
             k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
         )
 
-    pairs = rows * heads // groups
-    tile = tiling.block_rows or block_rows(pairs, batch * groups, max(sizes["DP"], sizes["DVP"]), q.dtype)
-    tiles = triton.cdiv(pairs, tile)
-    pieces = triton.cdiv(block_table.shape[1] * caches[0].shape[1], tiling.piece)
-    tasks = tiles * batch * groups
-    split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
     counters = arrival_counters(q.device)  # even if not needed now: a later call may be captured
-    # Of a context of more than `split` pieces, a unit is a run.
-    units = max(split, triton.cdiv(pieces, tiling.run))
+    capacity = block_table.shape[1] * caches[0].shape[1]
+    out = q.new_empty(batch, rows, heads, value_dim)
+    cut = {
+        "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "PIECE": tiling.piece, "RUN": tiling.run,
+        "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None, "STAGES": tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
+        "OFFSET": tl.int32 if max(_extent(cache) for cache in caches) < 2**31 else tl.int64,
+    }  # fmt: skip
+    factors = _score_factors(scale, softcap)
+    if prefill:
+        prefill_attention_kernel[(triton.cdiv(pairs, PREFILL_PAIRS), sequences)](
+            q, cos, sin, *caches, slots, block_table, positions, sinks, out,
+            *q.stride()[:3], *angle_strides, *caches_strides, block_table.stride(0), rows, capacity, *factors,
+            BLOCK_R=PREFILL_PAIRS, **cut, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
+        )  # fmt: skip
+        return out
+
+    tile = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
+    tiles = triton.cdiv(pairs, tile)
+    pieces, split, units = _shares(tiles * sequences, capacity, tiling)
     partials = None
     if split > 1:
-        size = tasks * units * (sizes["DVP"] + 2) * tile
+        size = tiles * sequences * units * (sizes["DVP"] + 2) * tile
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    out = q.new_empty(batch, rows, heads, value_dim)
-    _paged_attention[(tiles, batch * groups, split)](
+    _paged_attention[(tiles, sequences, split)](
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
-        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, units, *_score_factors(scale, softcap),
-        GROUP=heads // groups, BLOCK_SIZE=caches[0].shape[1], PIECE=tiling.piece, RUN=tiling.run,
-        BLOCK_K=tiling.block_keys, BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)),
-        WINDOW=window or 0, SOFTCAP=softcap is not None, SINKS=sinks is not None, SPLIT=split > 1,
-        STAGES=tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
-        PAGES=_pages(tiling.piece, caches[0].shape[1]),
-        **sizes, **modes, **options,
+        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, units, *factors,
+        BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
+        PAGES=_pages(tiling.piece, caches[0].shape[1]), **cut, **sizes, **modes, **options,
     )  # fmt: skip
     return out
+
+
+def _shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
+    """Pieces of the longest context that ``capacity`` holds, programs that share one, and the units they may have."""
+    pieces = triton.cdiv(capacity, tiling.piece)
+    split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
+    # Of a context of more than `split` pieces, a unit is a run.
+    return pieces, split, max(split, triton.cdiv(pieces, tiling.run))
 
 
 def _padded(dim: int) -> int:
@@ -467,6 +386,11 @@ def _padded(dim: int) -> int:
 def _power_of_two(n: int) -> int:
     """The smallest one that is at least ``n``."""
     return 1 << (n - 1).bit_length()
+
+
+def _extent(x: Tensor) -> int:
+    """How far the last element lies from the first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
@@ -482,21 +406,28 @@ def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
 def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """What products are multiplied by, and what the tangent of that is, to give scores in units of log 2."""
     log2e = 1.4426950408889634
-    return (scale * log2e, 0.0) if softcap is None else (scale / softcap, softcap * log2e)
+    return (scale * log2e, 0.0) if softcap is None else (softcap * log2e, 2 * log2e * scale / softcap)
 
 
-def block_rows(pairs: int, sequences: int, dim: int, dtype: torch.dtype) -> int:
+def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
     """The (row, head) pairs in a tile, of ``pairs`` for each of ``sequences`` (sequence, key-value head) pairs.
 
-    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then as many as registers hold
-    for heads of ``dim``, since every tile reads all keys. float32 has no tensor cores here, so its sum over keys is
-    ordered by a layout that depends on the tile: one for all.
+    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then twice as many, since every
+    tile reads all keys. float32 has no tensor cores here, so its sum over keys is ordered by a layout that depends on
+    the tile: one for all.
     """
-    largest = 16 if dtype.itemsize > 2 else 64 if dim <= 128 else 32
-    rows = 16
-    while rows < min(pairs, largest) and triton.cdiv(pairs, rows) * sequences > PROGRAMS:
-        rows *= 2
-    return rows
+    fewest = 16
+    many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > PROGRAMS
+    return 2 * fewest if many else fewest
+
+
+def suits_prefill(pairs: int, sequences: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel for many rows is the faster one: where tiles of 16 would be more than a GPU runs at once.
+
+    It takes half as long or less where contexts are long and tiles are full.
+    """
+    few = pairs <= PREFILL_PAIRS // 2 or triton.cdiv(pairs, 16) * sequences <= PROGRAMS
+    return not few and dtype.itemsize == 2
 
 
 def _pages(piece: int, block_size: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from transformers import PretrainedConfig
 
 from specgraph.bench.config import BenchConfig
@@ -326,10 +327,11 @@ def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int)
             )
             return out
 
-        # One row sees everything: without a mask more of PyTorch's kernels can run.
-        mask = None if rows == 1 else seen[:, None]
-        dense = functools.partial(functional.scaled_dot_product_attention, q, keys, values, mask, enable_gqa=True)
-        libraries: dict[str, Call] = {"torch sdpa": dense}
+        dense = functools.partial(functional.scaled_dot_product_attention, q, keys, values, enable_gqa=True)
+        # More of PyTorch's kernels run without a mask, as one row needs none, or with one that is not a tensor of flags.
+        libraries: dict[str, Call] = {"torch sdpa": dense if rows == 1 else functools.partial(dense, seen[:, None])}
+        if rows > 1:
+            libraries["torch sdpa, causal"] = functools.partial(dense, causal_lower_right(rows, length))
         flashinfer = _flashinfer(place)
         if flashinfer is not None and batch == 1:
             nhd = [x[0].transpose(0, 1).contiguous() for x in (q, keys, values)]

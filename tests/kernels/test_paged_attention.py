@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.attention import PADDING_SLOT
-from specgraph.kernels.paged_attention import Tiling, block_rows, paged_attention_triton, rotary_attention_triton
+from specgraph.kernels.paged_attention import (
+    Tiling,
+    block_rows,
+    paged_attention_triton,
+    rotary_attention_triton,
+    suits_prefill,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 DTYPES = [dtype for dtype in LIMITS if DEVICE == "cuda" or dtype != torch.bfloat16]
 SMALL = Tiling(piece=32, block_keys=16, run=2)
+PREFILL = dataclasses.replace(SMALL, prefill=True)
 NAN = float("nan")
 
 
@@ -174,11 +181,12 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("tiling", [SMALL, PREFILL], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(("shape", "options"), SHAPES.values(), ids=SHAPES)
-def test_equals_float64(shape: dict[str, Any], options: dict[str, Any]):
+def test_equals_float64(shape: dict[str, Any], options: dict[str, Any], tiling: Tiling):
     for dtype in DTYPES if DEVICE == "cuda" or not options else DTYPES[:1]:
         case = Case(**shape, dtype=dtype)
-        found, expected = case.run(**options), case.expected(**options)
+        found, expected = case.run(tiling, **options), case.expected(**options)
         assert_near(found, expected)
         for b, count in enumerate(case.counts):
             assert bool((found[b, count:] == 0).all())
@@ -224,6 +232,19 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
         assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 45}, {"sinks": SINKS[:4]}, {"softcap": 2.0}], ids=["all", "window", "sinks", "softcap"]
+)
+@pytest.mark.parametrize("block_keys", [64] if DEVICE == "cuda" else [16, 32, 64, 128])
+def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: dict[str, Any]):
+    """Contexts of several runs, of one piece and of none; pages that no block ends with; a padding row in between."""
+    tiling = Tiling(piece=128, block_keys=block_keys, run=2)
+    for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1}, {"block_size": 5}):
+        case = Case((300, 130, 0), (21, 3, 17), torch.float16, **changes)
+        found = case.run(dataclasses.replace(tiling, prefill=True), **options)
+        assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **options)), changes
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_runs_and_pieces_give_the_same_bits_through_memory_and_in_registers(window: int | None):
     """Contexts of 10, 4, 2 and 1 pieces; the first program takes runs, the last one a piece each."""
@@ -259,9 +280,16 @@ def test_heads_that_no_tile_holds_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("batch", "rows", "expected"),
-    [(1, 1, 16), (1, 9, 16), (8, 9, 16), (64, 4, 16), (32, 9, 64), (64, 8, 32), (1, 256, 32), (8, 256, 64)],
+    ("batch", "rows", "expected"), [(1, 1, 16), (1, 9, 16), (8, 9, 16), (64, 4, 16), (32, 8, 32), (64, 8, 32)]
 )
 def test_tiles_are_small_where_programs_are_left_over_and_hold_what_there_is(batch: int, rows: int, expected: int):
-    """Four query heads for each of eight key-value heads of 128."""
-    assert block_rows(rows * 4, batch * 8, 128, torch.bfloat16) == expected
+    """Four query heads for each of eight key-value heads."""
+    assert block_rows(rows * 4, batch * 8, torch.bfloat16) == expected
+    assert not suits_prefill(rows * 4, batch * 8, torch.bfloat16)
+    assert block_rows(rows * 4, batch * 8, torch.float32) == 16
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 256), (8, 33), (32, 9), (64, 9), (1, 2048)])
+def test_rows_that_fill_a_gpu_go_to_the_kernel_for_many(batch: int, rows: int):
+    assert suits_prefill(rows * 4, batch * 8, torch.bfloat16)
+    assert not suits_prefill(rows * 4, batch * 8, torch.float32)
