@@ -66,7 +66,7 @@ MAP = 8 * 50
 )
 def test_bytes_of_a_step(kind: str, parallel: bool, draft: int, cached_layers: int) -> None:
     """Each weight once per call and no embedding, K calls or one, the context of every sequence in every call."""
-    traffic = step_traffic(decoder_of(kind, parallel).stages["insert_verify"], batch=5, context=20.5)
+    traffic = step_traffic(decoder_of(kind, parallel).stages["insert_verify"], 5, 20.5, 3)
     assert traffic.target_weights == TARGET + ROTARY
     assert traffic.draft_weights == draft
     assert traffic.cache == 5 * 20.5 * PER_TOKEN * cached_layers
@@ -76,12 +76,21 @@ def test_bytes_of_a_step(kind: str, parallel: bool, draft: int, cached_layers: i
 def test_a_window_bounds_what_is_read_and_a_tied_head_counts() -> None:
     model = make_model("mistral", tie_word_embeddings=True)
     program = compiled(model, "none", debug={"self_check": False}).stages["insert_verify"]
-    traffic = step_traffic(program, 1, 100.0)
+    traffic = step_traffic(program, 1, 100.0, 0)
     assert traffic.cache == 2 * PER_TOKEN * model.config.sliding_window
     assert traffic.target_weights == TARGET + ROTARY
 
 
-TINY_EXPERTS = dataclasses.replace(Sizes.of(shape_config("tiny-shape")), experts=Experts(8, 2, 24))
+@pytest.mark.parametrize(("batch", "k", "met"), [(1, 0, 1 / 2), (2, 0, 3 / 4), (1, 3, 15 / 16)])
+def test_of_experts_those_count_that_rows_meet(batch: int, k: int, met: float) -> None:
+    """Two of four for each row, all alike."""
+    model = make_model("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    per_layer = 4 * (experts.gate_up_proj.numel() + experts.down_proj.numel())
+    program = compiled(model, "ngram", debug={"self_check": False}).stages["insert_verify"]
+    every = step_traffic(program, 10**6, 0.0, k).target_weights
+    assert every > 2 * per_layer
+    assert step_traffic(program, batch, 0.0, k).target_weights == every - round(2 * per_layer * (1 - met))
 
 
 def test_the_limit_of_the_8b_shape_is_that_of_the_design() -> None:
@@ -203,6 +212,9 @@ def small_options() -> BenchConfig:
     options = BenchConfig(target="x", batch_sizes=[2], num_speculative_tokens=[2], prompt_length=9)
     options.cache.prefill_chunk = 16
     return options
+
+
+TINY_EXPERTS = dataclasses.replace(Sizes.of(shape_config("tiny-shape")), experts=Experts(8, 2, 24))
 
 
 def test_experts_are_in_the_place_of_the_feed_forward_part() -> None:

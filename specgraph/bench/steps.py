@@ -128,7 +128,7 @@ def _measure(
     time_steps(decoder, prompts, k, limits, options)  # compiles kernels, captures graphs
     first = time.perf_counter() - begin
     timed = time_steps(decoder, prompts, k, options, options)
-    traffic = step_traffic(program, batch, timed.context)
+    traffic = step_traffic(program, batch, timed.context, k)
     seconds, limit = statistics.median(timed.seconds), traffic.total / bandwidth
     rate = decoder.config.verify.acceptance_rate
     synthetic = decoder.config.verify.rule == "synthetic" and decoder.config.draft.kind != "ngram"

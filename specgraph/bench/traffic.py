@@ -2,7 +2,8 @@
 
 Every call of a module reads its weights once, for all rows of the batch together, and of every cache the context of
 each sequence, or its window. An embedding table is looked up, not read, and what is small beside these (activations,
-logits, new keys and values, state) is left out. Experts of an MoE layer all count.
+logits, new keys and values, state) is left out. Of an MoE layer those experts count that its rows meet, if each row
+chooses anew and all alike.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ class Traffic:
         return self.target_weights + self.draft_weights + self.cache
 
 
-def step_traffic(program: Program, batch: int, context: float) -> Traffic:
-    """What a step of ``batch`` sequences reads whose contexts are ``context`` tokens long on average."""
+def step_traffic(program: Program, batch: int, context: float, num_speculative_tokens: int) -> Traffic:
+    """What a step of ``batch`` sequences reads whose contexts are ``context`` tokens long on average.
+
+    A draft call counts as one of a single row for each sequence, which only matters for the experts that it meets.
+    """
     target, draft, cache = 0, 0, 0.0
     for node in program.graph.nodes:
         if node.op != "call_module":
             continue
-        module, size = program.modules[node.target], weight_bytes(program.modules[node.target])
-        target, draft = (target + size, draft) if node.target in TARGET else (target, draft + size)
+        module, of_target = program.modules[node.target], node.target in TARGET
+        size = weight_bytes(module, batch * (num_speculative_tokens + 1) if of_target else batch)
+        target, draft = (target + size, draft) if of_target else (target, draft + size)
         caches = node.kwargs.get("caches")
         if caches is not None:
             buffers = program.inputs[caches.name]
@@ -51,18 +56,27 @@ def step_traffic(program: Program, batch: int, context: float) -> Traffic:
     return Traffic(target, draft, round(cache))
 
 
-def weight_bytes(module: fx.GraphModule) -> int:
-    """The distinct tensors a graph reads in full."""
-    found = {}
+def weight_bytes(module: fx.GraphModule, rows: int) -> int:
+    """The distinct tensors that a graph reads for ``rows`` rows, of experts the part that is met on average."""
+    found: dict[tuple[int, torch.Size], float] = {}
     for node in module.graph.nodes:
-        if node.op == "get_attr" and any(not _looks_up(user, node) for user in node.users):
+        if node.op == "get_attr":
             tensor = get_attribute(module, node.target)
-            found[tensor.data_ptr(), tensor.shape] = tensor.numel() * tensor.element_size()
-    return sum(found.values())
+            share = max((_share(user, node, tensor, rows) for user in node.users), default=0.0)
+            size = tensor.numel() * tensor.element_size() * share
+            place = tensor.data_ptr(), tensor.shape
+            found[place] = max(found.get(place, 0.0), size)
+    return round(sum(found.values()))
 
 
-def _looks_up(user: fx.Node, table: fx.Node) -> bool:
-    return user.target == torch.ops.aten.embedding.default and user.args[0] is table
+def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor, rows: int) -> float:
+    """How much of a tensor one of its users reads."""
+    if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
+        return 0.0
+    if user.target == torch.ops.specgraph.expert_linear.default and node in user.args[1:3]:
+        experts_per_row = user.args[3].meta["val"].shape[0].node.expr.as_coeff_Mul()[0]  # of batch * rows
+        return float(1 - (1 - experts_per_row / len(tensor)) ** rows)
+    return 1.0
 
 
 def cache_bytes(module: fx.GraphModule, buffers: Sequence[Buffer], context: float) -> float:
