@@ -3,8 +3,9 @@
 The kernel for few rows multiplies ``K Q^T`` and ``V^T P``, context on the left and rows as columns, of which there may
 be as few as 8; the one for many rows multiplies ``Q K^T`` and ``P V``, in which what is multiplied with the values
 stays in registers. Both give the same bits: an entry of a product is the same sum of the same products in the same
-order whichever operand is on the left (so it is on tensor cores; ``tests/gpu`` compares), the sum of a block's weights
-is a tree that no layout decides, and all else is done entry by entry.
+order whichever operand is on the left (so it is on Hopper where the instruction is the same, which takes values of 64
+columns or more; ``tests/gpu`` compares), the sum of a block's weights is one tree in both, and all else is done entry
+by entry.
 """
 
 # Triton's functions have no types.

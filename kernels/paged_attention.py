@@ -39,7 +39,7 @@ from specgraph.kernels.attention_tiles import (
     sum_of_keys,
 )
 from specgraph.kernels.attention_units import is_last, merge_units, share_out, store_unit
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, launch_options, supports_pdl
 from specgraph.kernels.prefill_attention import prefill_attention_kernel
 
 NUM_WARPS = 4
@@ -48,6 +48,8 @@ PROGRAMS = 264
 """Rows and contexts are spread over about this many programs: two run on each multiprocessor of a large GPU."""
 PREFILL_PAIRS = 64
 """(row, head) pairs in a tile of the kernel for many rows: as many as a tensor core takes on the left."""
+BLOCKS = (16, 32, 64, 128)
+"""Numbers of keys that a block may have."""
 WRITTEN_ROWS = 16
 """Up to so many rows per sequence are written by the launch that attends; wider calls write in a launch before."""
 
@@ -64,9 +66,12 @@ class Tiling:
         block_keys: keys of a block.
         block_rows: (row, head) pairs in a tile of the kernel for few rows.
         split: programs that share a context, of that kernel.
-        write_apart: whether new rows are written by a launch before.
-        prefill: whether the kernel for many rows is taken; new rows are written before then.
+        write_apart: whether new rows are written by a launch before; for the kernel for many rows they always are.
+        prefill: whether the kernel for many rows is taken.
         num_stages: blocks in shared memory.
+
+    Raises:
+        ValueError: pieces are not whole blocks, or blocks of a size that the sum over their keys is not written for.
     """
 
     piece: int = 256
@@ -77,6 +82,13 @@ class Tiling:
     write_apart: bool | None = None
     prefill: bool | None = None
     num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_keys not in BLOCKS or self.piece % self.block_keys:
+            raise ValueError(
+                f"Blocks have {', '.join(map(str, BLOCKS))} keys and pieces are whole blocks, "
+                f"not block_keys={self.block_keys} and piece={self.piece}."
+            )
 
 
 @triton.jit
@@ -153,8 +165,8 @@ def _attend_piece(
 ):  # fmt: skip
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``place`` over the keys in ``[begin, end)``.
 
-    ``begin`` is a multiple of ``BLOCK_K``. Scores are in units of log 2. Returns the largest score, the sum of weights
-    and the weighted values ``[DVP, BLOCK_R]``.
+    ``begin`` is a multiple of ``BLOCK_K``. Returns the largest score, the sum of weights and the weighted values
+    ``[DVP, BLOCK_R]``.
 
     All ``pages`` have been read before: keys whose place hangs on another read of the loop would be asked for only when
     the block before them is done.
@@ -315,6 +327,8 @@ def _launch(
     groups, value_dim = k.shape[1], v.shape[3]
     if max(dim, value_dim) > 256:
         raise ValueError(f"paged_attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
+    if not scale > 0 or not (softcap is None or softcap > 0):
+        raise ValueError(f"paged_attention takes a scale and a softcap above 0, not {scale} and {softcap}.")
     if batch * rows == 0:
         return q.new_empty(batch, rows, heads, value_dim)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -328,7 +342,9 @@ def _launch(
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
     pairs, sequences, widest = rows * heads // groups, batch * groups, max(sizes["DP"], sizes["DVP"])
-    prefill = suits_prefill(pairs, sequences, q.dtype) if tiling.prefill is None else tiling.prefill
+    prefill = tiling.prefill
+    if prefill is None:
+        prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, sizes["DVP"], q.dtype)
     apart = prefill or (rows > WRITTEN_ROWS if tiling.write_apart is None else tiling.write_apart)
     if apart:
         grid = (triton.cdiv(rows, WRITTEN_ROWS), sequences)
@@ -404,7 +420,10 @@ def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
 
 
 def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What products are multiplied by, and what the tangent of that is, to give scores in units of log 2."""
+    """What turns scores into units of log 2, and what makes of a product the power of 2 of which its tanh is made.
+
+    Scores are products, or with a cap their hyperbolic tangents; without one the second is 0.
+    """
     log2e = 1.4426950408889634
     return (scale * log2e, 0.0) if softcap is None else (softcap * log2e, 2 * log2e * scale / softcap)
 
@@ -421,13 +440,14 @@ def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
     return 2 * fewest if many else fewest
 
 
-def suits_prefill(pairs: int, sequences: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel for many rows is the faster one: where tiles of 16 would be more than a GPU runs at once.
+def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel for many rows is the faster one and has the same bits on Hopper, the arguments as above.
 
-    It takes half as long or less where contexts are long and tiles are full.
+    It is faster where tiles of 16 would be more than a GPU runs at once and more than half of its own are filled. With
+    values in less than 64 columns the kernel for few rows multiplies by another instruction.
     """
     few = pairs <= PREFILL_PAIRS // 2 or triton.cdiv(pairs, 16) * sequences <= PROGRAMS
-    return not few and dtype.itemsize == 2
+    return not few and dtype.itemsize == 2 and value_dim >= 64
 
 
 def _pages(piece: int, block_size: int) -> int:

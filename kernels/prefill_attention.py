@@ -32,6 +32,7 @@ from specgraph.kernels.attention_tiles import (
 @triton.jit
 def _read_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """Where the ``BLOCK_K`` positions from ``start`` on lie, as far as they are below ``end``: int32."""
+    tl.static_assert(table.dtype.element_ty == tl.int64, "pages are int64")
     place = (start + tl.arange(0, BLOCK_K)).to(tl.uint32)
     entry = table + tl.minimum(place, tl.maximum(end - 1, 0).to(tl.uint32)) // BLOCK_SIZE
     if INTERPRETED:
@@ -96,7 +97,7 @@ def prefill_attention_kernel(
     real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
     place = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
     low, end = seen_range(place, real, WINDOW)
-    end = tl.minimum(end, capacity)
+    end = tl.minimum(end, capacity)  # what no page is for is not looked for
     # Positions below it need no mask; with a window every block has one.
     seen_by_all = 0 if WINDOW > 0 else tl.min(tl.where(row < T, place, 2147483646), 0) + 1
 

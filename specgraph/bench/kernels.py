@@ -328,7 +328,7 @@ def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int)
             return out
 
         dense = functools.partial(functional.scaled_dot_product_attention, q, keys, values, enable_gqa=True)
-        # Without a mask, which one row does not need, or with one that is no tensor of flags more of its kernels run.
+        # PyTorch's faster kernels take no tensor as a mask: one row needs none, several can be declared causal.
         libraries: dict[str, Call] = {"torch sdpa": dense if rows == 1 else functools.partial(dense, seen[:, None])}
         if rows > 1:
             libraries["torch sdpa, causal"] = functools.partial(dense, causal_lower_right(rows, length))

@@ -2,8 +2,8 @@
 
 Every call of a module reads its weights once, for all rows of the batch together, and of every cache the context of
 each sequence, or its window. An embedding table is looked up, not read, and what is small beside these (activations,
-logits, new keys and values, state) is left out. Of an MoE layer those experts count that its rows meet, if each row
-chooses anew and all alike.
+logits, new keys and values, state) is left out. Of an MoE layer those experts count that its rows meet on average, if
+rows choose independently and every expert is equally likely.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,8 +75,11 @@ def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor, rows: int) -> flo
     if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
         return 0.0
     if user.target == torch.ops.specgraph.expert_linear.default and node in user.args[1:3]:
-        experts_per_row = user.args[3].meta["val"].shape[0].node.expr.as_coeff_Mul()[0]  # of batch * rows
-        return float(1 - (1 - experts_per_row / len(tensor)) ** rows)
+        ids: Any = user.args[3]
+        size = ids.meta["val"].shape[0]  # a number times batch times rows, which are symbols
+        experts_per_row = int(size.node.expr.as_coeff_Mul()[0])
+        assert 0 < experts_per_row <= len(tensor), f"{user.name} has {size} rows"
+        return 1 - (1 - experts_per_row / len(tensor)) ** rows
     return 1.0
 
 

@@ -81,6 +81,8 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype, heads:
         (16, 12, False),
         (32, 8, False),
         (32, 1, True),
+        (64, 1, True),
+        (64, 3, False),
     ):
         tiling = Tiling(block_rows=block_rows, split=split, write_apart=write_apart, num_stages=2)
         assert torch.equal(some.run(tiling), wanted), tiling

@@ -9,8 +9,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 KERNELS = (
-    "activation", "experts", "floors", "linear_triton", "norm", "paged_attention", "results", "rotary", "rows",
-    "sample_triton", "step", "verify_race", "verify_residual", "verify_triton",
+    "activation", "experts", "floors", "linear_triton", "norm", "paged_attention", "prefill_attention", "results",
+    "rotary", "rows", "sample_triton", "step", "verify_race", "verify_residual", "verify_triton",
 )  # fmt: skip
 
 

@@ -171,6 +171,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softcap": ({"starts": (40,), "counts": (2,), "dim": 24, "value_dim": 40}, {"softcap": 2.0}),
     "sinks": ({"starts": (40, 64), "counts": (3, 2), "value_dim": 8}, {"sinks": SINKS[:4]}),
     "one head each": ({"starts": (30,), "counts": (4,), "groups": 4, "rotary": True}, {}),
+    "three heads each": ({"starts": (30, 3), "counts": (25, 5), "heads": 6}, {}),
     "eight heads each": ({"starts": (30,), "counts": (5,), "heads": 8, "groups": 1, "rotary": True}, {}),
     "wide": ({"starts": (11, 0), "counts": (40, 17), "rotary": True, "dim": 20}, {}),
     "pages of 5": ({"starts": (35,), "counts": (7,), "block_size": 5}, {}),
@@ -223,12 +224,13 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
         assert torch.equal(case.run(dataclasses.replace(SMALL, **change), **options), wanted), change
 
 
+@pytest.mark.parametrize("tiling", [SMALL, PREFILL], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, tiling: Tiling):
     case = Case((3, 45), (18, 9), dtype, rotary=True, groups=1)
-    wanted = case.run()
+    wanted = case.run(tiling)
     for of, first, count in ((1, 0, 1), (1, 8, 1), (1, 3, 4), (0, 16, 2), (0, 0, 17)):
-        found = case.run(first=first, count=count, of=of)
+        found = case.run(tiling, first=first, count=count, of=of)
         assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
 
 
@@ -237,7 +239,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype):
 )
 @pytest.mark.parametrize("block_keys", [64] if DEVICE == "cuda" else [16, 32, 64, 128])
 def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: dict[str, Any]):
-    """Contexts of several runs, of one piece and of none; pages that no block ends with; a padding row in between."""
+    """Contexts of several runs, of one piece and of none; pages that no block ends with; padding."""
     tiling = Tiling(piece=128, block_keys=block_keys, run=2)
     for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1}, {"block_size": 5}):
         case = Case((300, 130, 0), (21, 3, 17), torch.float16, **changes)
@@ -279,17 +281,31 @@ def test_heads_that_no_tile_holds_are_refused():
         case.run()
 
 
+@pytest.mark.parametrize(("scale", "softcap"), [(0.0, None), (-0.5, None), (NAN, None), (1.0, 0.0), (1.0, -2.0)])
+def test_factors_that_order_scores_otherwise_are_refused(scale: float, softcap: float | None):
+    """The largest score is sought before they are scaled."""
+    with pytest.raises(ValueError, match=f"a scale and a softcap above 0, not {scale} and {softcap}"):
+        Case((0,), (1,)).run(scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize(("piece", "block_keys"), [(24, 16), (512, 256), (32, 8)])
+def test_pieces_that_are_not_whole_blocks_are_refused(piece: int, block_keys: int):
+    with pytest.raises(ValueError, match=f"not block_keys={block_keys} and piece={piece}"):
+        Tiling(piece=piece, block_keys=block_keys)
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "expected"), [(1, 1, 16), (1, 9, 16), (8, 9, 16), (64, 4, 16), (32, 8, 32), (64, 8, 32)]
 )
 def test_tiles_are_small_where_programs_are_left_over_and_hold_what_there_is(batch: int, rows: int, expected: int):
     """Four query heads for each of eight key-value heads."""
     assert block_rows(rows * 4, batch * 8, torch.bfloat16) == expected
-    assert not suits_prefill(rows * 4, batch * 8, torch.bfloat16)
+    assert not suits_prefill(rows * 4, batch * 8, 128, torch.bfloat16)
     assert block_rows(rows * 4, batch * 8, torch.float32) == 16
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 256), (8, 33), (32, 9), (64, 9), (1, 2048)])
 def test_rows_that_fill_a_gpu_go_to_the_kernel_for_many(batch: int, rows: int):
-    assert suits_prefill(rows * 4, batch * 8, torch.bfloat16)
-    assert not suits_prefill(rows * 4, batch * 8, torch.float32)
+    assert suits_prefill(rows * 4, batch * 8, 128, torch.bfloat16)
+    assert not suits_prefill(rows * 4, batch * 8, 128, torch.float32)
+    assert not suits_prefill(rows * 4, batch * 8, 32, torch.bfloat16)
