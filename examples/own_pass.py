@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
-from specgraph.graphs import calls
+from specgraph.ir.graphs import calls
 from specgraph.kernels import verify
 from specgraph.passes import Pass, PassResult
 

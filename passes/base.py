@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from specgraph.errors import ConfigError
-from specgraph.kernels.sample import check_rule
-from specgraph.program import Program
+from specgraph.ir.program import Program
+from specgraph.kernels.sampling.sample import check_rule
 
 
 def check_option_rule(name: str, rule: str) -> None:

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 
 from specgraph.errors import PassError
+from specgraph.ir.program import Program
 from specgraph.passes.base import Pass, PassResult
-from specgraph.program import Program
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specgraph.errors import ConfigError
+from specgraph.ir.program import Program
 from specgraph.passes.base import Pass, PassResult
-from specgraph.program import Program
 
 BACKENDS = ("eager", "inductor")
 

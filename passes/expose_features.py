@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specgraph.errors import PassError
+from specgraph.ir.program import Program
 from specgraph.passes.base import Pass, PassResult
-from specgraph.program import Program
 
 
 @dataclass(frozen=True)

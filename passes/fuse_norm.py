@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import specgraph.kernels.norm  # noqa: F401  (registers the op)
+import specgraph.kernels.linear.norm  # noqa: F401  (registers the op)
+from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
     CASTS,
@@ -26,7 +27,6 @@ from specgraph.passes.patterns import (
     rewrite,
     weight_name,
 )
-from specgraph.program import Program
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 

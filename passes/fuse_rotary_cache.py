@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-import specgraph.kernels.attention
-import specgraph.kernels.rotary  # noqa: F401  (both register ops)
+import specgraph.kernels.attention.attention
+import specgraph.kernels.attention.rotary  # noqa: F401  (both register ops)
+from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
     CASTS,
@@ -33,7 +34,6 @@ from specgraph.passes.patterns import (
     replace,
     rewrite,
 )
-from specgraph.program import Program
 
 PAGED = torch.ops.specgraph.paged_attention.default
 ANGLES = torch.ops.specgraph.rotary_angles.default

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.graphs import calls
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import Mismatch
-from specgraph.program import Program
 
 EMITTED, NUM_EMITTED, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(8)
 """What :func:`~specgraph.kernels.step.settle` returns, in order."""

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from specgraph.graphs import calls
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
-from specgraph.kernels.sample import process_logits
+from specgraph.kernels.sampling.sample import process_logits
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.patterns import Mismatch, producer
-from specgraph.program import Program
 
 VERIFY = torch.ops.specgraph.verify.default
 _KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if "Tensor" not in str(a.type))

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.errors import PassError
-from specgraph.graphs import constant, new_module, splice
+from specgraph.ir.graphs import constant, new_module, splice
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.program import Buffer, Program
 from specgraph.kernels import step
-from specgraph.kernels.sample import STEP_NOISE_RULES
-from specgraph.model_info import ModelInfo
+from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.passes.base import Pass, PassResult, check_option_rule
-from specgraph.program import Buffer, Program
 
 SAMPLING = {
     "temperature": Buffer(("B",), torch.float32),

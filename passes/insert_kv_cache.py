@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from specgraph.errors import ConfigError
-from specgraph.graphs import calls, new_module
+from specgraph.ir.graphs import calls, new_module
+from specgraph.ir.program import Buffer, Program
 from specgraph.kernels.step import row_slots
 from specgraph.passes.base import Pass, PassResult
-from specgraph.program import Buffer, Program
 
 ATTENTION = torch.ops.specgraph.attention.default
 PAGED = torch.ops.specgraph.paged_attention.default

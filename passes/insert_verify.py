@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from torch import fx
 
 from specgraph.errors import ConfigError, PassError
-from specgraph.graphs import constant
+from specgraph.ir.graphs import constant
+from specgraph.ir.program import Buffer, Program
 from specgraph.kernels import step, verify
-from specgraph.kernels.sample import process_logits
+from specgraph.kernels.sampling.sample import process_logits
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 from specgraph.passes.insert_draft import SAMPLING
-from specgraph.program import Buffer, Program
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ import torch
 import triton
 from torch import Tensor, fx, nn
 
-import specgraph.kernels.experts
-import specgraph.kernels.norm  # noqa: F401  (both register ops)
+import specgraph.kernels.linear.experts
+import specgraph.kernels.linear.norm  # noqa: F401  (both register ops)
 from specgraph.errors import ConfigError, PassError
-from specgraph.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.program import Program
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
-from specgraph.kernels.linear import ACTIVATIONS
+from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import aten, dtype_of, keep_meta, only_user, producer, replace, weight_name
-from specgraph.program import Program
 
 LINEAR = torch.ops.specgraph.linear.default
 LINEAR_NORM = torch.ops.specgraph.linear_norm.default

@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import aten, weight, weight_name
-from specgraph.program import Program
 
 LINEAR = aten.linear.default
 

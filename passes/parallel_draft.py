@@ -18,10 +18,10 @@ from torch import fx
 
 from specgraph.drafters.base import Mask
 from specgraph.errors import PassError
-from specgraph.graphs import calls, constant
+from specgraph.ir.graphs import calls, constant
+from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
-from specgraph.program import Program
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specgraph.graphs import calls, get_attribute
+from specgraph.ir.graphs import calls, get_attribute
+from specgraph.ir.program import Program
 from specgraph.passes.base import NearMiss, PassResult
-from specgraph.program import Program
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)

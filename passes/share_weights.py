@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from specgraph.errors import ConfigError
-from specgraph.graphs import get_attribute
+from specgraph.ir.graphs import get_attribute
+from specgraph.ir.program import Program
+from specgraph.ir.tensors import FLOAT8, equal_tensors, pieces, widen
 from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.program import Program
-from specgraph.tensors import FLOAT8, equal_tensors, pieces, widen
 
 TARGET = ("target", "lm_head")
 PROBE = 256

@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specgraph.compile import compile_speculative
-    from specgraph.decoder import SpeculativeDecoder
+    from specgraph.compiler.compile import compile_speculative
     from specgraph.dump import load_stage as load_dump
     from specgraph.errors import (
         ConfigError,
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VerificationError,
     )
-    from specgraph.outputs import GenerateOutput, Stats, StreamChunk
-    from specgraph.program import Program
+    from specgraph.ir.program import Program
+    from specgraph.runtime.decoder import SpeculativeDecoder
+    from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
 
 __all__ = [
     "ConfigError",
@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GenerateOutput": "outputs",
-    "Program": "program",
-    "SpeculativeDecoder": "decoder",
-    "Stats": "outputs",
-    "StreamChunk": "outputs",
-    "compile_speculative": "compile",
+    "GenerateOutput": "runtime.outputs",
+    "Program": "ir.program",
+    "SpeculativeDecoder": "runtime.decoder",
+    "Stats": "runtime.outputs",
+    "StreamChunk": "runtime.outputs",
+    "compile_speculative": "compiler.compile",
     "load_dump": "dump",
 }
 _NAMES = {"load_dump": "load_stage"}

@@ -1,6 +1,6 @@
 """A pytest plugin: compile the Triton kernels that tests launch, for a Hopper GPU that need not be there.
 
-    TRITON_INTERPRET=0 python -m pytest -p tests.compile_only tests/kernels/test_verify_triton.py
+    TRITON_INTERPRET=0 python -m pytest -p tests.compile_only tests/kernels/verify
 
 Nothing is launched, so that what tests compute is arbitrary and whether they pass is not looked at. The run fails if a
 kernel does not compile. The interpreter, which the tests use otherwise, takes much that the compiler refuses: a

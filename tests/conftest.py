@@ -17,8 +17,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import specgraph.compile
-import specgraph.drafts
+import specgraph.compiler.compile
+import specgraph.compiler.drafts
 
 torch.set_num_threads(1)
 # By its path: the package's attribute of that name is the function.
@@ -37,7 +37,7 @@ def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return cached
 
 
-_TRACE, _EXPORT = _once_per_object(specgraph.compile.trace), _once_per_object(eagle3._export)
+_TRACE, _EXPORT = _once_per_object(specgraph.compiler.compile.trace), _once_per_object(eagle3._export)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def cached_traces() -> Iterator[None]:
     tests of its own.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(specgraph.compile, "trace", _TRACE)
-        patch.setattr(specgraph.drafts, "trace", _TRACE)
+        patch.setattr(specgraph.compiler.compile, "trace", _TRACE)
+        patch.setattr(specgraph.compiler.drafts, "trace", _TRACE)
         patch.setattr(eagle3, "_export", _EXPORT)
         yield

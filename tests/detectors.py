@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.sample import STREAM_DRAFT, STREAM_TARGET, gumbel
+from specgraph.kernels.sampling.sample import STREAM_DRAFT, STREAM_TARGET, gumbel
 from tests import harness
 from tests.harness import Run, fresh_start, slots_of
 

@@ -2,7 +2,7 @@
 
 ``forced_run`` drives the stage after ``insert_draft``, where emitted tokens are inputs, with random histories;
 ``real_run`` drives a whole decoder with its own verification. Both record the same things, so that the same detectors
-(see ``tests/test_draft_model.py``) judge both.
+(see ``tests/drafters/test_draft_model.py``) judge both.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, fx
 
 from specgraph import SpeculativeDecoder
-from specgraph.graphs import calls
-from specgraph.kernels import attention, step
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.kernels import step
+from specgraph.kernels.attention import attention
 from specgraph.passes.base import Pass, PassResult
-from specgraph.program import Program
-from specgraph.requests import Request, Sampling
-from specgraph.state import Prefill, State, allocate, new_state
+from specgraph.runtime.requests import Request, Sampling
+from specgraph.runtime.state import Prefill, State, allocate, new_state
 
 GUARD_BLOCKS = 2
 """Blocks of a forced run's cache that no sequence owns."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from specgraph.config import Config
-from specgraph.config_errors import did_you_mean
+from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
 KINDS = ("steps", "kernels")

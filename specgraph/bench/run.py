@@ -15,7 +15,7 @@ from specgraph.bench.models import SHAPES, random_target, shape_config
 from specgraph.bench.steps import StepRow, bench_steps
 from specgraph.bench.timing import measure_bandwidth
 from specgraph.config import Config
-from specgraph.config_errors import did_you_mean
+from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
 

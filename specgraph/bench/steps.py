@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
 from specgraph.bench.traffic import STAGE, step_traffic
-from specgraph.compile import compile_speculative
+from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
-from specgraph.decoder import SpeculativeDecoder
 from specgraph.drafters import DraftHead
 from specgraph.errors import ConfigError
+from specgraph.runtime.decoder import SpeculativeDecoder
 
 
 @dataclass(frozen=True)

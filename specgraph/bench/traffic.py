@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from specgraph.graphs import calls, get_attribute
-from specgraph.program import Buffer, Program
+from specgraph.ir.graphs import calls, get_attribute
+from specgraph.ir.program import Buffer, Program
 
 STAGE = "insert_verify"
 """The last stage in which every weight and every call still stands by itself."""

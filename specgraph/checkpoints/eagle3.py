@@ -17,8 +17,8 @@ from specgraph.checkpoints.layers import layer_config, read_size
 from specgraph.checkpoints.options import HeadOptions, Overrides, layer_name, read_options
 from specgraph.drafters.eagle3 import DraftHead, Eagle3, Eagle3Config
 from specgraph.errors import ConfigError
-from specgraph.model_info import ModelInfo
-from specgraph.tensors import equal_tensors
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.tensors import equal_tensors
 
 BORROWED = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that are the target's where the checkpoint has none."""

@@ -15,10 +15,10 @@ from specgraph.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from specgraph.checkpoints.eagle3 import load_head
 from specgraph.checkpoints.files import StoredTensor
 from specgraph.checkpoints.options import Overrides, read_options
+from specgraph.checkpoints.tokenizers import check_same_tokenizer
 from specgraph.errors import ConfigError, SpecgraphError
-from specgraph.model_info import ModelInfo
-from specgraph.tokenizers import check_same_tokenizer
-from specgraph.tracing import check_is_causal_lm
+from specgraph.frontend.tracing import check_is_causal_lm
+from specgraph.ir.model_info import ModelInfo
 
 
 @dataclass(frozen=True)

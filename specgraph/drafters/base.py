@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, fx
 
-from specgraph.model_info import ModelInfo
+from specgraph.ir.model_info import ModelInfo
 
 Kind = Literal["none", "history", "autoregressive"]
 

@@ -7,7 +7,7 @@ in parallel: PARD, An et al. 2025 (arXiv 2504.18583).
 from __future__ import annotations
 
 from specgraph.drafters.base import Drafter, Mask
-from specgraph.tracing import TracedModel
+from specgraph.frontend.tracing import TracedModel
 
 
 def draft_model(

@@ -21,8 +21,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from specgraph.drafters.base import Drafter, Mask
-from specgraph.model_info import ModelInfo
-from specgraph.tracing import export_hooked
+from specgraph.frontend.tracing import export_hooked
+from specgraph.ir.model_info import ModelInfo
 
 LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRotaryEmbedding, modeling_llama.LlamaRMSNorm),

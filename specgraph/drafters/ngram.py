@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specgraph.drafters.base import Drafter
-from specgraph.graphs import export_module
+from specgraph.ir.graphs import export_module
 
 
 class NGram(nn.Module):

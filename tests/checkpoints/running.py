@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints import load_head, open_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.drafters import DraftHead
-from specgraph.model_info import ModelInfo
+from specgraph.ir.model_info import ModelInfo
 from tests.models import make_model
 
 

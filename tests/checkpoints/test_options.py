@@ -13,7 +13,7 @@ from specgraph.checkpoints import eagle3, load_head, open_checkpoint, read_optio
 from specgraph.config import DraftConfig
 from specgraph.drafters import DraftHead
 from specgraph.errors import ConfigError
-from specgraph.tensors import equal_tensors
+from specgraph.ir.tensors import equal_tensors
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import MASK
 from tests.checkpoints.running import info, load, target

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.kernels.paged_attention import Tiling
-from tests.kernels.test_paged_attention import SINKS, Case, assert_near
+from specgraph.kernels.attention.paged import Tiling
+from tests.kernels.attention.test_paged_attention import SINKS, Case, assert_near
 
 SHAPE: dict[str, Any] = {
     "dtype": torch.bfloat16, "heads": 32, "groups": 8, "dim": 128, "value_dim": 128, "block_size": 16, "rotary": True,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels import experts
+from specgraph.kernels.linear import experts
 from tests.gpu.capture import captured, no_synchronisation
 
 # Experts, inputs, outputs, transposed: mixtral, qwen3_moe, gpt_oss (whose 2880 are no multiple of a block), awkward.

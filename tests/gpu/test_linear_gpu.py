@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.launch import arrival_counters
-from specgraph.kernels.linear import ACTIVATIONS, Tiles, linear, linear_norm, norm_parts, num_pieces, tiles
+from specgraph.kernels.linear.linear import ACTIVATIONS, Tiles, linear, linear_norm, norm_parts, num_pieces, tiles
 from tests.gpu.capture import captured
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 31, 64, 65, 128, 256, 257)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels import activation, norm
+from specgraph.kernels.linear import activation, norm
 from tests.gpu.capture import captured, no_synchronisation
-from tests.kernels.test_norm import EPS, assert_close
+from tests.kernels.linear.test_norm import EPS, assert_close
 
 ROWS = 576
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specgraph import NumericsError, SpeculativeDecoder
-from specgraph.cuda_graphs import GraphPool, Mailbox
-from specgraph.runner import PATIENCE, Workspace
-from specgraph.state import staged
+from specgraph.runtime.cuda_graphs import GraphPool, Mailbox
+from specgraph.runtime.runner import PATIENCE, Workspace
+from specgraph.runtime.state import staged
 from tests.decoding import compiled
 from tests.gpu.capture import no_synchronisation
 from tests.models import make_model, ragged_prompts
@@ -71,7 +71,7 @@ def test_batch_sizes_and_modes_alternate_without_a_new_capture(expected: list[Te
 
 def test_a_state_grows_and_shrinks_and_captures_anew(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping all graphs of a pool, and capturing into a new one, several times over."""
-    monkeypatch.setattr("specgraph.runner.SHRINK_BYTES", 1)
+    monkeypatch.setattr("specgraph.runtime.runner.SHRINK_BYTES", 1)
     fresh = made()
     for _ in range(2):
         for count in (1, 4, 8):
@@ -189,7 +189,7 @@ def test_the_mailbox_holds_two_steps_while_the_device_is_busy() -> None:
 
 WAITING = """
 import torch
-from specgraph.cuda_graphs import GraphPool
+from specgraph.runtime.cuda_graphs import GraphPool
 device = torch.device("cuda", 0)
 values, before = torch.ones(4, device=device), torch.cuda.current_stream()
 try:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgraph.drafters.ngram import ngram
 from tests.gpu.capture import captured, no_synchronisation
-from tests.kernels.step_cases import moved, run_case, step_cases, tensors
+from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
 CASES = step_cases()
 

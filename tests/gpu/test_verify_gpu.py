@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.floors import find_floors
-from specgraph.kernels.sample import (
+from specgraph.kernels.sampling.floors import find_floors
+from specgraph.kernels.sampling.sample import (
     RULES,
     STEP_NOISE_RULES,
     STREAM_TARGET,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 KERNELS = (
-    "activation", "experts", "floors", "linear_triton", "norm", "paged_attention", "prefill_attention", "results",
-    "rotary", "rows", "sample_triton", "step", "verify_race", "verify_residual", "verify_triton",
+    "attention.paged", "attention.prefill", "attention.rotary", "linear.activation", "linear.experts", "linear.norm",
+    "linear.triton_form", "sampling.floors", "sampling.triton_form", "step.results", "step.rows", "step.step",
+    "verify.race", "verify.residual", "verify.triton_form",
 )  # fmt: skip
 
 

@@ -8,13 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from specgraph.errors import PassError
+from specgraph.frontend.tracing import TracedModel, trace
+from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import PassResult
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
-from specgraph.tracing import TracedModel, trace
-from specgraph.verifier import verify_program
+from tests.compiler.test_pipeline import body, everything, first, last, text
 from tests.models import VOCAB, make_model
-from tests.test_pipeline import body, everything, first, last, text
 
 
 @functools.cache

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 import specgraph
+from specgraph.compiler.numerics import compare, observe
+from specgraph.ir.program import Program
+from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
-from specgraph.numerics import compare, observe
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.passes.parallel_draft import ParallelDraft
-from specgraph.program import Program
-from specgraph.verifier import verify_program
+from tests.compiler.test_pipeline import body, first, last, text
 from tests.decoding import CONFIG
 from tests.models import make_head, make_model, ragged_prompts
-from tests.test_pipeline import body, first, last, text
 
 STATE = "block_table=block_table, max_length=max_length, caches=draft_caches"
 KNOBS = "temperature, seeds, top_k, top_p, min_p"

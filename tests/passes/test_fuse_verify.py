@@ -10,15 +10,15 @@ from torch import Tensor, fx
 
 from specgraph.drafters.base import Drafter
 from specgraph.errors import PassError
-from specgraph.graphs import calls
+from specgraph.ir.graphs import calls
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.program import Buffer, Program
+from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step, verify
-from specgraph.kernels.sample import RULES, process_logits
-from specgraph.model_info import ModelInfo
+from specgraph.kernels.sampling.sample import RULES, process_logits
 from specgraph.passes.base import NearMiss, PassResult
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.program import Buffer, Program
-from specgraph.verifier import verify_program
-from tests.test_pipeline import body, every_pass, everything, first, last, text
+from tests.compiler.test_pipeline import body, every_pass, everything, first, last, text
 
 K, VOCAB, DRAFT_VOCAB, FLOAT = 3, 7, 5, torch.float32
 INPUTS = {

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from specgraph.frontend.tracing import trace
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
-from specgraph.tracing import trace
+from tests.compiler.test_pipeline import body, first, last
 from tests.models import make_model
 from tests.passes.test_lower_kernels import LOWERING, run_both, targets
-from tests.test_pipeline import body, first, last
 
 
 class Gated(nn.Module):

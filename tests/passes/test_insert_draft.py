@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specgraph.compiler.pipeline import run_passes
 from specgraph.errors import PassError
+from specgraph.ir.program import Buffer, Program
+from specgraph.ir.verifier import verify_program
 from specgraph.passes.insert_draft import SAMPLING, InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
-from specgraph.pipeline import run_passes
-from specgraph.program import Buffer, Program
-from specgraph.verifier import verify_program
-from tests.test_pipeline import body, everything, first, last, text, traced
+from tests.compiler.test_pipeline import body, everything, first, last, text, traced
 
 BEFORE = """
     positions = row_positions(start, window)

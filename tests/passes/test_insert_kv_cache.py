@@ -9,15 +9,15 @@ from torch import Tensor, fx, nn
 
 from specgraph.drafters.base import Drafter
 from specgraph.errors import PassError
-from specgraph.graphs import calls, new_module
+from specgraph.frontend.tracing import trace
+from specgraph.ir.graphs import calls, new_module
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.program import Buffer, Program
+from specgraph.ir.verifier import verify_program
 from specgraph.kernels.step import row_positions
-from specgraph.model_info import ModelInfo
 from specgraph.passes.insert_kv_cache import InsertKVCache
-from specgraph.program import Buffer, Program
-from specgraph.tracing import trace
-from specgraph.verifier import verify_program
+from tests.compiler.test_pipeline import body, first, last, text
 from tests.models import make_model
-from tests.test_pipeline import body, first, last, text
 
 aten = torch.ops.aten
 DIM, VOCAB = 4, 11

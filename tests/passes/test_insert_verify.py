@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import PassError
-from specgraph.kernels.sample import RULES
+from specgraph.ir.program import Buffer, Program
+from specgraph.ir.verifier import verify_program
+from specgraph.kernels.sampling.sample import RULES
 from specgraph.kernels.verify import verify_reference
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
-from specgraph.program import Buffer, Program
-from specgraph.verifier import verify_program
-from tests.test_pipeline import body, everything, first, last, text
+from tests.compiler.test_pipeline import body, everything, first, last, text
 
 STATE = ("next_window", "start", "num_rows", "num_forced")
 

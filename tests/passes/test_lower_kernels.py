@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import AutoModelForCausalLM
 
+from specgraph.compiler.numerics import observe
+from specgraph.compiler.pipeline import run_passes
 from specgraph.drafters.base import Drafter
 from specgraph.errors import ConfigError, PassError
-from specgraph.graphs import export_module
-from specgraph.model_info import ModelInfo
-from specgraph.numerics import observe
+from specgraph.frontend.tracing import trace
+from specgraph.ir.graphs import export_module
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.program import Program
+from specgraph.ir.verifier import verify_program
 from specgraph.passes import lower_kernels
 from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
 from specgraph.passes.fuse_norm import FuseNorm
@@ -25,14 +29,10 @@ from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears, merge_storage
-from specgraph.pipeline import run_passes
-from specgraph.program import Program
-from specgraph.runner import bucket
-from specgraph.tracing import trace
-from specgraph.verifier import verify_program
+from specgraph.runtime.runner import bucket
+from tests.compiler.test_pipeline import body, first, last
 from tests.decoding import compiled
 from tests.models import make_head, make_model, ragged_prompts
-from tests.test_pipeline import body, first, last
 
 LOWERING = [FuseNorm(), MergeLinears(), FuseRotaryCache(), LowerKernels()]
 

@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from specgraph.checkpoints import save_head
 from specgraph.drafters.base import Drafter
 from specgraph.errors import ConfigError
-from specgraph.graphs import get_attribute, new_module, set_attribute
-from specgraph.model_info import ModelInfo
+from specgraph.ir.graphs import get_attribute, new_module, set_attribute
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.program import Program
 from specgraph.passes.base import PassResult
 from specgraph.passes.share_weights import ShareWeights
-from specgraph.program import Program
 from tests.decoding import compiled
 from tests.models import make_head, make_model
 

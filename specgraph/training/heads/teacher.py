@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from specgraph import drafters
 from specgraph.checkpoints.options import default_features
+from specgraph.compiler.pipeline import run_passes
 from specgraph.errors import ConfigError
-from specgraph.frontend import first_program
+from specgraph.frontend.first_program import first_program
+from specgraph.frontend.tracing import trace
 from specgraph.passes.expose_features import ExposeFeatures
-from specgraph.pipeline import run_passes
-from specgraph.tracing import trace
 
 
 class Lesson(NamedTuple):

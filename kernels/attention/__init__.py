@@ -1,0 +1,1 @@
+"""Attention: dense for tracing, paged for decoding, and the rotary embedding in front of it."""

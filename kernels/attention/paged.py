@@ -1,0 +1,466 @@
+"""Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``, which ``attention`` defines.
+
+The context of a sequence is split at absolute positions into runs of ``Tiling.run`` pieces, each of ``Tiling.piece``
+positions in blocks of ``Tiling.block_keys`` keys. Within a piece, blocks are summed in order (online softmax: Milakov
+and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2: Dao 2023, arXiv 2307.08691); the pieces of a run are merged in
+order, and then the runs (Flash-Decoding: Dao et al. 2023). A block, piece or run that a row does not see multiplies
+what that row has by one and adds zero. So the bits of a row depend on its own query, keys and values alone: not on the
+other rows, the batch, the width of the block table, the tile of rows, or on whether one program merged in registers or
+several did through memory. Runs are there so that a long context leaves few partial results to merge, and a short one
+has a program for every piece.
+
+The kernel here is for few rows of a sequence. Many, as those of a prompt, go to that of
+:mod:`specgraph.kernels.attention.prefill`, which gives the same bits (:mod:`specgraph.kernels.attention.tiles` says
+why). Products and sums are not contracted by the compiler.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.attention.prefill import prefill_attention_kernel
+from specgraph.kernels.attention.tiles import (
+    add_block,
+    bound,
+    load_rows,
+    merge,
+    no_weights,
+    nothing,
+    score,
+    store_result,
+    sum_of_keys,
+)
+from specgraph.kernels.attention.units import is_last, merge_units, share_out, store_unit
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, launch_options, supports_pdl
+
+NUM_WARPS = 4
+"""Fixed with context on the left: the sum of a block's weights goes across warps, in an order that they decide."""
+PROGRAMS = 264
+"""Rows and contexts are spread over about this many programs: two run on each multiprocessor of a large GPU."""
+PREFILL_PAIRS = 64
+"""(row, head) pairs in a tile of the kernel for many rows: as many as a tensor core takes on the left."""
+BLOCKS = (16, 32, 64, 128)
+"""Numbers of keys that a block may have."""
+WRITTEN_ROWS = 16
+"""Up to so many rows per sequence are written by the launch that attends; wider calls write in a launch before."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the tiles. The first three decide the bits of the result; the others, None for a default, do not.
+
+    (On a GPU ``block_rows`` and ``prefill`` do as well in float32, and ``prefill`` with other ``block_keys`` than 64.)
+
+    Attributes:
+        piece: positions that are summed together, in blocks of ``block_keys``.
+        run: pieces that are merged together.
+        block_keys: keys of a block.
+        block_rows: (row, head) pairs in a tile of the kernel for few rows.
+        split: programs that share a context, of that kernel.
+        write_apart: whether new rows are written by a launch before; for the kernel for many rows they always are.
+        prefill: whether the kernel for many rows is taken.
+        num_stages: blocks in shared memory.
+
+    Raises:
+        ValueError: pieces are not whole blocks, or blocks of a size that the sum over their keys is not written for.
+    """
+
+    piece: int = 256
+    run: int = 4
+    block_keys: int = 64
+    block_rows: int | None = None
+    split: int | None = None
+    write_apart: bool | None = None
+    prefill: bool | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_keys not in BLOCKS or self.piece % self.block_keys:
+            raise ValueError(
+                f"Blocks have {', '.join(map(str, BLOCKS))} keys and pieces are whole blocks, "
+                f"not block_keys={self.block_keys} and piece={self.piece}."
+            )
+
+
+@triton.jit
+def _load_new_rows(
+    keys, values, cos, sin, angles, keep,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """The rows at ``keys`` and ``values`` of one key-value head, as they are cached; zeros where not ``keep``."""
+    dim = tl.arange(0, DP)[None, :]
+    rows = load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
+    dim = tl.arange(0, DVP)[None, :]
+    return rows, tl.load(values + dim, mask=keep[:, None] & (dim < DV), other=0.0)
+
+
+@triton.jit
+def _store_new_rows(
+    keys, values, k_cache, v_cache, slot, head, keep, k_slot, k_head, v_slot, v_head,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """Write what :func:`_load_new_rows` gave to ``slot``, where ``keep``."""
+    slot = slot[:, None]
+    dim = tl.arange(0, DP)[None, :]
+    tl.store(k_cache + slot * k_slot + head * k_head + dim, keys, mask=keep[:, None] & (dim < D))
+    dim = tl.arange(0, DVP)[None, :]
+    tl.store(v_cache + slot * v_slot + head * v_head + dim, values, mask=keep[:, None] & (dim < DV))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _write_cache(
+    k, v, cos, sin, k_cache, v_cache, slots,
+    k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
+    ROTARY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rotate and write ``ROWS`` rows of one head of one sequence; grid (row tiles, B * Hkv)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + batch * T + row, mask=row < T, other=-1)
+    row = row.to(tl.int64)[:, None]
+    keys, values = _load_new_rows(
+        k + batch * k_b + head * k_h + row * k_t, v + batch * v_b + head * v_h + row * v_t,
+        cos, sin, batch * angle_b + row * angle_t, slot >= 0, D, DV, DP, DVP, ROTARY,
+    )  # fmt: skip
+    _store_new_rows(
+        keys, values, k_cache, v_cache, slot, head, slot >= 0, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
+    )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """``PAGES`` pages from that of position ``begin`` on, as far as they hold positions below ``end``."""
+    index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
+    return tl.maximum(tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0), 0).to(tl.int32)
+
+
+@triton.jit
+def _slots_of(pages, begin, key_place, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """Where positions lie whose pages :func:`_load_pages` has read: int32, which multiplies faster."""
+    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # the last block may reach past the end
+    return tl.gather(pages, index, 0) * BLOCK_SIZE + key_place % BLOCK_SIZE
+
+
+@triton.jit
+def _attend_piece(
+    query, place, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
+    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``place`` over the keys in ``[begin, end)``.
+
+    ``begin`` is a multiple of ``BLOCK_K``. Returns the largest score, the sum of weights and the weighted values
+    ``[DVP, BLOCK_R]``.
+
+    All ``pages`` have been read before: keys whose place hangs on another read of the loop would be asked for only when
+    the block before them is done.
+    """
+    top, _, summed = nothing(DVP, BLOCK_R, False)
+    totals = no_weights(BLOCK_K, BLOCK_R, False)
+    dim = tl.arange(0, DP)[None, :]
+    value_dim = tl.arange(0, DVP)[None, :]
+    for start in tl.range(bound(begin), bound(end), BLOCK_K, num_stages=STAGES):
+        key_place = start + tl.arange(0, BLOCK_K)
+        # Unwritten rows may hold NaN, and zero times NaN is NaN: values are blanked like keys.
+        live = (key_place < end)[:, None]
+        slot = _slots_of(pages, begin, key_place, BLOCK_SIZE, PAGES).to(OFFSET)[:, None]
+        keys = tl.load(k_cache + slot * k_slot + dim, mask=live & (dim < D), other=0.0)
+        values = tl.load(v_cache + slot * v_slot + value_dim, mask=live & (value_dim < DV), other=0.0)
+        scores = score(query, keys, place, key_place, cap, WINDOW, SOFTCAP, True, False)
+        top, totals, summed = add_block(scores, values, top, totals, summed, scale, False)
+    return top, sum_of_keys(totals, BLOCK_K, BLOCK_R, False), summed
+
+
+@triton.jit
+def _piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
+    """Where a piece begins: at the block that holds the first position that any row sees, if a window hides some."""
+    begin = piece * PIECE
+    if WINDOW > 0:
+        begin = tl.maximum(begin, low // BLOCK_K * BLOCK_K)
+    return begin
+
+
+@triton.jit(do_not_specialize=["T", "max_pieces", "max_units"])
+def _paged_attention(
+    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
+    T, max_pieces, max_units, scale, cap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th unit of its context.
+
+    Grid (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units hold, so
+    no program waits for another; several row tiles write the same bits to the same place. If ``SPLIT``, the units of a
+    tile that has several go through ``partials`` and the program that finishes last merges them.
+    """
+    if PDL:
+        # Only few programs attend; those of the next launch can ask for its weights meanwhile.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # The last rows see the most: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
+    part = tl.program_id(2)
+
+    pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = pair // GROUP
+    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
+    place = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
+    if WRITE > 0:
+        new_row = tl.arange(0, WRITE)
+        new_slot = tl.load(slots + batch * T + new_row, mask=new_row < T, other=-1)
+        new_place = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32)
+    low, end, first, last, per, first_unit, units, programs = share_out(place, real, max_pieces, PIECE, RUN, WINDOW)
+    if part >= tl.maximum(programs, 1):
+        return
+
+    first_piece = tl.maximum((first_unit + part) * per, first)
+    begin = _piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
+    table = block_table + batch * table_b
+    pages = _load_pages(table, begin, tl.where(part < programs, end, 0), BLOCK_SIZE, PAGES)
+    k_cache_head = k_cache + head * k_head
+    v_cache_head = v_cache + head * v_head
+    if WRITE > 0:
+        new_piece = new_place // PIECE
+        new_unit = tl.where(per == 1, new_piece, new_piece // RUN) - first_unit
+        mine = (new_slot >= 0) & (new_piece >= first) & (new_piece < last)
+        mine = mine & (new_unit % tl.maximum(programs, 1) == part)
+        new_keys = (k + batch * k_b + head * k_h) + (new_row.to(tl.int64) * k_t)[:, None]
+        new_values = (v + batch * v_b + head * v_h) + (new_row.to(tl.int64) * v_t)[:, None]
+        new_angles = (batch * angle_b + new_row.to(tl.int64) * angle_t)[:, None]
+    q_head = head * GROUP + pair % GROUP
+    dim = tl.arange(0, DP)[:, None]
+    queries = (q + batch * q_b) + (q_head * q_h + row.to(tl.int64) * q_t)[None, :] + dim
+    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :] + dim
+    if WRITE > 0:
+        keys, values = _load_new_rows(new_keys, new_values, cos, sin, new_angles, mine, D, DV, DP, DVP, ROTARY)
+    query = load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+    if WRITE > 0:
+        _store_new_rows(
+            keys, values, k_cache, v_cache, new_slot, head, mine, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
+        )
+        # What the threads of this program wrote, all of them may read.
+        tl.debug_barrier()
+
+    top, total, summed = nothing(DVP, BLOCK_R, False)
+    task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
+    for unit in range(bound(part), bound(units), bound(tl.maximum(programs, 1))):
+        unit_top, unit_total, unit_summed = nothing(DVP, BLOCK_R, False)
+        past = tl.minimum((first_unit + unit + 1) * per, last)
+        for piece in range(bound(tl.maximum((first_unit + unit) * per, first)), bound(past)):
+            piece_top, piece_total, piece_summed = _attend_piece(
+                query, place, k_cache_head, v_cache_head, pages,
+                begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, cap,
+                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET,
+            )  # fmt: skip
+            unit_top, unit_total, unit_summed = merge(
+                unit_top, unit_total, unit_summed, piece_top, piece_total, piece_summed, scale, False
+            )
+            following = tl.where(piece + 1 < past, piece + 1, (first_unit + unit + programs) * per)
+            begin = _piece_begin(following, low, PIECE, BLOCK_K, WINDOW)
+            pages = _load_pages(table, begin, end, BLOCK_SIZE, PAGES)
+        if SPLIT and programs > 1:
+            index = task * max_units + unit
+            store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
+        top, total, summed = merge(top, total, summed, unit_top, unit_total, unit_summed, scale, False)
+
+    out_row = (batch * T + row) * (HEADS * GROUP) + q_head
+    # Each way stores for itself: one store after both would have to move the sums to a common layout.
+    if SPLIT and programs > 1:
+        if is_last(counters + task, programs):
+            top, total, summed = merge_units(
+                partials, task * max_units, units, first_unit, per, real, scale, RUN, DVP, BLOCK_R
+            )
+            store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
+    else:
+        store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
+
+
+def paged_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, block_table: Tensor,
+    positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
+    softcap: float | None = None, tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """``paged_attention_reference`` for one of float16, bfloat16 and float32 and head dims up to 256."""
+    places = (slots, block_table, positions)
+    return _launch(q, k, v, None, (k_cache, v_cache), places, sinks, scale, window, softcap, tiling or Tiling())
+
+
+def rotary_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    block_table: Tensor, positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
+    softcap: float | None = None, tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
+    """``rotary_attention_reference`` for one of float16, bfloat16 and float32 and head dims up to 256."""
+    places = (slots, block_table, positions)
+    angles = (cos, sin)
+    return _launch(q, k, v, angles, (k_cache, v_cache), places, sinks, scale, window, softcap, tiling or Tiling())
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, caches: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scale: float, window: int | None,
+    softcap: float | None, tiling: Tiling,
+) -> Tensor:  # fmt: skip
+    batch, heads, rows, dim = q.shape
+    groups, value_dim = k.shape[1], v.shape[3]
+    if max(dim, value_dim) > 256:
+        raise ValueError(f"paged_attention has kernels for head dims up to 256, not {dim} and {value_dim}.")
+    if not scale > 0 or not (softcap is None or softcap > 0):
+        raise ValueError(f"paged_attention takes a scale and a softcap above 0, not {scale} and {softcap}.")
+    if batch * rows == 0:
+        return q.new_empty(batch, rows, heads, value_dim)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    slots, block_table, positions = (x.contiguous() for x in places)
+    sizes = {"D": dim, "DV": value_dim, "DP": _padded(dim), "DVP": _padded(value_dim), "HEADS": groups}
+    pdl = supports_pdl(q.device)
+    modes = {"ROTARY": angles is not None, "PDL": pdl}
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
+    cos, sin, *angle_strides = _angles(angles)
+    caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
+    strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
+
+    pairs, sequences, widest = rows * heads // groups, batch * groups, max(sizes["DP"], sizes["DVP"])
+    prefill = tiling.prefill
+    if prefill is None:
+        prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, sizes["DVP"], q.dtype)
+    apart = prefill or (rows > WRITTEN_ROWS if tiling.write_apart is None else tiling.write_apart)
+    if apart:
+        grid = (triton.cdiv(rows, WRITTEN_ROWS), sequences)
+        _write_cache[grid](
+            k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
+        )
+
+    counters = arrival_counters(q.device)  # even if not needed now: a later call may be captured
+    capacity = block_table.shape[1] * caches[0].shape[1]
+    out = q.new_empty(batch, rows, heads, value_dim)
+    cut = {
+        "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "PIECE": tiling.piece, "RUN": tiling.run,
+        "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None, "STAGES": tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
+        "OFFSET": tl.int32 if max(_extent(cache) for cache in caches) < 2**31 else tl.int64,
+    }  # fmt: skip
+    factors = _score_factors(scale, softcap)
+    if prefill:
+        prefill_attention_kernel[(triton.cdiv(pairs, PREFILL_PAIRS), sequences)](
+            q, cos, sin, *caches, slots, block_table, positions, sinks, out,
+            *q.stride()[:3], *angle_strides, *caches_strides, block_table.stride(0), rows, capacity, *factors,
+            BLOCK_R=PREFILL_PAIRS, **cut, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
+        )  # fmt: skip
+        return out
+
+    tile = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
+    tiles = triton.cdiv(pairs, tile)
+    pieces, split, units = _shares(tiles * sequences, capacity, tiling)
+    partials = None
+    if split > 1:
+        size = tiles * sequences * units * (sizes["DVP"] + 2) * tile
+        partials = torch.empty(size, dtype=torch.float32, device=q.device)
+    _paged_attention[(tiles, sequences, split)](
+        q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
+        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, units, *factors,
+        BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
+        PAGES=_pages(tiling.piece, caches[0].shape[1]), **cut, **sizes, **modes, **options,
+    )  # fmt: skip
+    return out
+
+
+def _shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
+    """Pieces of the longest context that ``capacity`` holds, programs that share one, and the units they may have."""
+    pieces = triton.cdiv(capacity, tiling.piece)
+    split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
+    # Of a context of more than `split` pieces, a unit is a run.
+    return pieces, split, max(split, triton.cdiv(pieces, tiling.run))
+
+
+def _padded(dim: int) -> int:
+    """The tile that holds a head: a power of two, and at least what ``tl.dot`` takes."""
+    return max(16, _power_of_two(dim))
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def _extent(x: Tensor) -> int:
+    """How far the last element lies from the first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+    """``cos``, ``sin`` ``[B or 1, T, D]`` and their strides for a sequence and for a row."""
+    if angles is None:
+        return None, None, 0, 0
+    cos, sin = angles
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+
+
+def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What turns scores into units of log 2, and what makes of a product the power of 2 of which its tanh is made.
+
+    Scores are products, or with a cap their hyperbolic tangents; without one the second is 0.
+    """
+    log2e = 1.4426950408889634
+    return (scale * log2e, 0.0) if softcap is None else (softcap * log2e, 2 * log2e * scale / softcap)
+
+
+def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
+    """The (row, head) pairs in a tile, of ``pairs`` for each of ``sequences`` (sequence, key-value head) pairs.
+
+    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then twice as many, since every
+    tile reads all keys. float32 has no tensor cores here, so its sum over keys is ordered by a layout that depends on
+    the tile: one for all.
+    """
+    fewest = 16
+    many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > PROGRAMS
+    return 2 * fewest if many else fewest
+
+
+def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel for many rows is the faster one and has the same bits on Hopper, the arguments as above.
+
+    It is faster where tiles of 16 would be more than a GPU runs at once and more than half of its own are filled. With
+    values in less than 64 columns the kernel for few rows multiplies by another instruction.
+    """
+    few = pairs <= PREFILL_PAIRS // 2 or triton.cdiv(pairs, 16) * sequences <= PROGRAMS
+    return not few and dtype.itemsize == 2 and value_dim >= 64
+
+
+def _pages(piece: int, block_size: int) -> int:
+    """At least as many as hold a piece, wherever it begins."""
+    return _power_of_two(piece // block_size if piece % block_size == 0 else piece // block_size + 2)
+
+
+def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
+    """Blocks of keys and values in shared memory, one of them in use: up to three, in 128 KiB.
+
+    Products without tensor cores run out of registers when anything is in flight.
+    """
+    if dtype.itemsize > 2:
+        return 1
+    size = block_keys * (sizes["DP"] + sizes["DVP"]) * dtype.itemsize
+    return max(1, min(3, 128 * 1024 // size))

@@ -1,0 +1,127 @@
+"""``specgraph::rotary_angles``: cosine and sine of every row's angles, for rotary embeddings (Su et al. 2021,
+arXiv 2104.09864).
+
+One launch for what models spell as seven to nine. Arguments reach the length of the longest context, 131072 and more,
+so cosine and sine are the accurate ones, which reduce their argument; the hardware's own are not.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.registration import register
+from specgraph.kernels.sampling.sample import require
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+LAYOUTS = ("halves", "pairs", "once")
+"""Where frequency ``i`` of ``F`` is found: in columns ``i`` and ``F + i``, ``2 * i`` and ``2 * i + 1``, or ``i``."""
+
+torch.library.define(
+    "specgraph::rotary_angles",
+    "(Tensor positions, Tensor inv_freq, *, ScalarType dtype, float scaling=1.0, str layout='halves', "
+    "int? max_position=None) -> (Tensor, Tensor)",
+)
+
+
+def rotary_angles_reference(
+    positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype, scaling: float = 1.0, layout: str = "halves",
+    max_position: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``cos(positions * inv_freq) * scaling`` and the same with ``sin``.
+
+    Computed in float32 (float64 if ``inv_freq`` is) and rounded once.
+
+    Args:
+        positions: int64 ``[B, T]``.
+        inv_freq: ``[F]``.
+        dtype: of the results.
+        layout: one of :data:`LAYOUTS`.
+        max_position: larger positions count as this one.
+
+    Returns:
+        Two tensors ``[B, T, 2 * F]``; ``[B, T, F]`` where the layout is ``once``.
+
+    Raises:
+        ValueError: the layout does not exist.
+    """
+    _check(positions, inv_freq, layout)
+    exact = torch.promote_types(inv_freq.dtype, torch.float32)
+    positions = positions if max_position is None else positions.clamp(max=max_position)
+    angles = positions.unsqueeze(2).to(exact) * inv_freq.to(exact)
+    if layout == "halves":
+        angles = torch.cat([angles, angles], dim=-1)
+    elif layout == "pairs":
+        angles = angles.repeat_interleave(2, dim=-1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+@triton.jit
+def _rotary_angles_kernel(
+    out_cos, out_sin, positions, inv_freq, SCALING: tl.constexpr, MAX: tl.constexpr, FREQUENCIES: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    position = tl.load(positions + row)
+    if MAX is not None:
+        position = tl.minimum(position, MAX)
+    frequency = column // 2 if PAIRS else column % FREQUENCIES
+    angle = position.to(EXACT) * tl.load(inv_freq + frequency, mask=inside, other=0.0).to(EXACT)
+    if INTERPRETED:
+        cos, sin = tl.cos(angle), tl.sin(angle)
+    else:
+        cos, sin = libdevice.cos(angle), libdevice.sin(angle)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = row.to(tl.int64) * WIDTH + column
+    tl.store(out_cos + place, (cos * SCALING).to(out_cos.dtype.element_ty), mask=inside)
+    tl.store(out_sin + place, (sin * SCALING).to(out_sin.dtype.element_ty), mask=inside)
+
+
+def rotary_angles(
+    positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype, scaling: float = 1.0, layout: str = "halves",
+    max_position: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`rotary_angles_reference` in one kernel, one program per row."""
+    cos, sin = _rotary_angles_fake(positions, inv_freq, dtype=dtype, layout=layout)
+    if cos.numel() == 0:
+        return cos, sin
+    width, pdl = cos.shape[-1], supports_pdl(cos.device)
+    _rotary_angles_kernel[(positions.numel(),)](
+        cos, sin, positions.contiguous(), inv_freq.contiguous(), SCALING=scaling, MAX=max_position,
+        FREQUENCIES=inv_freq.shape[0], WIDTH=width, PAIRS=layout == "pairs", BLOCK=triton.next_power_of_2(width),
+        EXACT=tl.float64 if inv_freq.dtype == torch.float64 else tl.float32, PDL=pdl, num_warps=4 if width > 64 else 2,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return cos, sin
+
+
+def _check(positions: Tensor, inv_freq: Tensor, layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}.")
+    require(positions.dim() == 2, lambda: f"positions must be [B, T], not {positions.dim()}-d")
+    require(
+        inv_freq.dim() == 1 and inv_freq.dtype.is_floating_point,
+        lambda: f"inv_freq must be float [F], not {inv_freq.dtype} {inv_freq.dim()}-d",
+    )
+
+
+def _rotary_angles_fake(
+    positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype, scaling: float = 1.0, layout: str = "halves",
+    max_position: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(positions, inv_freq, layout)
+    shape = (*positions.shape, inv_freq.shape[0] * (1 if layout == "once" else 2))
+    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
+
+
+register("rotary_angles", cpu=rotary_angles_reference, cuda=rotary_angles, fake=_rotary_angles_fake)

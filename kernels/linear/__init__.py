@@ -1,0 +1,1 @@
+"""Linear layers with what surrounds them: norms, activations, residuals, experts."""

@@ -1,0 +1,364 @@
+"""``specgraph::linear`` of few rows on Hopper, in Gluon (a level below Triton): weights come before the wait.
+
+With few rows a product is as fast as its weights arrive, and between two launches they do not: the last programs of one
+store, merge and leave, and the first of the next wait for that before they ask for anything. Here a program first fills
+a ring in shared memory with weights, which no kernel writes, and only then waits for its rows of x. The launch lets the
+next one begin at once, so as programs leave, those of the next launch take their room and keep the memory busy.
+
+The ring is filled by the tensor memory accelerator, a tile of the weight and one of x at a time; one warp group
+multiplies (``wgmma``), as :mod:`specgraph.kernels.linear.triton_form` does: 64 rows of the weight, 16 products at a
+time, in order, pieces added in theirs. So the bits are the same as those of that kernel, which serves all other cases.
+"""
+
+# Gluon's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specgraph.kernels.launch import arrival_counters, launch_options
+from specgraph.kernels.linear import triton_form as linear_triton
+
+if TYPE_CHECKING:
+    from specgraph.kernels.linear.linear import Product
+
+TILE_O = 64
+"""Rows of the weight in a tile: what one matrix instruction of a warp group takes."""
+BLOCK_K = 128
+
+_TILE_O = gl.constexpr(TILE_O)
+_NORM_GROUP = gl.constexpr(linear_triton.NORM_GROUP)
+# What has no layouts in it is the same text in both languages.
+_activate = gluon.jit(linear_triton.activate.fn)
+_sum_in_any_order = gluon.jit(linear_triton.sum_in_any_order.fn)
+_OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+"""Tiles ``[64, BLOCK_N]`` as they are read and written: 8 neighbours of a row of the result in a thread."""
+
+
+@gluon.jit
+def _ask_weight(weight, ring, arrived, slot, row, apart, k, wanted, TILES: gl.constexpr, BYTES: gl.constexpr):
+    """Ask for the block of a program's weight tiles at column ``k``, and say how many bytes its slot waits for."""
+    mbarrier.expect(arrived.index(slot), BYTES, wanted)
+    for tile in gl.static_range(TILES):
+        place = [row + tile * apart, k]
+        tma.async_copy_global_to_shared(weight, place, arrived.index(slot), ring.index(slot * TILES + tile), wanted)
+
+
+@gluon.jit
+def _fill(
+    weight, x, ring, x_ring, arrived, row, apart, first_n, begin, weight_is_constant,
+    BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Ask for the first blocks, those of the weight before the wait for the kernel before, those of x after it."""
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(slot), count=1)
+    if PDL:
+        gdc_launch_dependents()
+        if weight_is_constant == 0:
+            gdc_wait()
+    for slot in gl.static_range(STAGES):
+        if slot < BLOCKS:
+            _ask_weight(weight, ring, arrived, slot, row, apart, (begin + slot) * BLOCK_K, True, TILES, BYTES)
+    if PDL:
+        gdc_wait()
+    for slot in gl.static_range(STAGES):
+        if slot < BLOCKS:
+            place = [first_n, (begin + slot) * BLOCK_K]
+            tma.async_copy_global_to_shared(x, place, arrived.index(slot), x_ring.index(slot))
+
+
+@gluon.jit
+def _multiply(
+    weight, x, ring, x_ring, arrived, row, apart, first_n, begin,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, OWN_PIECES: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """The product of one or two tiles of the weight, ``[64, BLOCK_N]`` each, over ``OWN_PIECES`` pieces of ``BLOCKS``
+    blocks, summed apart and then added in order. The ring has been filled."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+    second_total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+    for piece in range(OWN_PIECES):
+        first = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+        second = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
+        for block in range(piece * BLOCKS, (piece + 1) * BLOCKS):
+            slot = block % STAGES
+            mbarrier.wait(arrived.index(slot), (block // STAGES) & 1)
+            columns = x_ring.index(slot).permute((1, 0))
+            first = warpgroup_mma(ring.index(slot * TILES), columns, first, is_async=True)
+            if TILES == 2:
+                second = warpgroup_mma(ring.index(slot * TILES + 1), columns, second, is_async=True)
+            first, second = warpgroup_mma_wait(TILES, deps=(first, second))
+            # The block before this one has been multiplied: its slot is free.
+            following = block - 1 + STAGES
+            wanted = (block > 0) & (following < OWN_PIECES * BLOCKS)
+            slot = following % STAGES
+            k = (begin + following) * BLOCK_K
+            _ask_weight(weight, ring, arrived, slot, row, apart, k, wanted, TILES, BYTES)
+            tma.async_copy_global_to_shared(x, [first_n, k], arrived.index(slot), x_ring.index(slot), wanted)
+        first, second = warpgroup_mma_wait(0, deps=(first, second))
+        total += first
+        second_total += second
+    for slot in gl.static_range(STAGES):
+        mbarrier.invalidate(arrived.index(slot))
+    return gl.convert_layout(total, _OUT), gl.convert_layout(second_total, _OUT)
+
+
+@gluon.jit
+def _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+    """``[BLOCK_N]``: what the norm in front multiplies the rows by; ones if there is none."""
+    scale = gl.full([BLOCK_N], 1.0, gl.float32, gl.SliceLayout(0, _OUT))
+    if squares_ptr is not None:
+        layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
+        groups = gl.cdiv(in_features, _NORM_GROUP)
+        mask = (group < groups)[:, None] & (n < rows)[None, :]
+        squares = gl.load(squares_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
+        mean = _sum_in_any_order(squares, 0) / in_features
+        scale = gl.convert_layout(gl.rsqrt(mean + norm_eps), gl.SliceLayout(0, _OUT))
+    return scale
+
+
+@gluon.jit
+def _load_added(residual_ptr, o, n, mask, residual_stride):
+    """The residual of a tile of the result, zeros if there is none."""
+    added = gl.zeros([o.shape[0], n.shape[0]], gl.float32, _OUT)
+    if residual_ptr is not None:
+        places = residual_ptr + n.to(gl.int64)[None, :] * residual_stride + o[:, None]
+        added = gl.load(places, mask=mask, other=0.0).to(gl.float32)
+    return added
+
+
+@gluon.jit
+def _load_gain(gain_ptr, o, out_features, norm_offset):
+    """The weight of the norm that follows, zeros if there is none."""
+    gain = gl.zeros([o.shape[0]], gl.float32, gl.SliceLayout(1, _OUT))
+    if gain_ptr is not None:
+        gain = gl.load(gain_ptr + o, mask=o < out_features, other=0.0).to(gl.float32) + norm_offset
+    return gain
+
+
+@gluon.jit
+def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: gl.constexpr, PIECES: gl.constexpr):
+    """Leave this piece in scratch memory; the last program of a tile to arrive has the sum, in the order of the pieces.
+
+    Scratch: products ``[PIECES, rows, tiles * 64]``.
+    """
+    o = gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
+    real = (n < rows)[None, :]
+    width = tiles_o * TILES * _TILE_O
+    stride = gl.cast(rows, gl.int64) * width
+    at = partial_ptr + n[None, :] * width + (tile * TILES * _TILE_O + o)[:, None]
+    gl.store(at + gl.program_id(1) * stride, y, mask=real)
+    if TILES == 2:
+        gl.store(at + _TILE_O + gl.program_id(1) * stride, second, mask=real)
+    gl.thread_barrier()  # one thread counts for all, so all must have stored
+    last = gl.atomic_add(counter_ptr + gl.program_id(0), 1, sem="acq_rel") == PIECES - 1
+    if last:
+        gl.store(counter_ptr + gl.program_id(0), 0)
+        y = gl.zeros([_TILE_O, y.shape[1]], gl.float32, _OUT)
+        second = gl.zeros([_TILE_O, y.shape[1]], gl.float32, _OUT)
+        for piece in gl.static_range(PIECES):
+            y += gl.load(at + piece * stride, mask=real, other=0.0, cache_modifier=".cg")
+            if TILES == 2:
+                second += gl.load(at + _TILE_O + piece * stride, mask=real, other=0.0, cache_modifier=".cg")
+    return y, second, last
+
+
+@gluon.jit
+def _scaled(y, scale, bias_ptr, weight_row, weight_rows):
+    """The product of a tile with the norm in front, and the bias."""
+    y = y * scale[None, :]
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + weight_row, mask=weight_row < weight_rows, other=0.0)
+        y = y + bias.to(gl.float32)[:, None]
+    return y
+
+
+@gluon.jit
+def _store(
+    y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, o, n, mask, rows, out_features, RESIDUAL: gl.constexpr
+):
+    """Residual, the one rounding, and the parts of the norm that follows, of which a tile is one group."""
+    at = n[None, :] * out_features + o[:, None]
+    if RESIDUAL:
+        y = y + added
+    y = y.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + at, y, mask=mask)
+    if gained_ptr is not None:
+        exact = gl.where(mask, y.to(gl.float32), 0.0)
+        gl.store(gained_ptr + at, (exact * gain[:, None]).to(gained_ptr.dtype.element_ty), mask=mask)
+        places = out_squares_ptr + n * gl.cdiv(out_features, _NORM_GROUP) + tile
+        gl.store(places, _sum_in_any_order(exact * exact, 0), mask=n < rows)
+
+
+@gluon.jit(do_not_specialize=["rows", "weight_is_constant"])
+def linear_hopper_kernel(
+    weight,
+    x,
+    out_ptr,
+    bias_ptr,
+    residual_ptr,
+    squares_ptr,
+    gain_ptr,
+    gained_ptr,
+    out_squares_ptr,
+    partial_ptr,
+    counter_ptr,
+    weight_is_constant,
+    rows,
+    out_features,
+    in_features,
+    residual_stride,
+    norm_eps,
+    norm_offset,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    PIECES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Grid (tiles of the result, ``PIECES`` if ``SPLIT``, else 1); tiles of x side by side, so that they read a weight
+    once.
+
+    A program makes one tile of the result, of a tile of the weight or, if ``GATED``, of one of gate rows and one of up
+    rows. ``weight`` and ``x`` are tensor descriptors. Unless ``weight_is_constant``, the wait comes first.
+    """
+    TILES: gl.constexpr = 2 if GATED else 1
+    BYTES: gl.constexpr = (TILES * _TILE_O + BLOCK_N) * BLOCK_K * weight.dtype.primitive_bitwidth // 8
+    ring = gl.allocate_shared_memory(weight.dtype, [STAGES * TILES, _TILE_O, BLOCK_K], weight.layout)
+    x_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], x.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tiles_n = gl.cdiv(rows, BLOCK_N)
+    tile = gl.program_id(0) // tiles_n
+    row = tile * _TILE_O
+    # The last tile of several ends at the last row: it repeats rows, with the same bits. Reads past the end are slow.
+    first_n = gl.maximum(gl.minimum(gl.program_id(0) % tiles_n * BLOCK_N, rows - BLOCK_N), 0)
+    begin = gl.program_id(1) * BLOCKS
+    OWN_PIECES: gl.constexpr = 1 if SPLIT else PIECES
+    _fill(
+        weight, x, ring, x_ring, arrived, row, out_features, first_n, begin, weight_is_constant,
+        BLOCK_K, OWN_PIECES * BLOCKS, STAGES, TILES, BYTES, PDL,
+    )  # fmt: skip
+    o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
+    n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
+    mask = (o < out_features)[:, None] & (n < rows)[None, :]
+    # What the tile is finished with arrives during the product.
+    scale = _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
+    added = _load_added(residual_ptr, o, n, mask, residual_stride)
+    gain = _load_gain(gain_ptr, o, out_features, norm_offset)
+    y, second = _multiply(
+        weight, x, ring, x_ring, arrived, row, out_features, first_n, begin,
+        BLOCK_N, BLOCK_K, BLOCKS, OWN_PIECES, STAGES, TILES, BYTES,
+    )  # fmt: skip
+    finish = True
+    if SPLIT:
+        y, second, finish = _merge(
+            y, second, partial_ptr, counter_ptr, tile, gl.cdiv(out_features, _TILE_O), n, rows, TILES, PIECES
+        )
+    if finish:
+        RESIDUAL: gl.constexpr = residual_ptr is not None
+        weight_rows = 2 * out_features if GATED else out_features
+        y = _activate(_scaled(y, scale, bias_ptr, o, weight_rows), ACTIVATION)
+        if GATED:
+            y = y * _scaled(second, scale, bias_ptr, o + out_features, weight_rows)
+        _store(y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, o, n, mask, rows, out_features, RESIDUAL)
+
+
+class Ring(NamedTuple):
+    """How much of a product a program has in shared memory; nothing of it decides bits."""
+
+    block_n: int  # rows of x
+    split: bool  # a program for every piece of the summed dimension
+    stages: int
+
+
+_SHARED_BYTES = 224 * 1024
+"""Of a multiprocessor, less what the programs' barriers take."""
+_MULTIPROCESSORS = 132
+
+
+def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
+    """Measured on an H200 (see docs/performance.md): two programs share a multiprocessor and its memory if there are
+    enough of them, otherwise one has it; with gate and up rows one has it as well, and four stages are enough.
+
+    None where larger tiles than these are better: more than 64 rows, unless tiles of the weight are as few as to leave
+    half of the multiprocessors without work.
+    """
+    tiles_o = triton.cdiv(out_features, TILE_O)
+    if rows > 256 or (rows > 64 and (gated or 2 * tiles_o > _MULTIPROCESSORS)):
+        return None
+    split = rows <= 64 and pieces > 1
+    block_n = max(8, triton.next_power_of_2(rows) // (1 if rows <= 64 else 2))
+    if gated:
+        return Ring(block_n, split, 4)
+    programs = tiles_o * triton.cdiv(rows, block_n) * (pieces if split else 1)
+    room = _SHARED_BYTES if programs <= _MULTIPROCESSORS else _SHARED_BYTES // 2
+    return Ring(block_n, split, min(10, room // ((TILE_O + block_n) * BLOCK_K * 2)))
+
+
+@functools.cache
+def _layout(rows: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, BLOCK_K], getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+def _tiled(matrix: Tensor, rows: int) -> TensorDescriptor:
+    """``matrix`` for the tensor memory accelerator, in blocks of ``rows``; beyond its edges it reads zeros."""
+    count, width = matrix.shape
+    strides = [matrix.stride(0) if count > 1 else width, 1]
+    return TensorDescriptor(matrix, [count, width], strides, [rows, BLOCK_K], _layout(rows, matrix.dtype))
+
+
+def ring_for(product: Product, pieces: int, groups: int) -> Ring | None:
+    """How :func:`launch` should cut ``product``; None if it cannot, or larger tiles are better.
+
+    The matrix instruction wants 16-bit values, the accelerator rows that begin at multiples of 16 bytes.
+    """
+    x, weight = product.x, product.weight
+    cut = ring(x.shape[0], product.out.shape[-1], pieces, product.gated)
+    if cut is None or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] % 8:
+        return None
+    if product.squares is not None and groups * cut.block_n > 8192:  # more than the registers have room for
+        return None
+    places = all(m.data_ptr() % 16 == 0 and m.stride(0) % 8 == 0 and m.stride(0) >= m.shape[1] for m in (x, weight))
+    return cut if places else None
+
+
+def launch(product: Product, cut: Ring, pieces: int, blocks: int, groups: int) -> None:
+    """Fill the results of ``product`` in ``pieces`` of ``blocks`` times 128 entries."""
+    out, x, weight, residual = product.out, product.x, product.weight, product.residual
+    rows, in_features = x.shape
+    tiles_o, tiles_n = triton.cdiv(out.shape[-1], TILE_O), triton.cdiv(rows, cut.block_n)
+    partial = counters = None
+    if cut.split:
+        partial = x.new_empty(pieces, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
+        counters = arrival_counters(x.device)
+    norm_weight, norm_offset, gained, out_squares = product.following or (None, 0.0, None, None)
+    # Outside of a graph, anyone may have written the weight just before.
+    ahead = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
+    linear_hopper_kernel[(tiles_o * tiles_n, pieces if cut.split else 1)](
+        _tiled(weight, TILE_O), _tiled(x, cut.block_n), out, product.bias, residual, product.squares, norm_weight,
+        gained, out_squares, partial, counters, ahead, rows, out.shape[-1],
+        in_features, 0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
+        BLOCK_N=cut.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=cut.split, GROUPS=groups,
+        STAGES=cut.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,
+        num_warps=4, enable_fp_fusion=False, **launch_options(product.pdl),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Drawing tokens from logits with counter-based noise."""

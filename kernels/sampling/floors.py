@@ -1,0 +1,293 @@
+"""Top-k, top-p and min-p as one number per row: the smallest logit that is kept, found without a sort.
+
+Top-k and top-p ask the same question with other weights, a token's weight being 1 or its unnormalised probability:
+
+    floor = min { v : W(v) < goal },   W(v) = sum of the weights of tokens above v,   goal = k or p * (all of W)
+
+``W`` falls as ``v`` rises, so the floor is searched for among the ordered integer images of floats. A pass evaluates
+``W`` at 15 values inside the bracket that is left and narrows it to a sixteenth: four passes for bfloat16, five for
+float16, eight for float32. Each is one launch with a program per row and split, and begins by merging what the pass
+before has found. Nothing waits for the host: a row whose bracket is down to one value, or whose option is off, is not
+read. Min-p's floor is ``max + log(min_p)``.
+
+Options apply to ``logit / temperature`` as rounded. The floor found is therefore lowered to the smallest number that
+divides to the same value, so that ties after the division are kept, as in ``process_logits``. Sums over a split have a
+fixed order, and so have those over splits; the rest of a batch does not enter.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.gumbel import (
+    GREEDY,
+    INF_IMAGE,
+    LARGEST,
+    MINUS_INF_IMAGE,
+    WARPS,
+    clean,
+    exponent_scale,
+    image,
+    image_value,
+    processed_value,
+)
+
+TILE = 512
+"""Tokens per turn: 16 sums of four tokens each per thread fit into registers."""
+_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits that are 0 in the float32 of every such value."""
+_WAYS = tl.constexpr(16)
+_LOWEST = tl.constexpr(MINUS_INF_IMAGE.value - 1)
+"""One less than the image of -inf."""
+
+
+@triton.jit
+def _short_value(bits, ZERO_BITS: tl.constexpr):
+    """The float whose image begins with ``bits``, of those that have ``ZERO_BITS`` zeros at the end."""
+    rest = tl.where(bits < 0, (1 << ZERO_BITS) - 1, 0)
+    return image_value((bits << ZERO_BITS) | rest)
+
+
+@triton.jit
+def _goal(option_ptr, batch, total, MASS: tl.constexpr):
+    option = tl.load(option_ptr + batch)
+    return option.to(tl.float32) * total if MASS else tl.minimum(option, 1 << 24).to(tl.float32)
+
+
+@triton.jit
+def _applies(option_ptr, temperature_ptr, batch, vocab, MASS: tl.constexpr):
+    """Whether the option cuts anything from rows of this sequence: it is on, and the row is not greedy."""
+    option = tl.load(option_ptr + batch)
+    on = option < 1 if MASS else (option > 0) & (option < vocab)
+    return on & (tl.load(temperature_ptr + batch).to(tl.float32) >= GREEDY)
+
+
+@triton.jit
+def _bracket(
+    option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turn,
+    ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """What is left of a row's bracket before pass ``turn``: the goal is missed at the first image, met at the second.
+
+    ``sums`` ``[2, B * R, splits, 16]`` of the pass before: the weight of all, then of what is above each pivot.
+    """
+    low = tl.full((), _LOWEST, tl.int64) >> ZERO_BITS
+    high = tl.full((), INF_IMAGE, tl.int64) >> ZERO_BITS
+    if turn > 0:
+        at = ((turn - 1) * lines + line) * 2
+        low, high = tl.load(brackets_ptr + at), tl.load(brackets_ptr + at + 1)
+        if high - low > 1:
+            way, split = tl.arange(0, _WAYS), tl.arange(0, SPLITS)
+            begin = ((turn - 1) % 2 * lines + line).to(tl.int64) * splits
+            part = tl.load(
+                sums_ptr + (begin + split[:, None]) * _WAYS + way[None, :], mask=split[:, None] < splits, other=0.0
+            )
+            weight = tl.sum(part, 0)
+            goal = _goal(option_ptr, line // count, tl.sum(tl.where(way == 0, weight, 0.0), 0), MASS)
+            step = (high - low + _WAYS - 1) // _WAYS
+            met = (way > 0) & ((weight < goal) | (low + way * step >= high))
+            first = tl.min(tl.where(met, way, _WAYS), 0)
+            high = tl.minimum(low + first * step, high)
+            low = low + (first - 1) * step
+    return low, high
+
+
+@triton.jit
+def _row_largest(largest_ptr, line, splits, SPLITS: tl.constexpr):
+    split = tl.arange(0, SPLITS)
+    return tl.max(tl.load(largest_ptr + line * splits + split, mask=split < splits, other=-float("inf")), 0)
+
+
+@triton.jit
+def _load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED: tl.constexpr):
+    """Float32 logits at ``place``, -inf behind the last and where the target has no such token."""
+    x = tl.load(row_ptr + place, mask=place < size, other=-float("inf")).to(tl.float32)
+    if MAPPED:
+        x = tl.where(tl.load(ids_ptr + place, mask=place < size, other=limit) < limit, x, -float("inf"))
+    return x
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _find_largest(
+    logits_ptr, ids_ptr, largest_ptr, vocab, size, limit, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of every split, ``[B * R, splits]``."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    row_ptr = logits_ptr + (program // splits).to(tl.int64) * vocab
+    top = tl.full((TILE,), -float("inf"), tl.float32)
+    for i in range(SPLIT // TILE):
+        place = program % splits * SPLIT + i * TILE + tl.arange(0, TILE)
+        top = tl.maximum(top, clean(_load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED)))
+    tl.store(largest_ptr + program, tl.max(top, 0))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["count", "lines", "limit", "turn"])
+def _weigh_above(
+    logits_ptr, ids_ptr, temperature_ptr, option_ptr, largest_ptr, floors_ptr, brackets_ptr, sums_ptr,
+    count, lines, vocab, size, limit, splits, turn,
+    ZERO_BITS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
+    FLOORED: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Pass ``turn`` for one split of one row: narrow the bracket, then weigh what is above 15 values inside it."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    line, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    if _applies(option_ptr, temperature_ptr, line // count, vocab, MASS):
+        low, high = _bracket(
+            option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turn, ZERO_BITS, SPLITS, MASS
+        )
+        if split == 0:
+            tl.store(brackets_ptr + (turn * lines + line) * 2, low)
+            tl.store(brackets_ptr + (turn * lines + line) * 2 + 1, high)
+        if high - low > 1:
+            way = tl.arange(0, _WAYS)
+            pivot = tl.minimum(low + way * ((high - low + _WAYS - 1) // _WAYS), high)
+            bound = _short_value(pivot, ZERO_BITS)
+            if MASS:
+                largest = _row_largest(largest_ptr, line, splits, SPLITS)
+                largest = tl.where(largest > -float("inf"), largest, 0.0)
+                scale = exponent_scale(tl.load(temperature_ptr + line // count).to(tl.float32))
+            floor = tl.load(floors_ptr + line) if FLOORED else -float("inf")
+            # The first sum is that of all tokens; nothing real is below the smallest float.
+            bound = tl.where(way == 0, -float("inf"), bound)
+            above = tl.zeros((_WAYS, TILE), tl.float32)
+            row_ptr = logits_ptr + line.to(tl.int64) * vocab
+            for i in range(SPLIT // TILE):
+                place = split * SPLIT + i * TILE + tl.arange(0, TILE)
+                x = _load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED)
+                if FLOORED:
+                    x = tl.where(x >= floor, x, -float("inf"))
+                weight = tl.full((TILE,), 1.0, tl.float32)
+                if MASS:
+                    weight = tl.exp2((tl.minimum(x, LARGEST) - largest) * scale)
+                above = tl.where(x[None, :] > bound[:, None], above + weight[None, :], above)
+            at = ((turn % 2 * lines + line).to(tl.int64) * splits + split) * _WAYS
+            tl.store(sums_ptr + at + way, tl.sum(above, 1))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _smallest_with(value, high, temperature):
+    """The smallest float that divided by ``temperature`` gives at least ``value``; the image ``high`` does.
+
+    Blocks of one element, so that the division is that of
+    :func:`~specgraph.kernels.sampling.gumbel.processed_value`.
+    """
+    low = tl.full((1,), _LOWEST, tl.int64) + 1
+    for _ in range(32):
+        middle = (low + high) >> 1
+        met = processed_value(image_value(middle), temperature) >= value
+        high = tl.where(met, middle, high)
+        low = tl.where(met, low, middle)
+    return tl.where(value > -float("inf"), image_value(high), -float("inf"))
+
+
+@triton.jit(do_not_specialize=["count", "lines", "turns"])
+def _raise_floors(
+    temperature_ptr, option_ptr, min_p_ptr, largest_ptr, floors_ptr, brackets_ptr, sums_ptr,
+    count, lines, vocab, splits, turns,
+    ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, SEARCHED: tl.constexpr, MASS: tl.constexpr, MIN: tl.constexpr,
+    FLOORED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: what a search has found, or min-p asks for, where it is above the floor so far."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    line = tl.program_id(0)
+    batch = line // count
+    one = tl.arange(0, 1)
+    temperature = tl.load(temperature_ptr + batch + one).to(tl.float32)
+    floor = tl.full((1,), -float("inf"), tl.float32)
+    if FLOORED:
+        floor = tl.load(floors_ptr + line + one)
+    largest = tl.full((1,), float("inf"), tl.float32)
+    if MASS or MIN:
+        largest = _row_largest(largest_ptr, line, splits, SPLITS) + tl.zeros((1,), tl.float32)
+    if SEARCHED:  # noqa: SIM102  (a constexpr branch around a runtime one)
+        if _applies(option_ptr, temperature_ptr, batch, vocab, MASS):
+            _, high = _bracket(
+                option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turns, ZERO_BITS, SPLITS, MASS
+            )
+            found = tl.minimum(_short_value(high + tl.zeros((1,), tl.int64), ZERO_BITS), largest)
+            value = processed_value(found, temperature)
+            floor = tl.maximum(floor, _smallest_with(value, image(found).to(tl.int64), temperature))
+    if MIN:
+        least = tl.load(min_p_ptr + batch)
+        if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= GREEDY):
+            # A logarithm rounded once from float64, so that it is the reference's.
+            value = processed_value(largest, temperature) + tl.log(least.to(tl.float64)).to(tl.float32)
+            floor = tl.maximum(floor, _smallest_with(value, image(largest).to(tl.int64), temperature))
+    tl.store(floors_ptr + line + one, floor)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def find_floors(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, *,
+    split: int, ids: Tensor | None = None, limit: int | None = None,
+) -> Tensor | None:  # fmt: skip
+    """The smallest logit that :func:`~specgraph.kernels.sampling.sample.process_logits` keeps, for every row.
+
+    Args:
+        logits: contiguous ``[B, R, V]``, float32 or half precision.
+        temperature, top_k, top_p, min_p: ``[B]``; each option or None.
+        split: tokens per program, a multiple of 512 that depends on ``V`` alone.
+        ids: int64 ``[V]``, the target id of every entry; None: its index.
+        limit: entries whose id is not below it count as -inf. None: all are real.
+
+    Returns:
+        float32 ``[B * R]``, -inf where nothing is cut, as at temperature 0; None if no option is given.
+    """
+    if top_k is None and top_p is None and min_p is None:
+        return None
+    batch, count, vocab = logits.shape
+    lines, splits = batch * count, triton.cdiv(vocab, split)
+    zero_bits = _ZERO_BITS[logits.dtype]
+    turns = triton.cdiv(32 - zero_bits, 4)
+    floors = logits.new_empty(lines, dtype=torch.float32)
+    largest = logits.new_empty((lines, splits), dtype=torch.float32)
+    sums = logits.new_empty((2, lines, splits, _WAYS.value), dtype=torch.float32)
+    brackets = torch.empty((turns, lines, 2), dtype=torch.int64, device=logits.device)
+    limit = 2**31 - 1 if limit is None else limit
+    size = min(vocab, limit) if ids is None else vocab
+    pdl = supports_pdl(logits.device)
+    launch: dict[str, Any] = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
+    rows: dict[str, Any] = {"SPLIT": split, "TILE": min(TILE, split), "MAPPED": ids is not None, **launch}
+    merge: dict[str, Any] = {"ZERO_BITS": zero_bits, "SPLITS": triton.next_power_of_2(max(splits, 2))}
+    ids = temperature if ids is None else ids
+    if top_p is not None or min_p is not None:
+        _find_largest[(lines * splits,)](logits, ids, largest, vocab, size, limit, splits, **rows)
+    searches = [(option, mass) for option, mass in ((top_k, False), (top_p, True)) if option is not None]
+    floored = False
+    for option, mass in searches:
+        for turn in range(turns):
+            _weigh_above[(lines * splits,)](
+                logits, ids, temperature, option, largest, floors, brackets, sums, count, lines, vocab, size, limit,
+                splits, turn, MASS=mass, FLOORED=floored, **merge, **rows,
+            )  # fmt: skip
+        last = option is searches[-1][0] and min_p is not None
+        _raise_floors[(lines,)](
+            temperature, option, min_p if last else option, largest, floors, brackets, sums, count, lines, vocab,
+            splits, turns, SEARCHED=True, MASS=mass, MIN=last, FLOORED=floored, **merge, **launch,
+        )  # fmt: skip
+        floored = True
+    if not searches:
+        _raise_floors[(lines,)](
+            temperature, min_p, min_p, largest, floors, brackets, sums, count, lines, vocab, splits, turns,
+            SEARCHED=False, MASS=False, MIN=True, FLOORED=False, **merge, **launch,
+        )  # fmt: skip
+    return floors

@@ -1,0 +1,403 @@
+"""``specgraph::sample``: draw tokens with counter-based noise, and the processing of logits before it.
+
+Noise is a pure function of (seed, stream, key, row, token id), never of a generator's state, so that a token's noise
+does not change with the batch, the number of drafts or the order of evaluation. It comes from Philox4x32-7 (Salmon et
+al. 2011, "Parallel random numbers: as easy as 1, 2, 3": the fewest rounds that pass all of BigCrush), written in int64
+arithmetic that a GPU kernel reproduces bit for bit. Its key is the seed; its counter is (block, low word of ``key``,
+``row``, stream and high word of ``key``).
+
+Tokens are drawn by Gumbel-max: the first argmax of log-weights plus Gumbel noise ``-log(e)``, ``e`` exponential. Noise
+is indexed by *target* token id, so a draft over a reduced vocabulary shares the target's noise where their vocabularies
+meet. Eight neighbouring tokens draw the smallest of their exponentials first: it is an exponential of rate 8, each of
+the eight has it with the same chance, and the others exceed it by exponentials of rate 1, since exponentials have no
+memory (Renyi 1953, "On the theory of order statistics"). All are independent exponentials of rate 1, but a kernel that
+looks for the largest score can tell from an eighth of the noise which few tokens need the rest. An eight takes a word
+of the blocks from ``2**31`` on, its upper 23 bits for the exponential and its lowest three for the token that has it; a
+token takes word ``id % 4`` of block ``id // 4``. A block of eights serves four that are 1024 tokens apart: eight ``e``
+has word ``e // 128 % 4`` of block ``2**31 + e // 512 * 128 + e % 128``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.registration import register
+from specgraph.kernels.sampling.triton_form import sample_draft_triton
+
+STREAM_TARGET = 0
+"""The target's own samples, keyed by the absolute position of the token; ``strict`` drafts share it."""
+STREAM_DRAFT = 1
+"""Draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
+STREAM_ACCEPT = 2
+"""Acceptance of drafts, keyed by the step and the draft's row."""
+STREAM_RESIDUAL = 3
+"""The token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
+
+SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
+"""Rules whose drafts and next tokens use the target's own noise, keyed by position."""
+STEP_NOISE_RULES = ("probabilistic", "block")
+"""Rules whose noise is keyed by the step: noise of discarded rows has influenced acceptance and is never used again."""
+RULES = ("strict", "probabilistic", "block", "typical", "synthetic")
+
+GREEDY_BELOW = 1e-30
+"""Temperatures below this count as 0: dividing by them could overflow, and only exact ties tell the difference."""
+
+PHILOX_ROUNDS = 7
+"""With 10, the authors' choice with a margin, the scan of a row of logits takes a fifth longer."""
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_STREAM_BITS = 8
+_FIRST_EIGHT = 1 << 31
+"""The first block of the eights' words."""
+_STRIDE, _EIGHTS = 128, 512
+"""Eights that share a block are ``_STRIDE`` apart, within runs of ``_EIGHTS``."""
+
+torch.library.define(
+    "specgraph::sample",
+    "(Tensor processed, Tensor? seeds, Tensor key, Tensor? row=None, int stream=0, Tensor? token_ids=None) -> Tensor",
+)
+
+torch.library.define(
+    "specgraph::sample_draft",
+    "(Tensor logits, Tensor temperature, Tensor? seeds, Tensor key, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+    "Tensor? draft_to_target, int row, str rule, int? target_vocab_size, bool return_processed) -> (Tensor, Tensor)",
+)
+
+
+def check_rule(rule: str) -> None:
+    """Raise ``ValueError`` unless ``rule`` is one of :data:`RULES`."""
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}.")
+
+
+def require(condition: bool, message: Callable[[], str]) -> None:
+    """Raise ``ValueError`` with ``message()`` unless ``condition`` holds; understands symbolic shapes."""
+    torch._check_value(condition, message)  # type: ignore[no-untyped-call]
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = PHILOX_ROUNDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32: four random 32-bit words for each counter and key.
+
+    Words are int64 tensors in ``[0, 2**32)`` that broadcast against each other. Products wrap modulo ``2**64``, which
+    leaves both of their 32-bit halves right.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((odd >> 32) & _WORD) ^ (c1 ^ k0), ((even >> 32) & _WORD) ^ (c3 ^ k1)
+        c1, c3 = odd & _WORD, even & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor) -> tuple[Tensor, ...]:
+    """The four words ``[B, R, len(block)]`` of every block."""
+    seed, place = seeds.view(-1, 1, 1), key.unsqueeze(-1)
+    line = torch.zeros_like(place) if row is None else row.unsqueeze(-1)
+    last = (stream + ((place >> 32) << _STREAM_BITS)) & _WORD
+    return philox((block, place & _WORD, line & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
+
+
+def _unit(word: Tensor) -> Tensor:
+    """Float32 uniforms of words: of each, 23 bits are used.
+
+    ``(bits + 0.5) * 2**-23`` is exact in float32 and lies in ``[2**-24, 1 - 2**-24]``.
+    """
+    return ((word >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _exponential(word: Tensor) -> Tensor:
+    """``-log1p(-u)``, in place: noise is the largest tensor of a step."""
+    return _unit(word).neg_().log1p_().neg_()
+
+
+def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None = None) -> Tensor:
+    """One uniform of the open interval (0, 1) per row.
+
+    Args:
+        seeds: int64 ``[B]``, all 64 bits count; None gives 0.5 everywhere.
+        stream: one of the ``STREAM_`` constants.
+        key: int64 ``[B, R]``, an absolute token position.
+        row: int64 ``[B, R]`` in ``[0, 2**32)``, or None for 0.
+
+    Returns:
+        float32 ``[B, R]``, never 0 or 1.
+    """
+    if seeds is None:
+        return torch.full(key.shape, 0.5, dtype=torch.float32, device=key.device)
+    first_block = torch.zeros(1, dtype=torch.int64, device=key.device)
+    return _unit(_words(seeds, stream, key, row, first_block)[0]).squeeze(-1)
+
+
+def _picked_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor, lane: Tensor) -> Tensor:
+    """Word ``lane`` of every block."""
+    words = torch.stack(_words(seeds, stream, key, row, block), dim=-1)
+    return words.gather(-1, lane.unsqueeze(-1).expand(*words.shape[:-1], 1)).squeeze(-1)
+
+
+def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
+    """Every token's own word; all ids up to a number make use of all words of a block."""
+    if isinstance(ids, Tensor):
+        return _picked_words(seeds, stream, key, row, ids // 4, ids % 4)
+    block = torch.arange((ids + 3) // 4, device=key.device)
+    return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
+
+
+def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
+    """The word of every token's eight."""
+    if isinstance(ids, Tensor):
+        eight = ids // 8
+        block = _FIRST_EIGHT + eight // _EIGHTS * _STRIDE + eight % _STRIDE
+        return _picked_words(seeds, stream, key, row, block, eight // _STRIDE % 4)
+    count = (ids + 7) // 8
+    blocks = count if count <= _STRIDE else (count + _EIGHTS - 1) // _EIGHTS * _STRIDE
+    block = _FIRST_EIGHT + torch.arange(blocks, device=key.device)
+    words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
+    runs = words.reshape(*words.shape[:-1], -1, min(blocks, _STRIDE))
+    eights = runs.transpose(-3, -2).flatten(-3)[..., :count]
+    return eights.repeat_interleave(8, dim=-1)[..., :ids]
+
+
+def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
+    """Independent exponentials of rate 1 for the given token ids, as the module says.
+
+    Args:
+        seeds, stream, key, row: as for :func:`uniform`.
+        token_ids: int64 ``[V']``, target token ids; or a number ``V'`` for the ids ``0 .. V' - 1``, which is about
+            four times cheaper because all four words of a block are used.
+
+    Returns:
+        float32 ``[B, R, V']``, positive.
+    """
+    smallest = _eight_words(seeds, stream, key, row, token_ids)
+    more = _exponential(_token_words(seeds, stream, key, row, token_ids))
+    ids = token_ids if isinstance(token_ids, Tensor) else torch.arange(token_ids, device=key.device)
+    more.masked_fill_((smallest & 7) == ids % 8, 0.0)
+    return more.add_(_exponential(smallest).mul_(0.125))
+
+
+def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
+    """Gumbel noise ``-log(e)`` of :func:`exponentials`, whose arguments it takes: float32 ``[B, R, V']``, finite."""
+    return exponentials(seeds, stream, key, row, token_ids).log_().neg_()
+
+
+def clean_logits(logits: Tensor) -> Tensor:
+    """Logits that a softmax can take: float32 (float64 stays), NaN as -inf, and token 0 where nothing else is left.
+
+    Takes ``[..., V]`` of any float dtype and returns a new tensor of the same shape.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    cleaned = logits.to(exact).nan_to_num(nan=-torch.inf, posinf=torch.finfo(exact).max, neginf=-torch.inf)
+    empty = cleaned.amax(-1) == -torch.inf
+    cleaned[..., 0].masked_fill_(empty, 0.0)
+    return cleaned
+
+
+def process_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """Log-weights to sample from: temperature, then top-k, then top-p, then min-p, as transformers' warpers do.
+
+    Args:
+        logits: ``[B, R, V]`` of any float dtype. NaN counts as -inf; a row with nothing else is a point mass at 0.
+        temperature: float ``[B]``. 0 is a point mass at the first argmax (0 there, -inf elsewhere).
+        top_k: int64 ``[B]``, keep the k largest and ties with the k-th; 0 is off. None: off for all.
+        top_p: float ``[B]`` in (0, 1], keep the smallest set of most likely tokens that holds this mass, and ties with
+            its last one (transformers keeps some of those, as its sort happens to fall); 1 is off.
+        min_p: float ``[B]`` in [0, 1], keep tokens at least this fraction as likely as the top one; 0 is off. Both are
+            compared as logarithms: the floor is the largest log-weight plus ``log(min_p)``.
+
+    Returns:
+        ``[B, R, V]`` float32, or float64 if ``logits`` are: unnormalised log-weights, -inf where cut.
+    """
+    weights = clean_logits(logits)
+    greedy = (temperature < GREEDY_BELOW).view(-1, 1, 1)
+    divisor = temperature.to(weights.dtype).view(-1, 1, 1).masked_fill(greedy, 1.0)
+    others = torch.arange(weights.shape[-1], device=weights.device) != weights.argmax(-1, keepdim=True)
+    point = torch.zeros_like(weights).masked_fill_(others, -torch.inf)
+    weights = torch.where(greedy, point, (weights / divisor).clamp(max=torch.finfo(weights.dtype).max))
+    if top_k is not None or top_p is not None:
+        weights = _keep_top(weights, top_k, top_p)
+    if min_p is not None:
+        floor = weights.amax(-1, keepdim=True) + min_p.double().log().to(weights.dtype).view(-1, 1, 1)
+        weights = weights.masked_fill(weights < floor, -torch.inf)
+    return weights
+
+
+def _keep_top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Top-k, then top-p of what is left, from one sort: cut everything below the smallest value that is kept."""
+    ordered = weights.sort(dim=-1).values
+    if top_k is not None:
+        vocab = weights.shape[-1]
+        place = (vocab - top_k.clamp(1, vocab)).view(-1, 1, 1).expand(-1, weights.shape[1], 1)
+        floor = ordered.gather(-1, place).masked_fill((top_k <= 0).view(-1, 1, 1), -torch.inf)
+        weights = weights.masked_fill(weights < floor, -torch.inf)
+        ordered = ordered.masked_fill(ordered < floor, -torch.inf)
+    if top_p is not None:
+        # In float64, whose rounding decides nothing. At 1 it still could, and "off" has to mean untouched.
+        wanted = top_p.double().view(-1, 1, 1)
+        cut = (ordered.double().softmax(-1).cumsum(-1) <= 1 - wanted) & (wanted < 1)
+        first_kept = cut[..., :-1].sum(-1, keepdim=True)
+        weights = weights.masked_fill(weights < ordered.gather(-1, first_kept), -torch.inf)
+    return weights
+
+
+def sample(
+    processed: Tensor,
+    seeds: Tensor | None,
+    key: Tensor,
+    row: Tensor | None = None,
+    stream: int = STREAM_TARGET,
+    token_ids: Tensor | None = None,
+) -> Tensor:
+    """Draw one token per row by Gumbel-max: the first argmax of ``processed + gumbel``.
+
+    Args:
+        processed: ``[B, R, V]`` log-weights, float32 or float64.
+        seeds, key, row, stream: as for :func:`uniform`; without seeds there is no noise, which is the same where every
+            temperature is 0.
+        token_ids: int64 ``[V]``, the target token id whose noise each entry uses; None: its index.
+
+    Returns:
+        int64 ``[B, R]``, indices into ``V``; always in ``[0, V)``.
+    """
+    if seeds is None:
+        return processed.argmax(-1)
+    noise = gumbel(seeds, stream, key, row, processed.shape[-1] if token_ids is None else token_ids)
+    return (processed + noise).argmax(-1)
+
+
+def sample_draft(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor | None,
+    key: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    *,
+    row: int,
+    rule: str,
+    draft_to_target: Tensor | None = None,
+    target_vocab_size: int | None = None,
+    return_processed: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Draw the draft tokens from number ``row`` on of a step: the op ``specgraph::sample_draft``.
+
+    Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, ``key``
+    plus the draft's number; the others draw from their own stream, keyed by ``key`` and that number.
+
+    Args:
+        logits: ``[B, R, Vd]``, the draft's raw logits in its own vocabulary, for ``R`` drafts.
+        temperature, top_k, top_p, min_p: ``[B]`` as for :func:`process_logits`.
+        seeds: int64 ``[B]``, or None as for :func:`sample`.
+        key: int64 ``[B]``, the absolute position of the step's first draft token.
+        row: which draft of the step the first one is, from 0.
+        rule: the verification rule, one of :data:`RULES`.
+        draft_to_target: int64 ``[Vd]``, the target id of every draft id; None: the same.
+        target_vocab_size: draft ids whose target id is not below it are never drawn. None: all may be.
+        return_processed: whether the log-weights are wanted.
+
+    Returns:
+        The tokens as target ids, int64 ``[B, R]``, and the processed log-weights they were drawn from,
+        ``[B, R, Vd]``, or ``[B, R, 0]`` if they are not wanted.
+
+    Raises:
+        ValueError: the rule does not exist.
+    """
+    check_rule(rule)
+    found: tuple[Tensor, Tensor] = torch.ops.specgraph.sample_draft(
+        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
+        return_processed,
+    )  # fmt: skip
+    return found
+
+
+def sample_draft_reference(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
+    return_processed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`sample_draft` in plain PyTorch."""
+    check_rule(rule)
+    if target_vocab_size is not None:
+        ids = torch.arange(logits.shape[-1], device=logits.device) if draft_to_target is None else draft_to_target
+        logits = logits.masked_fill(ids >= target_vocab_size, -torch.inf)
+    processed = process_logits(logits, temperature, top_k, top_p, min_p)
+    number = (row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+    start = key.unsqueeze(1).expand(logits.shape[:2])
+    if rule in SHARED_NOISE_RULES:
+        token = sample(processed, seeds, start + number, None, STREAM_TARGET, draft_to_target)
+    else:
+        token = sample(processed, seeds, start, number, STREAM_DRAFT, draft_to_target)
+    token = token if draft_to_target is None else draft_to_target[token]
+    return token, processed if return_processed else processed.new_empty((*token.shape, 0))
+
+
+def _sample_draft_cuda(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
+    return_processed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The Triton form; float64 is the reference's."""
+    if logits.dtype == torch.float64:
+        return sample_draft_reference(
+            logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
+            return_processed,
+        )  # fmt: skip
+    check_rule(rule)
+    shared = rule in SHARED_NOISE_RULES
+    return sample_draft_triton(
+        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, target_vocab_size, shared=shared,
+        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=return_processed,
+    )  # fmt: skip
+
+
+def _sample_draft_fake(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
+    return_processed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
+    batch, rows, vocab = logits.shape
+    require(key.shape == (batch,), lambda: f"key must be [B] = {(batch,)}, not {tuple(key.shape)}")
+    if draft_to_target is not None:
+        require(draft_to_target.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, vocab if return_processed else 0), dtype=exact)
+
+
+def _sample_fake(
+    processed: Tensor,
+    seeds: Tensor | None,
+    key: Tensor,
+    row: Tensor | None = None,
+    stream: int = STREAM_TARGET,
+    token_ids: Tensor | None = None,
+) -> Tensor:
+    require(processed.dim() == 3, lambda: f"processed must be [B, R, V], not {tuple(processed.shape)}")
+    rows = processed.shape[:2]
+    if seeds is not None:
+        require(seeds.shape == rows[:1], lambda: f"seeds must be [B] = {tuple(rows[:1])}, not {tuple(seeds.shape)}")
+    require(key.shape == rows, lambda: f"key must be [B, R] = {tuple(rows)}, not {tuple(key.shape)}")
+    if row is not None:
+        require(row.shape == rows, lambda: f"row must be [B, R] = {tuple(rows)}, not {tuple(row.shape)}")
+    if token_ids is not None:
+        require(token_ids.shape == processed.shape[2:], lambda: "token_ids must give one target id per entry")
+    return key.new_empty(rows)
+
+
+register("sample", cpu=sample, cuda=sample, fake=_sample_fake)
+register("sample_draft", cpu=sample_draft_reference, cuda=_sample_draft_cuda, fake=_sample_draft_fake)

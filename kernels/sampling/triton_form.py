@@ -1,0 +1,184 @@
+"""The Triton form of ``specgraph::sample_draft``: see ``scan`` beside it, and ``floors`` for its cuts.
+
+``_scan_drafts`` has a program per row and split of the draft's vocabulary, ``_finish_drafts`` one per row. Where the
+processed log-weights are wanted, ``_write_processed`` writes them: at temperature 0 they depend on the token drawn.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.floors import find_floors
+from specgraph.kernels.sampling.gumbel import (
+    GREEDY,
+    NO_TOKEN,
+    TILE,
+    WARPS,
+    aligned,
+    kept_logits,
+    load_floor,
+    load_tile,
+    processed_value,
+    split_size,
+)
+from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_split
+
+
+@triton.jit
+def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE: tl.constexpr):
+    """Seed, place and row of the noise of draft ``number``; zeros if there is none.
+
+    Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number.
+    """
+    number = number.to(tl.int64)
+    seed, place, row = number * 0, number * 0, number * 0
+    if NOISE:
+        # By the second-level cache, as ``_finish_drafts`` reads before its wait.
+        seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
+        place = tl.load(key_ptr + batch, cache_modifier=".cg")
+        if SHARED:
+            place += number
+        else:
+            row = number
+    return seed, place, row
+
+
+@triton.jit(do_not_specialize=["count", "first", "limit"])
+def _scan_drafts(
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, found_ptr,
+    count, first, vocab, limit, splits,
+    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
+    MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # After the wait, which ``_finish_drafts`` relies on. It is small and may as well be there at the end.
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    batch = line // count
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
+    # Without a map, ids beyond the limit are those at the end.
+    size = vocab if MAPPED else tl.minimum(vocab, limit)
+    scan_split(
+        logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
+        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, found_ptr, program,
+        tl.num_programs(0), STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "first", "limit"])
+def _finish_drafts(
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, found_ptr, token_ptr, chosen_ptr,
+    count, first, vocab, limit, splits,
+    STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: its token as a target id, and as a draft id, -1 if nothing but -inf was there."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    line = tl.program_id(0)
+    batch = line // count
+    # What was written before ``_scan_drafts`` is there: it had waited for that before it let this kernel begin.
+    temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
+    seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    size = vocab if MAPPED else tl.minimum(vocab, limit)
+    one = tl.arange(0, 1).to(tl.int64)
+    tokens, _ = row_tokens(
+        logits_ptr, ids_ptr, floors_ptr, line + one, one == 0, temperature, seed, place + one, row + one, found_ptr,
+        size, limit, vocab, splits, tl.num_programs(0) * splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
+    )  # fmt: skip
+    chosen = tl.min(tokens, 0)
+    index = tl.where(chosen == NO_TOKEN, 0, chosen)
+    token = index.to(tl.int64)
+    if MAPPED:
+        token = tl.load(ids_ptr + index).to(tl.int64)
+    tl.store(token_ptr + line, token)
+    tl.store(chosen_ptr + line, tl.where(chosen == NO_TOKEN, -1, chosen))
+
+
+@triton.jit(do_not_specialize=["count", "limit"])
+def _write_processed(
+    logits_ptr, ids_ptr, temperature_ptr, floors_ptr, chosen_ptr, out_ptr, count, vocab, limit, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``process_logits`` of one split of a row, ids beyond the target's masked."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    temperature = tl.load(temperature_ptr + line // count).to(tl.float32)
+    chosen = tl.load(chosen_ptr + line)
+    floor = load_floor(floors_ptr, line, FLOORED)
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    point = (tl.zeros_like(local) + temperature < GREEDY) | (local * 0 + chosen < 0)
+    for i in tl.static_range(SPLIT // TILE):
+        place = split * SPLIT + i * TILE + local
+        x = load_tile(logits_ptr + line.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)
+        ids = place
+        if MAPPED:
+            ids = tl.load(ids_ptr + place, mask=place < vocab, other=0).to(tl.int32)
+        x = kept_logits(x, ids, limit, floor, True, FLOORED)
+        value = processed_value(x, tl.zeros_like(x) + temperature)
+        value = tl.where(point, tl.where(place == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
+        tl.store(out_ptr + line.to(tl.int64) * vocab + place, value, mask=place < vocab)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def sample_draft_triton(
+    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, target_vocab_size: int | None, *, shared: bool,
+    stream: int, return_processed: bool, split: int | None = None, tile: int = TILE, warps: int = WARPS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``specgraph::sample_draft`` up to float32; ``split``, ``tile`` and ``warps`` are for tests and tuning."""
+    batch, count, vocab = logits.shape
+    token = torch.empty(batch, count, dtype=torch.int64, device=logits.device)
+    out = logits.new_empty((batch, count, vocab if return_processed else 0), dtype=torch.float32)
+    if token.numel() == 0:
+        return token, out
+    logits, temperature, key = aligned(logits), temperature.contiguous(), key.contiguous()
+    mapped = draft_to_target is not None
+    ids = key if draft_to_target is None else draft_to_target.contiguous()
+    limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
+    floors = find_floors(
+        logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab), ids=ids if mapped else None,
+        limit=target_vocab_size,
+    )  # fmt: skip
+    split = split or scan_size(vocab, batch * count)
+    splits = triton.cdiv(vocab, split)
+    area = batch * count * splits
+    found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
+    noise = key if seeds is None else seeds.contiguous()
+    pdl = supports_pdl(logits.device)
+    # Without contraction the same expression gives the same bits in every kernel.
+    common: dict[str, Any] = {
+        "SPLIT": split, "TILE": tile, "MAPPED": mapped, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
+        "enable_fp_fusion": False, **launch_options(pdl),
+    }  # fmt: skip
+    drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
+    bounds = temperature if floors is None else floors
+    _scan_drafts[(area,)](
+        logits, ids, temperature, noise, key, bounds, found, count, row, vocab, limit, splits, **drawn,
+        **common,
+    )  # fmt: skip
+    _finish_drafts[(batch * count,)](
+        logits, ids, temperature, noise, key, bounds, found, token, chosen, count, row, vocab, limit, splits,
+        SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
+    )  # fmt: skip
+    if return_processed:
+        _write_processed[(area,)](logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common)
+    return token, out

@@ -1,0 +1,192 @@
+"""The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
+
+The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``.
+See :mod:`specgraph.kernels.verify.residual` for the tables of rows that these functions read.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specgraph.kernels.sampling.gumbel import (
+    LOG2E,
+    NO_TOKEN,
+    clean,
+    exponent_scale,
+    first_best,
+    load_floor,
+    load_floors,
+    load_tile,
+    noise_key,
+    token_noise,
+)
+from specgraph.kernels.sampling.sample import STREAM_RESIDUAL
+from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, write_logprobs
+
+_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
+
+
+@triton.jit
+def target_prob(x, place, floor, largest, total, scale, point):
+    """Probabilities of the target's tokens at ``place``; ``point`` is the only one of a point mass, or -1."""
+    x = clean(tl.where(x < floor, -float("inf"), x))
+    return tl.where(point >= 0, tl.where(place == point, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
+
+
+@triton.jit
+def draft_prob(
+    draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
+    DRAWN: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """What the draft gave the target's tokens at ``place``: a point mass at ``draft`` where it was not drawn."""
+    prob = tl.where(place == draft, 1.0, 0.0)
+    if DRAWN:
+        own = place
+        if MAPPED:
+            own = tl.load(own_ptr + place, mask=inside, other=-1)
+        has = inside & drawn & (own >= 0) & (own < own_vocab)
+        x = tl.load(draft_ptr + line.to(tl.int64) * own_vocab + own, mask=has, other=-float("inf")).to(tl.float32)
+        prob = tl.where(drawn, tl.exp2((x - largest) * LOG2E) / total, prob)
+    return prob
+
+
+@triton.jit
+def left_over(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row, begin,
+    vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
+    place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    scale = exponent_scale(temperature)
+    floor = load_floor(floors_ptr, line, FLOORED)
+    largest, total = tl.load(reals_ptr + line), tl.load(reals_ptr + lines + line)
+    draft_largest, draft_total = tl.load(reals_ptr + 2 * lines + line), tl.load(reals_ptr + 3 * lines + line)
+    weight, point, draft = (
+        tl.load(reals_ptr + 4 * lines + line), tl.load(integers_ptr + line), tl.load(integers_ptr + 2 * lines + line)
+    )  # fmt: skip
+    x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
+    p = target_prob(x, place, floor, largest, total, scale, point)
+    q = draft_prob(
+        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0), row < drawn, draft, draft_largest,
+        draft_total, own_vocab, DRAWN, MAPPED,
+    )  # fmt: skip
+    return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
+
+
+@triton.jit
+def _race_split(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr, integers_ptr,
+    batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The first to arrive in a split: its speed, 0 if there is none, and its place."""
+    line = batch * count + last
+    local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    top = tl.zeros((TILE // 4, 4), tl.float32)
+    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    for i in range(SPLIT // TILE):
+        value, _ = left_over(
+            logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line,
+            first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
+        )  # fmt: skip
+        if NOISE:
+            start = tl.load(positions_ptr + batch * width)
+            key = tl.minimum(accepted, width - 1)
+            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
+            four = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
+            value = value / token_noise(four, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
+        better = value > top
+        top = tl.where(better, value, top)
+        turn = tl.where(better, i, turn)
+    return first_best(top, begin + turn * TILE + local)
+
+
+@triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
+def race(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
+    floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    count, width, vocab, splits, lines, drawn, own_vocab,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    batch, split = program // splits, program % splits
+    num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
+    if num_forced < tl.load(num_rows_ptr + batch):
+        first = tl.minimum(num_forced, width - count)
+        accepted = tl.load(accepted_ptr + batch)
+        last = last_row(accepted, first, count)
+        own = 1 - tl.load(integers_ptr + lines + batch * count + last)
+        best, place = _race_split(
+            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab,
+            own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+        )  # fmt: skip
+        tl.store(best_ptr + program, best)
+        tl.store(place_ptr + program, place)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
+def finish_race(
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
+    num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    emitted_ptr, num_emitted_ptr, logprobs_ptr,
+    count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+    NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.program_id(0)
+    rows, ks = tl.arange(0, ROWS), tl.arange(0, SPLITS)
+    row, needed, _, first, _, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    accepted = tl.load(accepted_ptr + batch)
+    last = last_row(accepted, first, count)
+    inside = (ks < splits) & more
+    speed = tl.load(best_ptr + batch * splits + ks, mask=inside, other=0.0)
+    place = tl.load(place_ptr + batch * splits + ks, mask=inside, other=NO_TOKEN)
+    best = tl.max(speed, 0)
+    token = tl.min(tl.where(inside & (speed == best), place, NO_TOKEN), 0)
+    split = tl.where((best > 0) | (more == 0), splits, 0)
+    while split < splits:
+        # Rounding has left nothing of the difference: the target's own distribution.
+        found, spot = _race_split(
+            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab, 1,
+            SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+        )  # fmt: skip
+        token = tl.where(found > best, spot, token)
+        best = tl.maximum(best, found)
+        split += 1
+    token = tl.where(token < vocab, token, 0)
+    lay_out(
+        load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
+        num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride, COLUMNS,
+        RAW or PROCESSED,
+    )  # fmt: skip
+    line = (batch * count + rows).to(tl.int64)
+    at = line[:, None] * splits + ks[None, :]
+    known = needed[:, None] & (ks[None, :] < splits)
+    if RAW or PROCESSED:
+        temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+        point = tl.load(integers_ptr + line, mask=rows < count, other=-1)
+        draft = tl.load(integers_ptr + 2 * lines + line, mask=rows < count, other=0)
+        floor = load_floors(floors_ptr, line, needed, FLOORED)
+        write_logprobs(
+            logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, lines * splits, row, needed, first,
+            count, width, vocab, draft, token, accepted, point, temperature, RAW,
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()

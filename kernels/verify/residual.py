@@ -1,0 +1,284 @@
+"""``probabilistic`` and ``block`` in Triton: acceptance by p and q, and a draw from what is left of ``w * p - q``.
+
+Probabilities are never stored: wherever one is wanted it is computed from its logit and the row's sum. In order:
+
+    ``_sum_drafts``    largest value and sum of exponentials of every split of the draft's rows
+    ``_weigh_rows``    per sequence: both sums merged, p and q of every draft token, the chain of weights of ``block``
+    ``_sum_excess``    (``block``) the sum of ``max(w * p - q, 0)`` over every split of every row
+    ``_choose``        per sequence: how many drafts are accepted, which row the next token comes from
+    ``race``           the winner of every split of that row (:mod:`specgraph.kernels.verify.race`)
+    ``finish_race``    per sequence: the winner of all, tokens and log-probabilities laid out
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.sampling.gumbel import GREEDY, LOG2E, exponent_scale, load_floors, split_size
+from specgraph.kernels.sampling.scan import row_tokens
+from specgraph.kernels.verify.race import draft_prob, finish_race, left_over, race, target_prob
+from specgraph.kernels.verify.rows import (
+    acceptance_uniforms,
+    count_accepted,
+    fixed_sum,
+    floored_logits,
+    judge_rows,
+    merge_sums,
+    place_rows,
+    split_largest,
+    split_sums,
+)
+
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_REALS, _INTEGERS = 6, 3
+"""Columns of the tables of rows: largest and sum of the target, those of the draft, the weight before and after the
+row; and the token of a row that is a point mass or -1, whether it is live, its draft."""
+
+
+class Block(NamedTuple):
+    """What ``verify_triton`` was given, contiguous, and what ``_scan_rows`` has left."""
+
+    logits: Tensor
+    draft_tokens: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+    num_rows: Tensor
+    num_forced: Tensor
+    floors: Tensor
+    found: Tensor
+    stats: Tensor
+
+
+@triton.jit(do_not_specialize=["drawn"])
+def _sum_drafts(
+    draft_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    batch, row = line // drawn, line % drawn
+    if (row < tl.load(num_rows_ptr + batch) - 1) & (row >= tl.load(num_forced_ptr + batch)):
+        row_ptr = draft_ptr + line.to(tl.int64) * own_vocab
+        largest = split_largest(row_ptr, split * SPLIT, own_vocab, SPLIT, TILE)
+        tl.store(stats_ptr + program, largest)
+        largest = tl.where(largest > -float("inf"), largest, 0.0)
+        total, _ = split_sums(row_ptr, split * SPLIT, own_vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)
+        tl.store(stats_ptr + tl.num_programs(0) + program, total)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
+def _weigh_rows(
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
+    found_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
+    count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
+    FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: the tables of its rows. For ``probabilistic`` the weight after a row is its draft's chance."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    row, needed, num_rows, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    draft, judged, live = judge_rows(
+        draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
+    )
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
+    scale = exponent_scale(temperature)
+    ks = tl.arange(0, SPLITS)
+    line = (batch * count + rows).to(tl.int64)
+    at = line[:, None] * splits + ks[None, :]
+    known = needed[:, None] & (ks[None, :] < splits)
+    largest, total, _ = merge_sums(stats_ptr, at, known, lines * splits, 2, scale)
+    zero = rows.to(tl.int64) * 0
+    token, bad = row_tokens(
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
+        vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
+    )  # fmt: skip
+    tl.store(bad_ptr + batch, bad.to(tl.uint8))
+    # The token of a point mass (greedy, or nothing but -inf), or -1.
+    point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
+    largest = tl.where(largest > -float("inf"), largest, 0.0)
+    floor = load_floors(floors_ptr, line, needed, FLOORED)
+    x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
+    p = target_prob(x, draft, floor, largest, total, scale, point)
+
+    draft_line = batch * drawn + row
+    draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
+    if DRAWN:
+        own_ks = tl.arange(0, OWN_SPLITS)
+        has = live & judged & (row < drawn)
+        own_at = draft_line[:, None] * own_splits + own_ks[None, :]
+        own_known = has[:, None] & (own_ks[None, :] < own_splits)
+        area = tl.num_programs(0) * drawn * own_splits
+        draft_largest, draft_total, _ = merge_sums(draft_stats_ptr, own_at, own_known, area, 1, LOG2E)
+        draft_largest = tl.where(draft_largest > -float("inf"), draft_largest, 0.0)
+        draft_total = tl.where(draft_total > 0, draft_total, 1.0)
+    q = draft_prob(
+        draft_ptr, own_ptr, draft_line, draft, live & judged, row < drawn, draft, draft_largest, draft_total,
+        own_vocab, DRAWN, MAPPED,
+    )  # fmt: skip
+
+    before = tl.full((ROWS,), 1.0, tl.float32)
+    after = tl.full((ROWS,), 1.0, tl.float32)
+    if BLOCK:
+        weight = tl.full((), 1.0, tl.float32)
+        for r in range(ROWS):
+            here = rows == r
+            here_p, here_q = tl.sum(tl.where(here, p, 0.0), 0), tl.sum(tl.where(here, q, 0.0), 0)
+            before = tl.where(here, weight, before)
+            scaled = weight * here_p
+            step = tl.minimum(scaled / tl.maximum(here_q, _TINY), 1.0)
+            step = tl.where((scaled >= here_q) & (here_p > 0), 1.0, step)
+            weight = tl.where(tl.sum(tl.where(here & live, 1, 0), 0) > 0, step, weight)
+            after = tl.where(here, weight, after)
+    else:
+        after = tl.where((p >= q) & (p > 0), 1.0, tl.minimum(p / tl.maximum(q, _TINY), 1.0))
+    inside = rows < count
+    tl.store(reals_ptr + line, largest, mask=inside)
+    tl.store(reals_ptr + lines + line, total, mask=inside)
+    tl.store(reals_ptr + 2 * lines + line, draft_largest, mask=inside)
+    tl.store(reals_ptr + 3 * lines + line, draft_total, mask=inside)
+    tl.store(reals_ptr + 4 * lines + line, before, mask=inside)
+    tl.store(reals_ptr + 5 * lines + line, after, mask=inside)
+    tl.store(integers_ptr + line, point, mask=inside)
+    tl.store(integers_ptr + lines + line, live.to(tl.int32), mask=inside)
+    tl.store(integers_ptr + 2 * lines + line, draft, mask=inside)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
+def _sum_excess(
+    logits_ptr, draft_ptr, own_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, excess_ptr,
+    count, width, vocab, splits, lines, drawn, own_vocab,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    line, split = program // splits, program % splits
+    batch = line // count
+    row = tl.minimum(tl.load(num_forced_ptr + batch).to(tl.int32), width - count) + line % count
+    if tl.load(integers_ptr + lines + line) > 0:
+        total = tl.zeros((TILE // 4, 4), tl.float32)
+        for i in range(SPLIT // TILE):
+            left, _ = left_over(
+                logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
+                split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
+            )  # fmt: skip
+            total += left
+        tl.store(excess_ptr + program, tl.sum(tl.sum(total, 1), 0))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _block_chances(integers_ptr, excess_ptr, line, rows, after, count, splits, lines, SPLITS: tl.constexpr):
+    """``h`` of Algorithm 2 for the prefix through each row's draft: see ``verify._block_chances``."""
+    ks = tl.arange(0, SPLITS)
+    follows = rows + 1 < count
+    next_live = tl.load(integers_ptr + lines + line + 1, mask=follows, other=0) > 0
+    at = (line[:, None] + 1) * splits + ks[None, :]
+    excess = fixed_sum(tl.load(excess_ptr + at, mask=next_live[:, None] & (ks[None, :] < splits), other=0.0))
+    total = excess + (1.0 - after)
+    share = tl.where(total > 0, excess / tl.maximum(total, _TINY), 1.0)
+    return tl.where(next_live, share, after)
+
+
+@triton.jit(do_not_specialize=["lines", "count", "width"])
+def _choose(
+    seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, reals_ptr, integers_ptr, excess_ptr, accepted_ptr,
+    count, width, splits, lines,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: the number of accepted tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    row, _, _, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    line = (batch * count + rows).to(tl.int64)
+    live = tl.load(integers_ptr + lines + line, mask=rows < count, other=0) > 0
+    chance = tl.load(reals_ptr + 5 * lines + line, mask=rows < count, other=0.0)
+    u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE)
+    if BLOCK:
+        chance = _block_chances(integers_ptr, excess_ptr, line, rows, chance, count, splits, lines, SPLITS)
+        accepted = forced + tl.max(tl.where((u < chance) & live, row - forced + 1, 0), 0)
+    else:
+        accepted, _ = count_accepted(u < chance, live, row, first, forced, count, ROWS)
+    tl.store(accepted_ptr + batch, accepted)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def verify_residual(
+    block: Block, draft_logits: Tensor | None, target_to_draft: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool, common: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or (``by_block``) ``block``.
+
+    ``common`` are launch options and sizes; a kernel takes those it knows.
+    """
+    batch, count, vocab = block.logits.shape
+    width, lines, device = block.positions.shape[1], batch * count, block.logits.device
+    drawn, own_vocab = (0, 1) if draft_logits is None else draft_logits.shape[1:]
+    draft = block.logits if draft_logits is None else draft_logits.contiguous()
+    own_split = split_size(own_vocab)
+    own_splits = triton.cdiv(own_vocab, own_split)
+    draft_stats = torch.empty(2 * max(batch * drawn * own_splits, 1), dtype=torch.float32, device=device)
+    reals = torch.empty((_REALS, lines), dtype=torch.float32, device=device)
+    integers = torch.empty((_INTEGERS, lines), dtype=torch.int32, device=device)
+    excess = torch.empty(lines * splits if by_block else 1, dtype=torch.float32, device=device)
+    accepted = torch.empty(batch, dtype=torch.int32, device=device)
+    speed = torch.empty(batch * splits, dtype=torch.float32, device=device)
+    place = torch.empty_like(speed, dtype=torch.int32)
+    own_ids = target_to_draft.contiguous() if target_to_draft is not None and drawn else integers
+    drafts_stride = block.draft_tokens.stride(0)
+    options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
+               "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}  # fmt: skip
+
+    def launch(kernel: Any, programs: int, *arguments: object, **changes: int) -> None:
+        known = {name: value for name, value in options.items() if not name.isupper() or name in kernel.arg_names}
+        kernel[(programs,)](*arguments, **{**known, **changes})
+
+    given, rows = (block.logits, draft, own_ids, block.temperature), (block.num_rows, block.num_forced)
+    noise, tables = (block.seeds, block.positions), (reals, integers)
+    if drawn:
+        launch(_sum_drafts, batch * drawn * own_splits, draft, *rows, draft_stats, drawn, own_vocab, own_splits,
+               SPLIT=own_split, TILE=min(own_split, common["TILE"]))  # fmt: skip
+    launch(
+        _weigh_rows, batch, block.logits, block.draft_tokens, draft, own_ids, block.temperature, *rows, block.floors,
+        block.found, block.stats, draft_stats, *tables, out[3], count, width, drafts_stride, vocab,
+        splits, lines, drawn, own_vocab, own_splits,
+    )  # fmt: skip
+    if by_block:
+        launch(
+            _sum_excess, lines * splits, *given, block.num_forced, block.floors, *tables, excess, count, width, vocab,
+            splits, lines, drawn, own_vocab,
+        )  # fmt: skip
+    launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
+    launch(
+        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, speed, place, count,
+        width, vocab, splits, lines, drawn, own_vocab,
+    )  # fmt: skip
+    launch(
+        finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
+        *tables, accepted, speed, place, *out[:3], count, width, drafts_stride, vocab,
+        splits, lines, drawn, own_vocab,
+    )  # fmt: skip

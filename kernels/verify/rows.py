@@ -1,0 +1,206 @@
+"""What the Triton kernels of ``specgraph::verify`` share: sums of exponentials, judged rows, and the layout of tokens.
+
+Sums over one split of a row have a fixed order. Across splits they are taken in 64-bit fixed point, which has no order.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specgraph.kernels.sampling.gumbel import (
+    LOG2E,
+    clean,
+    exponent_scale,
+    inverse_temperature,
+    load_tile,
+    noise_key,
+    philox,
+    uniform,
+)
+from specgraph.kernels.sampling.sample import STREAM_ACCEPT
+
+_ACCEPT = tl.constexpr(STREAM_ACCEPT)
+_FIXED = tl.constexpr(2.0**40)
+"""Fixed point of sums over splits: a row's sum of exponentials is below 2**22, so 64 bits hold it."""
+
+
+@triton.jit
+def split_largest(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """The largest logit of a split."""
+    top = tl.full((TILE // 4, 4), -float("inf"), tl.float32)
+    for i in tl.static_range(SPLIT // TILE):
+        top = tl.maximum(top, clean(load_tile(row_ptr, begin + i * TILE, vocab, TILE)))
+    return tl.max(tl.max(top, 1), 0)
+
+
+@triton.jit
+def split_sums(
+    row_ptr, begin, vocab, largest, floor, scale, SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr
+):  # fmt: skip
+    """Over one split: the sum of ``e = exp2((x - largest) * scale)`` and that of ``e * log2(e)``."""
+    total = tl.zeros((TILE // 4, 4), tl.float32)
+    moment = tl.zeros((TILE // 4, 4), tl.float32)
+    for i in tl.static_range(SPLIT // TILE):
+        x = load_tile(row_ptr, begin + i * TILE, vocab, TILE)
+        if FLOORED:
+            x = tl.where(x >= floor, x, -float("inf"))
+        away = (clean(x) - largest) * scale
+        part = tl.exp2(away)
+        total += part
+        moment += part * tl.where(part > 0, away, 0.0)
+    return tl.sum(tl.sum(total, 1), 0), tl.sum(tl.sum(moment, 1), 0)
+
+
+@triton.jit
+def fixed_sum(values):
+    """Sum over the splits of a row, the same in any order."""
+    return tl.sum((values * _FIXED).to(tl.int64), 1).to(tl.float32) * (1.0 / _FIXED)
+
+
+@triton.jit
+def merge_sums(stats_ptr, at, known, area, index: tl.constexpr, scale):
+    """Largest logit, sum of exponentials ``exp2((x - largest) * scale)`` and their ``e * log2(e)`` of every row.
+
+    ``stats`` ``[4, area]``: largest logit, sum, then sum and moment as scaled; ``index`` is 1 or 2.
+    """
+    part = tl.load(stats_ptr + at, mask=known, other=-float("inf"))
+    largest = tl.max(part, 1)
+    pivot = tl.where(largest > -float("inf"), largest, 0.0)
+    away = (part - pivot[:, None]) * scale
+    factor = tl.exp2(away)
+    total = tl.load(stats_ptr + index * area + at, mask=known, other=0.0) * factor
+    moment = total * 0.0
+    if index == 2:
+        moment = tl.load(stats_ptr + 3 * area + at, mask=known, other=0.0) * factor
+        moment += total * tl.where(total > 0, away, 0.0)
+    return largest, fixed_sum(total), fixed_sum(moment)
+
+
+@triton.jit
+def logprob(x, largest, total, inverse):
+    """``log(exp(x * inverse) / sum)`` of values whose largest is ``largest``; a row of -inf has all mass on token 0."""
+    return (clean(x) - largest) * inverse - tl.log(total)
+
+
+@triton.jit
+def floored_logits(logits_ptr, line, token, vocab, floor, mask):
+    """One logit per row, -inf below its floor."""
+    x = tl.load(logits_ptr + line * vocab + token, mask=mask, other=-float("inf")).to(tl.float32)
+    return tl.where(x < floor, -float("inf"), x)
+
+
+@triton.jit
+def first_false(holds, rows, ROWS: tl.constexpr):
+    return tl.min(tl.where(holds, ROWS, rows), 0)
+
+
+@triton.jit
+def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.constexpr):
+    """The rows of logits of one sequence: their number in the block, which of them matter, and what is forced."""
+    rows = tl.arange(0, ROWS)
+    # By the second-level cache, as ``_finish`` reads before its wait.
+    num_rows = tl.load(num_rows_ptr + batch, cache_modifier=".cg").to(tl.int32)
+    num_forced = tl.load(num_forced_ptr + batch, cache_modifier=".cg").to(tl.int32)
+    first = tl.minimum(num_forced, width - count)
+    row = first + rows
+    more = num_forced < num_rows
+    forced = tl.minimum(tl.minimum(num_forced, num_rows), width - 1)
+    needed = (rows < count) & (row < num_rows) & (row >= num_forced) & more
+    return row, needed, num_rows, first, forced, more
+
+
+@triton.jit
+def judge_rows(
+    draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS: tl.constexpr
+):  # fmt: skip
+    """The draft each row judges, whether it can be one, and whether the row is live (as in the reference)."""
+    rows = row - first
+    real = rows < count
+    drafted = real & (row < width - 1)
+    draft_ptr = draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + row
+    draft64 = tl.load(draft_ptr, mask=drafted, other=-1, cache_modifier=".cg").to(tl.int64)
+    judged = drafted & (row < num_rows - 1) & (rows < count - 1) & (draft64 >= 0) & (draft64 < vocab)
+    live = (rows < first_false(judged | (real & (row < forced)), rows, ROWS)) & (row >= forced)
+    return tl.where(judged, draft64, 0).to(tl.int32), judged, live
+
+
+@triton.jit
+def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE: tl.constexpr):
+    """What the draft of every row is accepted by, of the step's own noise; a half if there is none."""
+    u = tl.full(row.shape, 0.5, tl.float32)
+    if NOISE:
+        start = tl.load(positions_ptr + batch * width)
+        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
+        word, _, _, _ = philox((row * 0).to(tl.uint32), c1, c2, c3, k0, k1)
+        u = uniform(word)
+    return u
+
+
+@triton.jit
+def count_accepted(good, live, row, first, forced, count, ROWS: tl.constexpr):
+    """The length of the accepted prefix, forced tokens included, and the row of logits that gives the next token."""
+    rows = row - first
+    prefix = rows < first_false((good & live) | ((rows < count) & (row < forced)), rows, ROWS)
+    accepted = forced + tl.sum((prefix & live).to(tl.int32), 0)
+    return accepted, last_row(accepted, first, count)
+
+
+@triton.jit
+def last_row(accepted, first, count):
+    return tl.minimum(tl.maximum(accepted - first, 0), count - 1)
+
+
+@triton.jit
+def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: tl.constexpr):
+    """Draft tokens ``begin .. begin + COLUMNS``, int64, -1 behind the last."""
+    column = begin + tl.arange(0, COLUMNS)
+    # By the second-level cache, as ``_finish`` reads before its wait.
+    ptr = draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + column
+    return tl.load(ptr, mask=column < width - 1, other=-1, cache_modifier=".cg").to(tl.int64)
+
+
+@triton.jit
+def lay_out(
+    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
+    count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
+):  # fmt: skip
+    """Accepted drafts, the next token, -1; log-probabilities of rows without logits are 0. ``drafts`` are the first
+    ``COLUMNS`` of :func:`load_drafts`.
+    """
+    begin = width * 0
+    while begin < width:
+        column = begin + tl.arange(0, COLUMNS)
+        out = tl.where(column < accepted, drafts, -1)
+        out = tl.where((column == accepted) & more, next_token.to(tl.int64), out)
+        tl.store(emitted_ptr + batch * width + column, out, mask=column < width)
+        if LOGPROBS:
+            outside = (column < first) | (column >= first + count)
+            tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
+        begin += COLUMNS
+        drafts = load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS)
+    tl.store(num_emitted_ptr + batch, (accepted + more.to(tl.int32)).to(tl.int64))
+
+
+@triton.jit
+def write_logprobs(
+    logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
+    draft, next_token, accepted, point, temperature, RAW: tl.constexpr,
+):  # fmt: skip
+    """Log-probabilities of the emitted tokens; ``point`` ``[ROWS]`` is the token of a point mass, or -1."""
+    final = tl.where(row < accepted, draft, next_token)
+    wanted = needed & (row <= accepted)
+    if RAW:
+        x = tl.load(logits_ptr + line * vocab + final, mask=wanted, other=-float("inf")).to(tl.float32)
+        largest, total, _ = merge_sums(stats_ptr, at, known, area, 1, LOG2E)
+        value = logprob(x, largest, total, 1.0)
+        value = tl.where(largest == -float("inf"), tl.where(final == 0, 0.0, -float("inf")), value)
+    else:
+        x = floored_logits(logits_ptr, line, final, vocab, floor, wanted)
+        largest, total, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        value = logprob(x, largest, total, inverse_temperature(temperature))
+        value = tl.where(point >= 0, tl.where(final == point, 0.0, -float("inf")), value)
+    tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=row - first < count)

@@ -1,0 +1,252 @@
+"""The Triton form of ``specgraph::verify``, for every rule and option, without a sort and without waiting for the host.
+
+Where the next token is the target's own sample (strict, typical, synthetic) it takes two launches. ``_scan_rows`` has a
+program per row and split of the vocabulary and leaves what :mod:`specgraph.kernels.sampling.scan` finds there and, on
+request, sums of exponentials. ``_finish`` has a program per sequence: it draws every row's token from that, accepts,
+and lays out tokens and log-probabilities as the reference does.
+
+``probabilistic`` and ``block`` take the sums of ``_scan_rows`` and go on in :mod:`specgraph.kernels.verify.residual`.
+Top-k, top-p and min-p are floors that :mod:`specgraph.kernels.sampling.floors` finds first. Rows that cannot matter
+(padding, forced, inactive) are not read by the scans.
+"""
+
+# Triton functions carry no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.floors import find_floors
+from specgraph.kernels.sampling.gumbel import (
+    GREEDY,
+    LOG2E,
+    NO_TOKEN,
+    TILE,
+    WARPS,
+    aligned,
+    exponent_scale,
+    inverse_temperature,
+    load_floor,
+    load_floors,
+    split_size,
+)
+from specgraph.kernels.sampling.sample import STEP_NOISE_RULES, STREAM_TARGET
+from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_split
+from specgraph.kernels.verify.residual import Block, verify_residual
+from specgraph.kernels.verify.rows import (
+    acceptance_uniforms,
+    count_accepted,
+    floored_logits,
+    judge_rows,
+    lay_out,
+    load_drafts,
+    logprob,
+    merge_sums,
+    place_rows,
+    split_largest,
+    split_sums,
+    write_logprobs,
+)
+
+STRICT, TYPICAL, SYNTHETIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_RULES = {"strict": 0, "typical": 1, "synthetic": 2}
+_HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
+_FEW_GROUPS = 1024
+"""More groups than that are merged by twice as many warps: a thread has eight of them."""
+
+_TARGET = tl.constexpr(STREAM_TARGET)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _scan_rows(
+    logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
+    found_ptr, stats_ptr, count, width, vocab, splits,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, then sum and moment as scaled.
+
+    The grid is ``(splits, R, B)``.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # After the wait, which ``_finish`` relies on. It is small and may as well be there when the last split is done.
+        tl.extra.cuda.gdc_launch_dependents()
+    split, batch = tl.program_id(0), tl.program_id(2)
+    line = batch * count + tl.program_id(1)
+    num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    row = tl.minimum(num_forced, width - count) + tl.program_id(1)
+    # No temperature has these bits: asking keeps its read, and with it those of the logits, from being put off.
+    given = temperature.to(tl.int32, bitcast=True) != -1
+    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & given:
+        row_ptr = logits_ptr + line.to(tl.int64) * vocab
+        begin = split * SPLIT
+        at = line * splits + split
+        area = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        floor = load_floor(floors_ptr, line, FLOORED)
+        seed, place = num_rows.to(tl.int64), num_rows.to(tl.int64)
+        if NOISE:
+            seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
+        scan_split(
+            row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
+            _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
+        )  # fmt: skip
+        if RAW or SCALED:
+            largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
+            tl.store(stats_ptr + at, largest)
+            largest = tl.where(largest > -float("inf"), largest, 0.0)
+            if RAW:
+                total, _ = split_sums(row_ptr, begin, vocab, largest, floor, LOG2E, SPLIT, TILE, False)
+                tl.store(stats_ptr + area + at, total)
+            if SCALED:
+                scale = exponent_scale(temperature)
+                total, moment = split_sums(row_ptr, begin, vocab, largest, floor, scale, SPLIT, TILE, FLOORED)
+                tl.store(stats_ptr + 2 * area + at, total)
+                tl.store(stats_ptr + 3 * area + at, moment)
+
+
+@triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
+def _finish(
+    logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
+    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
+    RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
+    PROCESSED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence: merge, accept, lay out. Names are those of ``verify_reference``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    batch = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
+    draft, judged, live = judge_rows(
+        draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
+    )
+    drafts = load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS)
+    seed, place = num_rows.to(tl.int64), row.to(tl.int64)
+    if NOISE:
+        seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
+        place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0, cache_modifier=".cg")
+    # What was written before ``_scan_rows`` is there: it had waited for that before it let this kernel begin.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    line = (batch * count + rows).to(tl.int64)
+    token, bad = row_tokens(
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
+        vocab, vocab, vocab, splits, area, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
+    )  # fmt: skip
+    token = tl.where(token == NO_TOKEN, 0, token)
+    tl.store(bad_ptr + batch, bad.to(tl.uint8))
+    at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
+    known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
+    floor = load_floors(floors_ptr, line, needed, FLOORED)
+    point = tl.where(cold, token, -1)
+    if SCALED:
+        largest, total, moment = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        point = tl.where(cold, token, tl.where(largest == -float("inf"), 0, -1))
+    if RULE == STRICT:
+        good = token == draft
+    else:
+        u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE)
+        if RULE == SYNTHETIC:
+            good = u < rate
+        else:
+            x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
+            p = tl.exp(logprob(x, largest, total, inverse_temperature(temperature)))
+            entropy = tl.log(total) - moment / total * 0.6931471805599453
+            p = tl.where(point >= 0, tl.where(draft == point, 1.0, 0.0), p)
+            entropy = tl.where(point >= 0, 0.0, entropy)
+            good = p > tl.minimum(alpha * tl.exp(-entropy), threshold)
+    accepted, last = count_accepted(good, live, row, first, forced, count, ROWS)
+    next_token = tl.sum(tl.where(rows == last, token, 0), 0)
+    lay_out(
+        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
+        count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
+    )  # fmt: skip
+    if RAW or PROCESSED:
+        write_logprobs(
+            logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width,
+            vocab, draft, next_token, accepted, point, temperature, RAW,
+        )  # fmt: skip
+
+
+def covers(logits: Tensor, draft_logits: Tensor | None) -> bool:
+    """Whether :func:`verify_triton` computes this; it is known before anything runs. Float64 is the reference's."""
+    return all(x is None or x.dtype in _HALF_OR_SINGLE for x in (logits, draft_logits))
+
+
+def verify_triton(
+    logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
+    positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
+    num_forced: Tensor, target_to_draft: Tensor | None, *, rule: str, logprobs: str, posterior_threshold: float,
+    posterior_alpha: float, acceptance_rate: float, split: int | None = None, tile: int = TILE, warps: int = WARPS,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``specgraph::verify`` for what :func:`covers` names; shapes are checked by the caller.
+
+    ``split``, ``tile`` and ``warps`` are for tests and tuning. Log-probabilities, and floors of top-p, depend on them
+    in the last bits.
+    """
+    batch, count, vocab = logits.shape
+    width = positions.shape[1]
+    emitted, num_emitted = torch.empty_like(positions, memory_format=torch.contiguous_format), num_rows.new_empty(batch)
+    values = logits.new_empty((batch, 0 if logprobs == "none" else width), dtype=torch.float32)
+    bad = torch.empty(batch, dtype=torch.uint8, device=logits.device)
+    if batch == 0:
+        return emitted, num_emitted, values, bad.view(torch.bool)
+    logits, positions, temperature = aligned(logits), positions.contiguous(), temperature.contiguous()
+    num_rows, num_forced = num_rows.contiguous(), num_forced.contiguous()
+    draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
+    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab))
+    by_step = rule in STEP_NOISE_RULES
+    raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
+    split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
+    splits = triton.cdiv(vocab, split)
+    area = batch * count * splits
+    found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
+    stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
+    noise = num_rows if seeds is None else seeds.contiguous()
+    pdl = supports_pdl(logits.device)
+    # Without contraction the same expression gives the same bits in every kernel.
+    common: dict[str, Any] = {
+        "SPLIT": split, "TILE": tile, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
+        "enable_fp_fusion": False, **launch_options(pdl),
+    }  # fmt: skip
+    bounds = stats if floors is None else floors
+    # Rules with noise of the step's own draw later, and need the largest values of a row only.
+    _scan_rows[(splits, count, batch)](
+        logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
+        vocab, splits, RAW=raw, SCALED=scaled, NOISE=seeds is not None and not by_step, **common,
+    )  # fmt: skip
+    common |= {
+        "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
+        "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": seeds is not None, "RAW": raw,
+        "PROCESSED": logprobs == "processed",
+    }  # fmt: skip
+    if by_step:
+        block = Block(
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
+        )  # fmt: skip
+        verify_residual(
+            block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
+        )
+    else:
+        if common["ROWS"] * common["SPLITS"] * (tile // GROUP.value) > _FEW_GROUPS:
+            common["num_warps"] = 2 * warps
+        _finish[(batch,)](
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found,
+            stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
+            posterior_threshold, posterior_alpha, acceptance_rate, RULE=_RULES[rule], SCALED=scaled, **common,
+        )  # fmt: skip
+    return emitted, num_emitted, values, bad.view(torch.bool)

@@ -1,0 +1,246 @@
+"""What the commands do once their configuration is composed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
+from specgraph.cli.decode_prompts import check_batch_size, decode_prompts, encode
+from specgraph.cli.prompts import read_prompts
+from specgraph.cli.summary import compare_rows, summary_rows, table
+from specgraph.compiler.build_passes import build_passes
+from specgraph.compiler.compile import compile_speculative
+from specgraph.config import Config, load_config
+from specgraph.config.errors import did_you_mean
+from specgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specgraph.bench.kernels import KernelRow
+    from specgraph.bench.steps import StepRow
+
+Options = TypeVar("Options", bound=ModelConfig)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def run(name: str, cfg: DictConfig) -> dict[str, str]:
+    """Run one command, print what it has to say, and return its measurements by name.
+
+    Raises:
+        SpecgraphError: the configuration, the model or the prompts were refused.
+    """
+    with _progress_bars(sys.stderr.isatty()):
+        return _COMMANDS[name](cfg)
+
+
+@contextlib.contextmanager
+def _progress_bars(wanted: bool) -> Iterator[None]:
+    """Show transformers' own progress bars only where they can be redrawn."""
+    shown = logging.is_progress_bar_enabled()
+    if not wanted:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def generate(cfg: DictConfig) -> dict[str, str]:
+    """Continue prompts; print their texts, then what was accepted and how fast it was."""
+    config, options = _split(cfg, GenerateConfig)
+    check_batch_size(options, config)
+    texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
+    place = device_and_dtype(options)
+    check_folder(options.model)
+    tokenizer = load_tokenizer(options.model)
+    prompts = encode(tokenizer, texts)
+    model = load_model(options.model, *place)
+    decoder = compile_speculative(model, config)
+    outcome = decode_prompts(decoder, tokenizer, prompts, options, show=True)
+    rows = summary_rows(outcome)
+    if options.compare:
+        plain = dataclasses.replace(config, draft=dataclasses.replace(config.draft, kind="none"))
+        plain.debug = dataclasses.replace(config.debug, dump_dir=None, self_check=False)
+        plain.check_numerics = False
+        quiet = dataclasses.replace(options, stream=False, batch_size=1 if options.stream else options.batch_size)
+        again = decode_prompts(compile_speculative(model, plain), tokenizer, prompts, quiet, outcome.seeds)
+        rows |= compare_rows(outcome, again)
+    if config.debug.dump_dir is not None:
+        rows["graphs"] = config.debug.dump_dir
+    print("\n" + table(rows))
+    return rows
+
+
+def dump(cfg: DictConfig) -> dict[str, str]:
+    """Compile and write the graphs of every stage."""
+    config, options = _split(cfg, DumpConfig)
+    place = device_and_dtype(options)
+    check_folder(options.model)
+    decoder = compile_speculative(load_model(options.model, *place), config)
+    folder = decoder.dump(options.out, weights=options.weights)
+    print(decoder.report())
+    print(f"{len(decoder.stages)} stages in {folder}: {', '.join(decoder.stages)}")
+    return {"stages": str(len(decoder.stages)), "graphs": str(folder)}
+
+
+def inspect(cfg: DictConfig) -> dict[str, str]:
+    """Print what a checkpoint is."""
+    from specgraph.checkpoints.inspect import inspect_checkpoint
+
+    if OmegaConf.is_missing(cfg, "path"):
+        raise ConfigError("path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft.")
+    options = cast(InspectConfig, OmegaConf.to_object(cfg))
+    if options.target is not None:
+        check_folder(options.target, "target")
+    found = inspect_checkpoint(options.path, options.draft, options.target)
+    print(found)
+    return {key: value for key, value in found.facts.items() if key != "checkpoint"}
+
+
+def bench(cfg: DictConfig) -> dict[str, str]:
+    """Time decode steps or kernels; print a line for each measurement, then a table."""
+    from specgraph.bench import run
+    from specgraph.bench.config import BenchConfig, check_bench_config
+    from specgraph.bench.models import SHAPES
+
+    if OmegaConf.is_missing(cfg, "target"):
+        raise ConfigError(
+            f"target is not set: python -m specgraph bench target={'|'.join(SHAPES)}, or the folder or name of a model."
+        )
+    config, options = _compiled_part(cfg), cast(BenchConfig, OmegaConf.to_object(cfg))
+    check_bench_config(options)
+    run.check_target(options.target)
+    device, dtype = device_and_dtype(options)
+    if options.target not in SHAPES:
+        check_folder(options.target, "target")
+    rows: Sequence[StepRow | KernelRow]
+    if options.what == "kernels":
+        rows = run.run_kernels(options, torch.device(device))
+    elif options.target in SHAPES:
+        rows = run.run_steps(run.make_target(options, torch.device(device)), options, config)
+    else:
+        rows = run.run_steps(load_model(options.target, device, dtype, "target"), options, config)
+    return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
+
+
+def train(cfg: DictConfig) -> dict[str, str]:
+    """Train a target and a draft; progress is on standard error."""
+    from specgraph.training import run_training
+
+    report = run_training(cast(Any, OmegaConf.to_object(cfg)))
+    print(report)
+    return {"acceptance length": f"{report.acceptance.acceptance_length:.3f}", "seconds": f"{report.seconds:.0f}"}
+
+
+def train_head(cfg: DictConfig) -> dict[str, str]:
+    """Train a head for a target; progress is on standard error."""
+    from specgraph.training.heads import HeadTrainConfig, train_head
+    from specgraph.training.heads.config import check_head_config
+
+    options = cast(HeadTrainConfig, OmegaConf.to_object(cfg))
+    check_head_config(options)  # before a model is loaded
+    place = device_and_dtype(options)
+    check_folder(options.model)
+    report = train_head(load_model(options.model, *place), load_tokenizer(options.model), options)
+    print(report)
+    return {"acceptance length": f"{report.measured.acceptance_length:.3f}", "loss": f"{report.measured.loss:.4f}",
+            "seconds": f"{report.seconds:.0f}"}  # fmt: skip
+
+
+_COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "bench": bench, "train": train,
+             "train_head": train_head}  # fmt: skip
+
+
+def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
+    """The part of a command's configuration that ``compile_speculative`` takes, checked, and all of it."""
+    if OmegaConf.is_missing(cfg, "model"):
+        name = next(name for name, command in COMMANDS.items() if command.schema() is kind)
+        raise ConfigError(
+            f"model is not set: python -m specgraph {name} model=PATH, the folder or name of a causal LM."
+        )
+    return _compiled_part(cfg), cast(Options, OmegaConf.to_object(cfg))
+
+
+def _compiled_part(cfg: DictConfig) -> Config:
+    """What ``compile_speculative`` takes, checked."""
+    shared = [f.name for f in dataclasses.fields(Config)]
+    config = load_config(OmegaConf.masked_copy(cfg, shared))
+    build_passes(config)  # only to refuse a misspelt option before a model is loaded
+    return config
+
+
+class _Placed(Protocol):
+    device: str
+    dtype: str
+
+
+def device_and_dtype(options: _Placed) -> tuple[str, str]:
+    """Where the model goes and in what type, ``auto`` resolved.
+
+    Raises:
+        ConfigError: no such device or dtype.
+    """
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error) or "unknown").splitlines()[0].rstrip(".")
+        raise ConfigError(f"device={device} cannot be used: {reason}; use auto, cpu or cuda.") from None
+    dtype = options.dtype
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"There is no dtype={dtype}{did_you_mean(dtype, DTYPES)}; it is auto, {', '.join(DTYPES)}.")
+    return device, "float32" if dtype == "auto" and device == "cpu" else dtype
+
+
+def check_folder(name: str, key: str = "model") -> None:
+    """Refuse a path that does not exist at once: transformers would look for it on the network.
+
+    Raises:
+        ConfigError: ``name`` can only be a path, and nothing is there.
+    """
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise ConfigError(f"{key}={name}: there is no such folder.")
+
+
+@functools.lru_cache(maxsize=1)
+def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTrainedModel:
+    """A causal LM in evaluation mode; the last one is kept, for the next job of a sweep. ``key`` is what named it.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{key}={name} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    model: PreTrainedModel = loaded.to(device).eval()
+    return model
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model={name} cannot be loaded, not even its tokenizer: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,303 @@
+"""What the commands can be told beyond ``Config``, and the help that is made from it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import MISSING
+
+from specgraph.config import Config, DraftConfig, group_choices
+from specgraph.config.errors import did_you_mean
+from specgraph.errors import ConfigError
+
+
+@dataclass
+class ModelConfig(Config):
+    """What every command that compiles a model is told."""
+
+    model: str = MISSING
+    """The target: a folder or a name for AutoModelForCausalLM."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, the checkpoint's own elsewhere."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
+
+
+@dataclass
+class GenerateConfig(ModelConfig):
+    """Keys of ``generate``."""
+
+    prompt: str | None = None
+    """One text to continue, taken literally."""
+    prompts: str | None = None
+    """A file of texts to continue: .txt (one per line) or .jsonl (field `question` or `prompt`)."""
+    template: str | None = None
+    """Put around every text; {question} or {prompt}, \\n is a new line: template="Question: {question}\\nAnswer:"."""
+    limit: int | None = None
+    """Only so many prompts of the file."""
+    max_new_tokens: int | None = None
+    """Tokens to add at most; null takes the model's generation_config, as do the next four."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0 is off."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens with this probability; 1 is off."""
+    min_p: float | None = None
+    """Keep tokens with at least this share of the top probability; 0 is off."""
+    seed: int | None = None
+    """Makes sampling repeatable, whatever the batch size; null draws one."""
+    batch_size: int | None = None
+    """Prompts decoded together; null is max_batch_size."""
+    stream: bool = False
+    """Print text while it is decoded, one prompt after the other."""
+    compare: bool = False
+    """Decode with draft=none too, and print the ratio of speeds and whether the tokens are equal."""
+
+
+@dataclass
+class DumpConfig(ModelConfig):
+    """Keys of ``dump``."""
+
+    out: str = "graphs"
+    """The folder for the graphs."""
+    weights: bool | None = None
+    """Save the parameters beside the graphs; null does so up to 256 MB."""
+
+
+@dataclass
+class InspectConfig:
+    """Keys of ``inspect``."""
+
+    path: str = MISSING
+    """The checkpoint: its folder, or one weights file in it."""
+    target: str | None = None
+    """Say whether it fits this model: a folder or a name; its weights are not loaded."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """Options that overrule the checkpoint's, as for `generate`."""
+
+
+def _bench_config() -> type:
+    from specgraph.bench.config import BenchConfig
+
+    return BenchConfig
+
+
+def _train_config() -> type:
+    from specgraph.training.config import TrainConfig
+
+    return TrainConfig
+
+
+def _head_config() -> type:
+    from specgraph.training.heads.config import HeadTrainConfig
+
+    return HeadTrainConfig
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: what it does in a line, and the dataclass of its configuration (made when it is needed).
+
+    ``positional`` is the key of a first argument that is given without one.
+    """
+
+    about: str
+    schema: Callable[[], type]
+    usage: str
+    positional: str | None = None
+
+
+COMMANDS = {
+    "generate": Command(
+        "continue prompts with a speculative decoder and count what was accepted",
+        lambda: GenerateConfig,
+        'model=PATH prompt="Once upon a time" [draft=NAME|PATH] [compare=true] [KEY=VALUE ...]',
+    ),
+    "dump": Command(
+        "compile a model and write the graphs of every pass to a folder",
+        lambda: DumpConfig,
+        "model=PATH out=graphs [draft=NAME|PATH] [KEY=VALUE ...]",
+    ),
+    "inspect": Command(
+        "say what a draft checkpoint is, how it would be used, and whether it fits a target",
+        lambda: InspectConfig,
+        "PATH [target=MODEL] [KEY=VALUE ...]",
+        "path",
+    ),
+    "bench": Command(
+        "time decode steps, or kernels, against the bytes that must move",
+        _bench_config,
+        "[kernels] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [batch_sizes=[1,8]] [KEY=VALUE ...]",
+        "what",
+    ),
+    "train": Command(
+        "train a small target and its draft from questions and answers",
+        _train_config,
+        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=eagle3|peagle model=PATH ...",
+    ),
+}
+
+HEADS = ("eagle3", "peagle")
+"""Values of ``draft=`` that train a head for a target instead of a model of its own."""
+TRAIN_HEAD = "train_head"
+"""The configuration that ``train draft=HEAD`` runs with."""
+_CONFIGURATIONS = COMMANDS | {
+    TRAIN_HEAD: Command(
+        "train a draft head for a frozen target on the target's own answers",
+        _head_config,
+        "draft=eagle3|peagle model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+    )
+}
+
+
+def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The configuration a command runs with, and its overrides: what ``train`` can be told depends on ``draft=``.
+
+    Raises:
+        ConfigError: nothing of that name can be trained.
+    """
+    chosen = [override.partition("=")[2] for override in overrides if override.startswith("draft=")]
+    if name != "train" or not chosen:
+        return name, list(overrides)
+    values, others = chosen[-1].split(","), [override for override in overrides if not override.startswith("draft=")]
+    valid = ("draft_model", *HEADS)
+    for value in values:
+        if value not in valid:
+            raise ConfigError(
+                f"There is no draft={value} to train{did_you_mean(value, valid)}; draft is draft_model (a small model "
+                "with its target, the default), eagle3 or peagle (a head for the target in model=PATH)."
+            )
+    if "draft_model" not in values:
+        return TRAIN_HEAD, [f"algorithm={chosen[-1]}", *others]
+    if len(values) > 1:
+        raise ConfigError(f"draft={chosen[-1]}: a draft_model and a head have other keys; train them one by one.")
+    return name, others
+
+
+def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
+    """``draft=PATH``, a checkpoint in the place of a drafter's name, as ``draft.model=PATH``: it says what it is.
+
+    A value is a path if it is no name and something is there, or has a separator. In a sweep there can be several.
+
+    Raises:
+        ConfigError: nothing is there, or more than the path was given.
+    """
+    given = [override for override in overrides if override.startswith("draft=")]
+    if not given or name == "train" or not issubclass(COMMANDS[name].schema(), Config):
+        return list(overrides)
+    names, value = group_choices("draft"), unquoted(given[-1].partition("=")[2])
+    values = value.split(",") if sweep and not _exists(value) else [value]
+    paths = [value for value in values if value not in names and (_exists(value) or "/" in value)]
+    if not paths:
+        return list(overrides)
+    for path in paths:
+        if not _exists(path):
+            raise ConfigError(
+                f"draft={path}: there is no such file or folder; draft is one of {', '.join(names)}, or the path of a "
+                "checkpoint (draft.model also takes the name of a model that is downloaded)."
+            )
+    others = [override for override in overrides if override not in given]
+    if len(given) > 1 or any(override.lstrip("+").startswith("draft.model=") for override in others):
+        raise ConfigError(f"{given[-1]} names the draft, and so does another override; leave one of them out.")
+    if len(paths) < len(values):
+        raise ConfigError(f"{given[-1]}: a sweep goes over names or over paths; run it once for each of the two.")
+    model = ",".join(quoted(str(Path(path).expanduser())) for path in paths)
+    return [f"draft.model={model}", *others]
+
+
+def _exists(path: str) -> bool:
+    return bool(path) and Path(path).expanduser().exists()
+
+
+def quoted(value: str) -> str:
+    """A text that Hydra takes literally."""
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def unquoted(value: str) -> str:
+    """A value without the quotes a user put around it."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def overview() -> str:
+    """The text of ``python -m specgraph --help``."""
+    lines = ["Lossless speculative decoding of Hugging Face causal language models.", ""]
+    lines += ["usage: python -m specgraph COMMAND [KEY=VALUE ...]", "", "commands:"]
+    lines += [f"  {name:<10}{command.about}" for name, command in COMMANDS.items()]
+    lines += ["", "python -m specgraph COMMAND --help    the keys of a command and their defaults"]
+    lines += ["python -m specgraph COMMAND --cfg job  the configuration that would run"]
+    lines += ["python -m specgraph COMMAND -m draft.num_speculative_tokens=1,4  one run for each value"]
+    return "\n".join(lines)
+
+
+def register(name: str) -> type:
+    """Make a command's schema and help known to Hydra, and return the schema."""
+    command, store = _CONFIGURATIONS[name], ConfigStore.instance()
+    schema = command.schema()
+    store.store(name=f"{name}_schema", node=schema)
+    store.store(group="hydra/help", name=name, node={
+        "app_name": f"python -m specgraph {name.partition('_')[0]}",
+        "header": _header(name, command, schema),
+        "template": _TEMPLATE if issubclass(schema, Config) else _TEMPLATE_WITHOUT_GROUPS,
+        "footer": "Also: --cfg job (show the configuration), -m KEY=A,B (sweep), --hydra-help (Hydra's own flags)",
+    })  # fmt: skip
+    return schema
+
+
+_TEMPLATE_WITHOUT_GROUPS = """${hydra.help.header}
+
+== Configuration ==
+$CONFIG
+${hydra.help.footer}
+"""
+_TEMPLATE = _TEMPLATE_WITHOUT_GROUPS.replace(
+    "== Configuration", "== Configuration groups ==\nChoose with GROUP=NAME\n\n$APP_CONFIG_GROUPS\n== Configuration"
+)
+
+
+def _header(name: str, command: Command, schema: type) -> str:
+    called = f"python -m specgraph {name.partition('_')[0]}"
+    lines = [f"{called}: {command.about}", "", f"usage: {called} {command.usage}"]
+    described = describe(schema)
+    described = described if any(described.values()) else {}
+    if described:
+        lines += ["", "== Keys =="]
+    width = max(map(len, described), default=0) + 2
+    for key, text in described.items():
+        lines += textwrap.wrap(text, 118, initial_indent=f"{key:<{width}}", subsequent_indent=" " * width)
+    return "\n".join(lines).replace("$", "")
+
+
+def describe(schema: type) -> dict[str, str]:
+    """Every dotted key of a dataclass with the text below its field; the keys of subclasses come first."""
+    texts = [_texts(cls) for cls in schema.__mro__ if dataclasses.is_dataclass(cls)]
+    own: dict[str, str] = {}
+    for of_class in texts:
+        own = own | {name: text for name, text in of_class.items() if name not in own}
+    found: dict[str, str] = {}
+    for name, text in own.items():
+        kind = next((f.default_factory for f in dataclasses.fields(schema) if f.name == name), None)
+        inner: dict[str, str] = describe(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else {}
+        found |= {f"{name}.{key}": value for key, value in inner.items()} or {name: text}
+    return found
+
+
+def _texts(schema: type) -> dict[str, str]:
+    """The texts below the fields of one class; an empty one where there is none."""
+    body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]).body
+    found: dict[str, str] = {}
+    for item, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            value = after.value if isinstance(after, ast.Expr) else None
+            found[item.target.id] = " ".join(str(value.value).split()) if isinstance(value, ast.Constant) else ""
+    return found

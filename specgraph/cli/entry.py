@@ -1,0 +1,183 @@
+"""The command line: ``python -m specgraph generate|dump|inspect|bench|train [KEY=VALUE ...]``, composed by Hydra.
+
+Nothing here imports torch: a command's module is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from specgraph.cli.config import COMMANDS, choose, draft_paths, overview, quoted, register, unquoted
+from specgraph.cli.errors import CONFIGURATION_ERRORS, every_key, sentence
+from specgraph.config.errors import check_keys, did_you_mean
+from specgraph.errors import ConfigError, SpecgraphError
+
+FREE_TEXT = ("prompt", "template", "path", "json", "plot")
+"""Keys whose values are taken literally, so that a comma or a bracket in a text needs no second pair of quotes."""
+SWEEP = {"-m", "--multirun"}
+_OVERRIDE = re.compile(r"~|[^=]+=")
+TRACEBACK = "HYDRA_FULL_ERROR"
+"""The environment variable that shows the traceback of an error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0, or 2 if the command or its configuration was refused (one sentence on standard error says why), or 130 after
+        an interrupt.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if arguments else 2
+    name, *overrides = arguments
+    if name not in COMMANDS:
+        return _fail(f"There is no command {name!r}{did_you_mean(name, COMMANDS)}; commands are {', '.join(COMMANDS)}.")
+    overrides = _named(name, overrides)
+    try:
+        overrides = draft_paths(name, overrides, sweep=bool(SWEEP & set(overrides)))
+        name, overrides = choose(name, overrides)
+        return _Run(name, register(name)).start(overrides)
+    except ConfigError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+@dataclass
+class _Run:
+    """One call of the command line; a sweep has several jobs.
+
+    Attributes:
+        status: the exit code so far.
+        results: of every job that ended well, its overrides and what it measured.
+    """
+
+    name: str
+    schema: type
+    status: int = 0
+    results: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
+    traceback: bool = field(default_factory=lambda: os.environ.get(TRACEBACK) == "1")
+
+    def start(self, overrides: Sequence[str]) -> int:
+        """Let Hydra compose the configuration and call :meth:`job`, once or for every point of a sweep."""
+        compose = hydra.main(version_base="1.3", config_path="pkg://specgraph.conf", config_name=self.name)
+        try:
+            with tempfile.TemporaryDirectory() as scratch, _command_line(self.name, overrides, scratch):
+                compose(_task(self))()
+        except SystemExit as exit_:
+            return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        except (HydraException, *CONFIGURATION_ERRORS) as error:
+            if self.traceback:
+                raise
+            return _fail(sentence(error, self.schema))
+        if len(self.results) > 1:
+            print("\n" + _comparison(self.results))
+        return self.status
+
+    def job(self, cfg: DictConfig) -> None:
+        """Run the command with a composed configuration; an error of one job does not end a sweep."""
+        from specgraph.cli import commands
+
+        swept = HydraConfig.get().mode == RunMode.MULTIRUN
+        overrides = list(HydraConfig.get().overrides.task)
+        if swept:
+            print(f"=== {' '.join(overrides)}")
+        try:
+            given = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
+            check_keys(given, every_key(self.schema), self.schema)  # Hydra lets +key=value in
+            self.results.append((overrides, commands.run(self.name, cfg)))
+        except (SpecgraphError, OSError, *CONFIGURATION_ERRORS) as error:
+            if self.traceback:
+                raise
+            text = sentence(error, self.schema) if isinstance(error, CONFIGURATION_ERRORS) else str(error)
+            self.status = _fail(text)
+
+
+def _task(run: _Run) -> Callable[[DictConfig], None]:
+    """The job as the plain function that Hydra wants."""
+
+    def task(cfg: DictConfig) -> None:
+        run.job(cfg)
+
+    return task
+
+
+@contextlib.contextmanager
+def _command_line(name: str, overrides: Sequence[str], scratch: str) -> Iterator[None]:
+    """What Hydra reads from the process: arguments, and the wish to get errors as exceptions.
+
+    A sweep leaves a record of itself in its folder; that goes to ``scratch``.
+    """
+    flags, given = _sorted(overrides)
+    if not SWEEP & set(flags):
+        given = [_literal(override) for override in given]
+    elif not any(override.startswith("hydra.sweep.dir=") for override in given):
+        given.append(f"hydra.sweep.dir={scratch}")
+    argv, variable = sys.argv, os.environ.get(TRACEBACK)
+    sys.argv, os.environ[TRACEBACK] = [f"python -m specgraph {name}", *flags, *given], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if variable is None:
+            del os.environ[TRACEBACK]
+        else:
+            os.environ[TRACEBACK] = variable
+
+
+def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and overrides: argparse does not take the two in mixed order."""
+    given = [argument for argument in arguments if not argument.startswith("-") and _OVERRIDE.match(argument)]
+    return [argument for argument in arguments if argument not in given], [_open(override) for override in given]
+
+
+def _named(name: str, arguments: Sequence[str]) -> list[str]:
+    """Give a first argument without a key the one that the command has for it."""
+    key, given = COMMANDS[name].positional, list(arguments)
+    if key is not None and given and not given[0].startswith("-") and "=" not in given[0]:
+        given[0] = f"{key}={given[0]}"
+    return given
+
+
+def _open(override: str) -> str:
+    """Options of passes belong to the passes, which check them: Hydra may add any."""
+    return f"++{override}" if override.startswith("passes.") else override
+
+
+def _literal(override: str) -> str:
+    """Put quotes around a free text, unless the user did; ``null`` stays null."""
+    key, equals, value = override.partition("=")
+    if key not in FREE_TEXT or not equals or unquoted(value) != value or value == "null":
+        return override
+    return f"{key}={quoted(value)}"
+
+
+def _comparison(results: Sequence[tuple[list[str], dict[str, str]]]) -> str:
+    """The jobs of a sweep side by side, each called by the overrides that not all of them share."""
+    shared = set.intersection(*(set(overrides) for overrides, _ in results))
+    named = [(" ".join(o for o in overrides if o not in shared), row) for overrides, row in results]
+    columns = list(dict.fromkeys(key for _, row in results for key in row))
+    rows = [["", *columns], *([label, *(row.get(column, "") for column in columns)] for label, row in named)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _fail(text: str) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,53 @@
+"""The table that ``generate`` ends with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from specgraph.cli.decode_prompts import Outcome
+
+_SAME_TOKENS = "strict"
+"""The rule whose output does not depend on the drafts."""
+
+
+def summary_rows(outcome: Outcome) -> dict[str, str]:
+    """Tokens, acceptance and speed of one run, as text by name."""
+    stats = outcome.stats
+    rows = {
+        "tokens": str(sum(map(len, outcome.tokens))),
+        "tokens per step": _number(stats.acceptance_length, stats.acceptance_length_stderr),
+    }
+    if stats.num_speculative_tokens:
+        rows["accepted per position"] = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
+    return {**rows, "tokens/s": f"{_speed(outcome):.1f}"}
+
+
+def compare_rows(outcome: Outcome, plain: Outcome) -> dict[str, str]:
+    """The same prompts with and without speculation."""
+    equal = sum(a == b for a, b in zip(outcome.tokens, plain.tokens, strict=True))
+    answer = "yes" if equal == len(outcome.tokens) else f"{equal} of {len(outcome.tokens)} prompts"
+    if equal < len(outcome.tokens) and outcome.config.verify.rule != _SAME_TOKENS:
+        answer += f" ({outcome.config.verify.rule} does not promise the same tokens)"
+    ratio = _speed(outcome) / _speed(plain) if _speed(plain) else math.nan
+    return {
+        "tokens/s, draft=none": f"{_speed(plain):.1f}",
+        "times as fast": f"{ratio:.2f}",
+        "tokens equal": answer,
+    }
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """Two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _speed(outcome: Outcome) -> float:
+    return sum(map(len, outcome.tokens)) / outcome.seconds if outcome.seconds else math.nan
+
+
+def _number(value: float, error: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.2f}" if math.isnan(error) else f"{value:.2f} ± {error:.2f}"

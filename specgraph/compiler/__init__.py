@@ -1,0 +1,1 @@
+"""Runs the passes over a program and checks what they did."""

@@ -1,0 +1,134 @@
+"""``compile_speculative``: from a model and a configuration to a decoder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from specgraph.compiler.build_passes import build_passes
+from specgraph.compiler.drafts import DraftLike, make_draft, with_draft
+from specgraph.compiler.numerics import NumericsCallback
+from specgraph.compiler.pipeline import Callback, StageReport, run_passes
+from specgraph.compiler.selfcheck import self_check
+from specgraph.config import Config, ConfigLike, load_config, settle_lowering
+from specgraph.errors import ConfigError, UnsupportedModelError
+from specgraph.frontend.first_program import first_program
+from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
+from specgraph.ir.program import Program
+from specgraph.ir.verifier import verify_program
+from specgraph.passes.base import Pass
+from specgraph.progress import Progress
+from specgraph.runtime.decoder import SpeculativeDecoder, current
+from specgraph.runtime.defaults import read_generation_config
+from specgraph.runtime.requests import Limits
+
+FALLBACK_MAX_LENGTH = 4096
+
+
+def compile_speculative(
+    model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike | None = None
+) -> SpeculativeDecoder:
+    """Compile a causal LM of transformers into a lossless speculative decoder.
+
+    The model computes what it did before, and its weights are not copied. (On a GPU, weights of layers that read the
+    same input move into one tensor, and the model's own parameters become views of it, even if compiling fails later.)
+
+    Args:
+        model: the target, on its device and in its dtype; both are fixed by compiling.
+        cfg: nothing (drafts by n-gram lookup), a preset name such as ``"draft_model"`` or ``"none"``, the path of a
+            YAML file, or a mapping / ``DictConfig`` with the keys of :class:`specgraph.config.Config`.
+        draft: a draft model or head, loaded or as the path of a checkpoint; implies the drafter that runs it.
+
+    Raises:
+        UnsupportedModelError: the model cannot be decoded correctly; says what is missing.
+        ConfigError: an unknown key, preset or pass, or a value out of range; says what is allowed.
+        PassError: a pass cannot run or matched an unexpected number of times.
+        NumericsError: with ``check_numerics``, two stages differ.
+    """
+    check_is_causal_lm(model)
+    check_one_device(model)
+    config, draft = with_draft(load_config(cfg), draft)
+    config = settle_lowering(config, model.device, model.dtype)
+    defaults = read_generation_config(model)
+    passes = build_passes(config, model.device)
+    with (
+        Progress("compile", len(passes) + 3, config.debug.progress) as progress,
+        torch.inference_mode(False),
+        current(model.device),
+        _host_default(),
+    ):
+        begin = time.perf_counter()
+        progress.advance(0, "tracing the target")
+        target = trace(model)
+        seconds, info = time.perf_counter() - begin, target.info
+        notes = [f"tracing {info.name}: {seconds:.2f} s, {info.num_layers} attention layers"]
+        limits = _limits(config, target)
+        progress.advance(1, "loading and tracing the draft")
+        made = make_draft(config, model, target, draft)
+        notes += made.notes
+        progress.advance(1, "comparing cached decoding with the model")
+        if config.debug.self_check:
+            notes.append(self_check(model, target, limits, config))
+            if made.model is not None and made.traced is not None:
+                notes.append(self_check(made.model, made.traced, limits, config))
+        progress.advance(1, "passes")
+        callbacks = _callbacks(config, progress)
+        stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
+    check_complete(list(stages.values())[-1])
+    decoder = SpeculativeDecoder(stages, reports, config, defaults, limits, notes)
+    if config.debug.dump_dir is not None:
+        decoder.dump(config.debug.dump_dir)
+    return decoder
+
+
+def check_one_device(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights are on several devices, or were never loaded."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or "meta" in devices:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has weights on {', '.join(devices)}, and specgraph runs a model on one device "
+            '(meta holds none); load it on one, as by from_pretrained(..., device_map={"": 0}), or use a smaller model.'
+        )
+
+
+def _host_default() -> contextlib.AbstractContextManager[object]:
+    """Tensors made without a device are on the host, whatever a caller's ``torch.set_default_device`` says."""
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def check_complete(program: Program) -> None:
+    """Refuse a pipeline that leaves out what a decoder runs."""
+    for fact, name in (("kv_cache", "insert_kv_cache"), ("draft", "insert_draft"), ("verify", "insert_verify")):
+        if fact not in program.facts:
+            raise ConfigError(f"pipeline.order ends without {fact!r}, so there is nothing to decode with; add {name}.")
+
+
+def _limits(config: Config, target: TracedModel) -> Limits:
+    known, name = target.info.max_positions, target.info.name
+    if config.max_length is not None and known is not None and config.max_length > known:
+        raise ConfigError(
+            f"max_length is {config.max_length}, but {name} is right for at most {known} positions; lower it."
+        )
+    longest = config.max_length or known or FALLBACK_MAX_LENGTH
+    return Limits(target.info.vocab_size, longest, config.max_batch_size)
+
+
+def _callbacks(config: Config, progress: Progress) -> list[Callback]:
+    """What watches the passes: progress, the verifier, the comparison of stages."""
+    callbacks: list[Callback] = [_observe(lambda report: progress.advance(1, report.name))]
+    if config.pipeline.verify:
+        callbacks.append(lambda pass_, before, after, report: verify_program(after))
+    if config.check_numerics:
+        callbacks.append(NumericsCallback())
+    return callbacks
+
+
+def _observe(show: Callable[[StageReport], None]) -> Callback:
+    def callback(pass_: Pass, before: Program, after: Program, report: StageReport) -> None:
+        show(report)
+
+    return callback

@@ -1,0 +1,42 @@
+"""The report of a compilation: what every pass did, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specgraph.compiler.pipeline import StageReport
+from specgraph.ir.program import Program
+
+
+def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = ()) -> str:
+    """A table of all passes, then what each has to say."""
+    program = list(stages.values())[-1]
+    drafter = program.drafter
+    lines = [
+        f"# {program.target.name}, drafted by {drafter.name}, K = {drafter.num_speculative_tokens}",
+        "",
+        "| pass | seconds | matches | nodes before | nodes after | near misses | bytes shared |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [_row(report) for report in reports]
+    for report in reports:
+        details = [f"- {note}" for note in report.result.notes]
+        details += [f"- near miss at {miss.where}: {miss.reason}" for miss in report.result.near_misses]
+        if details:
+            lines += ["", f"## {report.name}", *details]
+    if notes:
+        lines += ["", "## checks", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(report: StageReport) -> str:
+    result = report.result
+    matches = str(result.matches) if result.expected is None else f"{result.matches} of {result.expected}"
+    return (
+        f"| {report.name} | {report.seconds:.3f} | {matches} | {_nodes(report.before)} | {_nodes(report.after)} | "
+        f"{len(result.near_misses)} | {result.bytes_shared:,} |"
+    )
+
+
+def _nodes(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,0 +1,127 @@
+"""Compares cached decoding with the model's own forward before anybody trusts it.
+
+Tracing sees one forward without a cache. A model that mixes tokens outside of its attention, or takes positions from
+somewhere else than ``position_ids``, traces well and decodes wrongly; this check runs it both ways on random tokens.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specgraph import drafters
+from specgraph.compiler.pipeline import run_passes
+from specgraph.config import Config
+from specgraph.errors import UnsupportedModelError
+from specgraph.frontend.first_program import first_program
+from specgraph.frontend.tracing import TracedModel, evaluating
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.insert_kv_cache import ATTENTION, InsertKVCache
+from specgraph.runtime.requests import Limits
+from specgraph.runtime.state import State, allocate
+
+EXPERTS = torch.ops.specgraph.expert_linear.default
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""Largest relative difference of a hidden state, ``|a - b| / |b|`` per row. Norms and rotary run in float32 even in a
+float64 model; a wrong mask or position gives 0.05 to 1."""
+
+
+def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config) -> str:
+    """Run random tokens through the traced target in uneven chunks with a paged cache, and compare every hidden state
+    with ``model``'s own forward without a cache.
+
+    Chunks cross the prefill border, single rows, a page and, up to ``debug.self_check_tokens``, every sliding window.
+
+    Returns a line for the report.
+
+    Raises:
+        UnsupportedModelError: names the first hidden state that differs.
+    """
+    windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
+    wanted = max([2 * config.cache.block_size + 5, config.cache.prefill_chunk + 5, *(w + 9 for w in windows)])
+    length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
+    tokens = random_tokens(traced.info.vocab_size, length).to(traced.info.device)
+    with torch.no_grad():
+        try:
+            expected = _own_forward(model, tokens)
+            actual = _cached_forward(traced, tokens, config.cache.block_size)
+        except (RuntimeError, IndexError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UnsupportedModelError(
+                f"{traced.info.name} does not run on {length} random tokens: {reason}"
+            ) from error
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        _compare(traced, index, ours, theirs)
+    skipped = sorted(w for w in windows if w >= length)
+    crossed = f"; sliding windows not crossed (debug.self_check_tokens): {skipped}" if skipped else ""
+    return f"cached decoding of {traced.info.name} agrees with its own forward over {length} random tokens{crossed}"
+
+
+def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    """Token ids ``[batch, length]`` that do not depend on the global random state."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (batch, length), generator=generator)
+
+
+def _own_forward(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
+    with evaluating(model):
+        out = model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True)
+    return [*out.hidden_states, out.logits]
+
+
+def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> list[Tensor]:
+    """Every hidden state and the logits, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache."""
+    layers = tuple(range(traced.info.num_layers + 1))
+    passes = [ExposeFeatures(layers), InsertKVCache(block_size)]
+    program = list(run_passes(first_program(traced, drafters.none()), passes)[0].values())[-1]
+    features = program.with_role("feature")
+    program.set_output(*features, program.one("logits"))
+    length = tokens.shape[1]
+    blocks = -(-length // block_size)
+    state = allocate(program, {"B": 1, "M": blocks, "N": blocks}, traced.info.device)
+    # Pages in reverse order: a mapping that ignored the table would not go unnoticed.
+    state["block_table"].copy_(torch.arange(blocks - 1, -1, -1).unsqueeze(0))
+    state["max_length"].fill_(length)
+    return [torch.cat(parts, dim=1) for parts in zip(*_chunks(program, state, tokens), strict=True)]
+
+
+def _chunks(program: Program, state: State, tokens: Tensor) -> list[tuple[Tensor, ...]]:
+    step, results, begin, width, following = program.step(), [], 0, 1, 2
+    while begin < tokens.shape[1]:
+        window = tokens[:, begin : begin + width]
+        rows = window.shape[1]
+        # One row too many, which must be neither written nor seen.
+        padded = torch.cat([window, window.new_zeros(1, 1)], dim=1)
+        state["start"].fill_(begin)
+        state["num_rows"].fill_(rows)
+        outputs = step(window=padded, **state)
+        results.append(tuple(map(operator.itemgetter((slice(None), slice(rows))), outputs)))
+        begin, width, following = begin + rows, following, width + following
+    return results
+
+
+def _compare(traced: TracedModel, index: int, ours: Tensor, theirs: Tensor) -> None:
+    """Raise if more rows differ than rounding explains."""
+    difference = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1).clamp_min(1e-30)
+    tolerance = TOLERANCE[traced.info.dtype]
+    # In half precision a router may send a token elsewhere because of rounding alone.
+    routed = any(calls(traced.body.graph, EXPERTS))
+    allowed = 0.1 if routed and torch.finfo(traced.info.dtype).bits == 16 else 0.0
+    wrong = ~(difference <= tolerance)
+    if wrong.double().mean() > allowed:
+        layers = traced.info.num_layers
+        where = (
+            "the logits" if index > layers else f"hs[{index}], the output of layer {index - 1}" if index else "hs[0]"
+        )
+        row = int(wrong[0].nonzero()[0])
+        raise UnsupportedModelError(
+            f"{traced.info.name} decodes differently with a KV cache: {where} differs first, at token {row} by "
+            f"{difference[0, row]:.1e} (tolerance {tolerance:.0e}). It mixes tokens outside of its attention, masks "
+            "other than its attention is told, or takes positions from somewhere else than position_ids; specgraph "
+            "refuses it."
+        )

@@ -1,0 +1,33 @@
+"""The configuration: structured, so that a misspelt key is an error that names the nearest valid one.
+
+The YAML files under ``specgraph.conf`` hold the defaults and presets; the classes in ``schema`` hold the keys, their
+types and what they mean. ``passes.<name>.<option>`` are the fields of the pass of that name.
+"""
+
+from specgraph.config.groups import group_choices, presets
+from specgraph.config.load import ConfigLike, default_config, load_config, settle_lowering
+from specgraph.config.schema import (
+    CacheConfig,
+    Config,
+    DebugConfig,
+    DraftConfig,
+    LoweringConfig,
+    PipelineConfig,
+    VerifyConfig,
+)
+
+__all__ = [
+    "CacheConfig",
+    "Config",
+    "ConfigLike",
+    "DebugConfig",
+    "DraftConfig",
+    "LoweringConfig",
+    "PipelineConfig",
+    "VerifyConfig",
+    "default_config",
+    "group_choices",
+    "load_config",
+    "presets",
+    "settle_lowering",
+]

@@ -1,0 +1,43 @@
+"""The YAML files under ``specgraph.conf``: groups, their choices, and presets by name."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+
+from specgraph.config.errors import did_you_mean
+from specgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+
+def default_groups() -> dict[str, str]:
+    """Every configuration group and the file of it that is the default, as ``conf/config.yaml`` lists them."""
+    listed = yaml.safe_load((resources.files("specgraph.conf") / "config.yaml").read_text())["defaults"]
+    return {group: name for entry in listed if isinstance(entry, dict) for group, name in entry.items()}
+
+
+def group_choices(group: str) -> list[str]:
+    """The files of one configuration group, without their ending."""
+    names = (entry.name for entry in (resources.files("specgraph.conf") / group).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def presets() -> dict[str, str]:
+    """Preset names and the group each belongs to: the files of the groups, the defaults that have no name aside."""
+    found = {choice: group for group in default_groups() for choice in group_choices(group)}
+    found.pop("default", None)
+    return found
+
+
+def read_group(group: str, name: str) -> dict[str, Any]:
+    """The content of ``conf/<group>/<name>.yaml``."""
+    choices = group_choices(group)
+    if name not in choices:
+        hint = did_you_mean(name, choices)
+        raise ConfigError(f"There is no {group}={name}{hint}; {group} is one of {', '.join(choices)}.")
+    text = (resources.files("specgraph.conf") / group / f"{name}.yaml").read_text()
+    return cast(dict[str, Any], yaml.safe_load(text) or {})

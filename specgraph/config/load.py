@@ -1,0 +1,138 @@
+"""Reads what a user gives as a configuration, and checks it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specgraph.config.errors import check_keys, did_you_mean, explain
+from specgraph.config.groups import default_groups, presets, read_group
+from specgraph.config.schema import DRAFTERS, LOWERINGS, NUMERICS, Config, LoweringConfig
+from specgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+ConfigLike = DictConfig | Mapping[str, Any] | Config | str | Path | None
+
+
+def load_config(given: ConfigLike = None) -> Config:
+    """Defaults, overlaid with what the user gave: a preset name, a YAML path, a mapping, or a ``Config``.
+
+    In a mapping or a file, a group may be named instead of spelled out: ``{"verify": "probabilistic"}`` is
+    ``conf/verify/probabilistic.yaml``, as on the command line.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest valid one), a value of the wrong type or out of range, an unknown
+            preset, drafter, rule, lowering or pass.
+    """
+    overlay = _read(given)
+    chosen = {group: overlay.pop(group) for group in default_groups() if isinstance(overlay.get(group), str)}
+    base = default_config(**chosen)
+    check_keys(overlay, base, Config)
+    try:
+        merged = OmegaConf.merge(base, overlay)
+        config = cast(Config, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, base, Config, overlay)) from None
+    config.passes = cast(dict[str, Any], OmegaConf.to_container(merged.passes, resolve=False))
+    validate(config)
+    return config
+
+
+def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dtype | None = None) -> Config:
+    """A copy in which ``lowering`` says what happens to a target on ``device``, nothing left to choose.
+
+    float64 is for checking, and the kernels leave it to the reference ops: ``auto`` is eager there.
+    """
+    given = config.lowering
+    fast = str(device).startswith("cuda") and str(dtype) != "torch.float64"
+    name = given.name if given.name != "auto" else "gpu" if fast else "eager"
+    settled = LoweringConfig(
+        name=name,
+        kernels=name == "gpu" if given.kernels is None else given.kernels,
+        remainder=given.remainder or ("inductor" if name == "inductor" else "eager"),
+        cuda_graph=name == "gpu" and fast if given.cuda_graph is None else given.cuda_graph,
+    )
+    return dataclasses.replace(config, lowering=settled)
+
+
+def default_config(**chosen: str) -> DictConfig:
+    """The structured configuration with the groups of ``conf/config.yaml`` filled in, or those chosen instead."""
+    structured = OmegaConf.structured(Config)
+    for group, name in {**default_groups(), **chosen}.items():
+        structured[group] = OmegaConf.merge(structured[group], read_group(group, name))
+    return cast(DictConfig, structured)
+
+
+def _read(given: ConfigLike) -> dict[str, Any]:
+    """What the user gave as a mapping, interpolations left alone."""
+    if isinstance(given, str | Path):
+        return _read_file(given)
+    if isinstance(given, DictConfig):
+        return cast(dict[str, Any], OmegaConf.to_container(given, resolve=False))
+    if isinstance(given, Config):
+        return dataclasses.asdict(given)
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    raise ConfigError(f"A configuration is a mapping, a YAML path or a preset name, not {type(given).__name__}.")
+
+
+def _read_file(given: str | Path) -> dict[str, Any]:
+    path = Path(given)
+    if path.suffix not in (".yaml", ".yml"):
+        return _read_preset(str(given))
+    if not path.is_file():
+        raise ConfigError(f"There is no configuration file {str(path)!r}.")
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of keys to values.")
+    return loaded or {}
+
+
+def _read_preset(name: str) -> dict[str, Any]:
+    known = presets()
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise ConfigError(f"Unknown preset {name!r}{hint}; there are {', '.join(sorted(known))}, or give a .yaml path.")
+    return {known[name]: name}
+
+
+def validate(config: Config) -> None:
+    """Check values the types cannot."""
+    from specgraph.kernels.sampling.sample import check_rule
+
+    _among("draft.kind", config.draft.kind, DRAFTERS)
+    _among("lowering.name", config.lowering.name, LOWERINGS)
+    _among("numerics", config.numerics, NUMERICS)
+    try:
+        check_rule(config.verify.rule)
+    except ValueError as error:
+        raise ConfigError(f"verify.rule: {error}") from None
+    for key, value in (
+        ("draft.num_speculative_tokens", config.draft.num_speculative_tokens),
+        ("draft.min_ngram", config.draft.min_ngram),
+        ("cache.block_size", config.cache.block_size),
+        ("cache.prefill_chunk", config.cache.prefill_chunk),
+        ("max_batch_size", config.max_batch_size),
+        ("max_length", config.max_length),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{key} must be at least 1, got {value}.")
+    if config.draft.max_ngram < config.draft.min_ngram:
+        raise ConfigError(f"draft.max_ngram ({config.draft.max_ngram}) is below draft.min_ngram.")
+
+
+def _among(key: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key} is one of {', '.join(allowed)}, not {value!r}.")

@@ -1,0 +1,127 @@
+"""The configuration: structured, so that a misspelt key is an error that names the nearest valid one.
+
+The YAML files under ``specgraph.conf`` hold the defaults and presets; the classes here hold the keys, their types and
+what they mean. ``passes.<name>.<option>`` are the fields of the pass of that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specgraph.config.groups import read_group
+
+DRAFTERS = ("none", "ngram", "draft_model", "eagle3")
+LOWERINGS = ("auto", "eager", "inductor", "gpu")
+NUMERICS = ("bitwise", "fast")
+
+
+@dataclass
+class DraftConfig:
+    """How drafts are made."""
+
+    kind: str = "ngram"
+    """none, ngram, draft_model or eagle3."""
+    num_speculative_tokens: int = 4
+    """K, drafts per step and sequence (the kind `none` ignores it)."""
+    model: str | None = None
+    """draft_model, eagle3: the folder of a checkpoint, or the name of a causal LM; `draft=` takes either."""
+    parallel: bool | None = None
+    """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
+    mask_token_id: int | None = None
+    """The mask token of parallel drafting; null takes the one the draft's configuration names."""
+    feature_layers: list[int] | None = None
+    """Heads: the indices k of the target's hidden states hs[k] they read; null takes those of the checkpoint."""
+    norm_before_residual: bool | None = None
+    """eagle3: the first layer's residual is the normed hidden state; null: as the checkpoint says, else false."""
+    norm_output: bool | None = None
+    """eagle3: what is fed on has gone through the last norm; null: as the checkpoint says, else false."""
+    rope_theta: float | None = None
+    """eagle3: the base of the rotary embedding; null: as the checkpoint says, else 10000."""
+    max_ngram: int = 4
+    """ngram: the longest n-gram looked up."""
+    min_ngram: int = 1
+    """ngram: the shortest one."""
+
+
+@dataclass
+class VerifyConfig:
+    """How drafts are accepted."""
+
+    rule: str = "strict"
+    """strict, probabilistic, block; typical and synthetic are lossy."""
+    posterior_threshold: float = 0.09
+    """typical: the acceptance threshold (epsilon)."""
+    posterior_alpha: float = 0.3
+    """typical: its factor on exp(-entropy) (delta)."""
+    acceptance_rate: float = 0.7
+    """synthetic: the probability that a draft is accepted."""
+
+
+@dataclass
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int = 16
+    """Tokens per page."""
+    prefill_chunk: int = 256
+    """Prompt tokens per prefill step."""
+
+
+@dataclass
+class PipelineConfig:
+    """Which passes run, in this order, and what is checked in between."""
+
+    order: list[str] = field(default_factory=lambda: list(read_group("pipeline", "default")["order"]))
+    """Names of passes, applied top to bottom."""
+    verify: bool = True
+    """Check the program after every pass."""
+
+
+@dataclass
+class LoweringConfig:
+    """What runs the graphs."""
+
+    name: str = "auto"
+    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto: gpu on a GPU, else eager."""
+    kernels: bool | None = None
+    """Rewrite the graphs for our own kernels; null: as the name says."""
+    remainder: str | None = None
+    """What runs what no kernel of ours covers, eager or inductor; null: as the name says."""
+    cuda_graph: bool | None = None
+    """Replay the whole step as one CUDA graph; null: as the name says, on a GPU."""
+
+
+@dataclass
+class DebugConfig:
+    """What helps to see inside."""
+
+    dump_dir: str | None = None
+    """Write the graphs of every stage to this folder after compiling."""
+    self_check: bool = True
+    """Compare cached decoding with the model's own forward on random tokens before trusting it."""
+    self_check_tokens: int = 1024
+    """The longest sequence the self-check may use; a larger sliding window is reported as not crossed."""
+    progress: bool | None = None
+    """Show progress of long work on standard error; null shows it on a terminal."""
+
+
+@dataclass
+class Config:
+    """Everything `compile_speculative` can be told."""
+
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    passes: dict[str, Any] = field(default_factory=dict)
+    lowering: LoweringConfig = field(default_factory=LoweringConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    numerics: str = "bitwise"
+    """Of the GPU's kernels: bitwise (a row's bits do not depend on the other rows) or fast (any library kernel)."""
+    check_numerics: bool = False
+    """Run every stage on the same input and name the first pass whose output differs."""
+    max_batch_size: int = 64
+    """Most sequences of one `generate` call."""
+    max_length: int | None = None
+    """Longest sequence, prompt included; null takes the model's own limit."""

@@ -1,0 +1,266 @@
+"""Writes every stage of a compilation to a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specgraph.dump.source import render
+from specgraph.errors import ConfigError
+from specgraph.ir.graphs import get_attribute
+from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.program import Buffer, Input, Program
+
+FORMAT = 1
+"""Version of the files' layout; another one is refused on loading."""
+MARKER = "dump.json"
+WEIGHTS = "weights.safetensors"
+SAVED_UNASKED = 256 * 2**20
+"""Weights of at most so many bytes are saved without asking."""
+
+
+def dump(stages: Mapping[str, Program], folder: Path, *, report: str, weights: bool | None = None) -> Path:
+    """Write every stage, the report and (up to 256 MB, or if ``weights`` is true) the weights to ``folder``.
+
+    An earlier dump is replaced, file by file; anything else that is in its way is left alone and refused. Everything
+    is written next to the folder first, so that a failure leaves what was there.
+
+    Args:
+        stages: programs by stage name, in order.
+        folder: created if it does not exist.
+        report: Markdown for ``report.md``; a line about the weights is added.
+        weights: save them (True), leave them out (False), or decide by their size (None).
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        ConfigError: the folder holds files that no dump wrote, or it cannot be written.
+    """
+    folder = Path(folder)
+    target = folder.expanduser().resolve()
+    earlier = _files_of(target)
+    tensors, names = _collect(stages)
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    saved = size <= SAVED_UNASKED if weights is None else weights
+    try:
+        with _sibling(target) as temporary:
+            for index, (stage, program) in enumerate(stages.items()):
+                _write_stage(temporary / stage_folder(index, stage), stage, program, names[stage], tensors)
+            if saved and tensors:
+                save_file(_separate(tensors), temporary / WEIGHTS)
+            _write(
+                temporary / "report.md", f"{report.rstrip()}\n\n{_about_weights(saved, size, len(tensors), stages)}\n"
+            )
+            _install(temporary, target, earlier)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"The graphs cannot be written to {folder}: {error}. Choose another folder.") from error
+    return folder
+
+
+def weights_of(program: Program) -> dict[str, Tensor]:
+    """The tensors that a program's modules name, by module and dotted name: what ``load_stage`` takes."""
+    found = {}
+    for name, module in program.modules.items():
+        for node in module.graph.nodes:
+            value = get_attribute(module, node.target) if node.op == "get_attr" else None
+            if isinstance(value, Tensor):
+                found[f"{name}.{node.target}"] = value
+    return found
+
+
+def stage_folder(index: int, stage: str) -> str:
+    """The folder of a stage: ``02_insert_kv_cache``."""
+    name = re.sub(r"[^\w-]", "_", stage)
+    return f"{index:02d}_{name}"
+
+
+def _about_weights(saved: bool, size: int, count: int, stages: Mapping[str, Program]) -> str:
+    amount = f"{size / 1e6:,.1f} MB in {count} tensors"
+    if saved:
+        return f"The weights, {amount}, are in `{WEIGHTS}`; `specgraph.load_dump(folder)` loads a stage with them."
+    last = list(stages)[-1]
+    return (
+        f"The weights, {amount}, were left out; load a stage with those of the live model, "
+        f"`specgraph.load_dump(folder, tensors=specgraph.dump.weights_of(decoder.stages[{last!r}]))`."
+    )
+
+
+def _view(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that show the same memory in the same way, such as tied weights."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
+
+
+def _collect(stages: Mapping[str, Program]) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
+    """Every tensor of all stages once, under the first name it has; per stage, the key of each name."""
+    tensors: dict[str, Tensor] = {}
+    keys: dict[tuple[object, ...], str] = {}
+    names: dict[str, dict[str, str]] = {}
+    for stage, program in stages.items():
+        names[stage] = {}
+        for name, tensor in weights_of(program).items():
+            view = _view(tensor)
+            if view not in keys:
+                keys[view] = name if name not in tensors else f"{name}@{stage}"
+                tensors[keys[view]] = tensor
+            names[stage][name] = keys[view]
+    return tensors, names
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values on the CPU, contiguous, none sharing memory with another: what safetensors can hold."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        value = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        pointer = value.untyped_storage().data_ptr()
+        result[key] = value.clone() if pointer in seen else value
+        seen.add(pointer)
+    return result
+
+
+def _write_stage(
+    folder: Path, stage: str, program: Program, names: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> None:
+    folder.mkdir(parents=True)
+    for name in ("step", *program.modules):
+        _write(folder / f"{name}.py", render(program, name))
+    _write(folder / "inputs.json", _json(_facts(stage, program)))
+    used = {key: _layout(tensors[key]) for key in dict.fromkeys(names.values())}
+    _write(folder / "weights.json", _json({"names": dict(names), "tensors": used}))
+
+
+def _facts(stage: str, program: Program) -> dict[str, Any]:
+    """What it takes to allocate the state of a stage and to know what it does."""
+    drafter = program.drafter
+    return {
+        "format": FORMAT,
+        "stage": stage,
+        "device": str(program.target.device),
+        "modules": list(program.modules),
+        "inputs": {name: _encode(spec) for name, spec in program.inputs.items()},
+        "options": {name: value for name, value in program.options.items() if _is_plain(value)},
+        "drafter": {
+            "name": drafter.name,
+            "kind": drafter.kind,
+            "num_speculative_tokens": drafter.num_speculative_tokens,
+            "features": list(drafter.features),
+        },
+        "target": _model(program.target),
+        "draft": _model(drafter.model) if drafter.model is not None else None,
+        "facts": sorted(program.facts),
+        "compiled": sorted(program.compiled),
+    }
+
+
+def _model(info: ModelInfo) -> dict[str, Any]:
+    return {name: value if _is_plain(value) else str(value) for name, value in asdict(info).items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON keeps the value as it is; caches' buffers, for one, are in ``inputs`` already."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _encode(spec: Input) -> Any:
+    if isinstance(spec, Buffer):
+        return {"shape": list(spec.shape), "dtype": _dtype(spec.dtype), "fill": spec.fill}
+    return [_encode(buffer) for buffer in spec]
+
+
+def _decode(spec: Any) -> Input:
+    if isinstance(spec, list):
+        return tuple(cast(Buffer, _decode(buffer)) for buffer in spec)
+    return Buffer(tuple(spec["shape"]), getattr(torch, spec["dtype"]), spec["fill"])
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout(tensor: Tensor) -> dict[str, Any]:
+    """Shape and dtype of a tensor, and its strides where they are not the usual ones: kernels choose by them."""
+    layout = {"shape": list(tensor.shape), "dtype": _dtype(tensor.dtype)}
+    return layout if tensor.is_contiguous() else {**layout, "stride": list(tensor.stride())}
+
+
+def _json(value: Mapping[str, Any], depth: int = 2) -> str:
+    """JSON with a line per entry down to ``depth`` levels."""
+    indent = " " * (2 * (3 - depth))
+    lines = [
+        f"{indent}{json.dumps(k)}: {_json(v, depth - 1) if depth > 1 and v and isinstance(v, dict) else json.dumps(v)}"
+        for k, v in value.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n" + indent[2:] + "}" + ("\n" if depth == 2 else "")
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _sibling(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` that is gone afterwards, whatever happens."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.{os.getpid()}.writing"
+    temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _files_of(folder: Path) -> list[str]:
+    """The files of the dump in ``folder``, none if it is empty or missing; anything else there is refused."""
+    advice = "Nothing was written: choose a new or empty folder, or one that holds an earlier dump."
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file. {advice}")
+    if not folder.exists() or not any(folder.iterdir()):
+        return []
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        files = [str(name) for name in marker["files"]] if marker["written_by"] == "specgraph" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        files = None
+    if files is None or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        raise ConfigError(f"{folder} is not empty and holds no dump of specgraph. {advice}")
+    return files
+
+
+def _install(temporary: Path, target: Path, earlier: Sequence[str]) -> None:
+    """Put what was written in place of an earlier dump's files, and list it."""
+    new = sorted(path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file())
+    foreign = [name for name in new if name not in earlier and (target / name).exists()]
+    if foreign:
+        raise ConfigError(f"{target / foreign[0]} is in the way and was not written by a dump; move it elsewhere.")
+    _mark(temporary, [*new, MARKER])
+    if not target.exists():
+        temporary.rename(target)
+        return
+    # Should this be interrupted, the folder still counts as a dump with all of these files.
+    _mark(target, sorted({*earlier, *new, MARKER}))
+    for name in set(earlier) - {*new, MARKER}:
+        (target / name).unlink(missing_ok=True)
+    for name in [*new, MARKER]:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(temporary / name, target / name)
+    for left in {(target / name).parent for name in earlier} - {target}:
+        if left.is_dir() and not any(left.iterdir()):
+            left.rmdir()
+
+
+def _mark(folder: Path, files: Sequence[str]) -> None:
+    _write(folder / MARKER, json.dumps({"written_by": "specgraph", "format": FORMAT, "files": files}, indent=2) + "\n")

@@ -1,0 +1,178 @@
+"""Loads a dumped stage and runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from specgraph.dump.files import FORMAT, WEIGHTS, _decode, _dtype
+from specgraph.dump.source import class_name
+from specgraph.errors import ConfigError
+from specgraph.ir.program import Input, Program
+from specgraph.runtime.state import State, allocate
+
+
+class Module(nn.Module):
+    """What dumped classes inherit from: holds weights under their dotted names, and the modules a step calls.
+
+    A number in a name reads as an index: ``self.model.layers[0].mlp.up_proj.weight``.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor] | None = None, modules: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        super().__init__()
+        for name, module in (modules or {}).items():
+            self.add_module(name, module)
+        for name, tensor in (weights or {}).items():
+            *path, leaf = name.split(".")
+            holder: nn.Module = self
+            for part in path:
+                if part not in holder._modules:
+                    holder.add_module(part, Module())
+                holder = cast(nn.Module, holder._modules[part])
+            holder.register_buffer(leaf, tensor)
+        self.eval()
+
+    def __getitem__(self, name: int | str) -> Any:
+        return getattr(self, str(name))
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """One stage of a dump, ready to run.
+
+    Attributes:
+        name: the stage, such as ``insert_kv_cache``.
+        inputs: the state the step takes, as :attr:`Program.inputs`.
+        options: as :attr:`Program.options`, ``block_size`` for one.
+        device: where its weights are and its constants are made.
+        info: everything in ``inputs.json``, facts about target and drafter among it.
+        module: the step; its submodules are the modules of the program.
+    """
+
+    name: str
+    inputs: dict[str, Input]
+    options: dict[str, Any]
+    device: torch.device
+    info: dict[str, Any]
+    module: Module
+
+    def step(self) -> Module:
+        """The step, called with the state as keyword arguments; it runs eagerly, as :meth:`Program.step` does."""
+        return self.module
+
+    def __call__(self, **state: Any) -> Any:
+        """Run one step without recording gradients. State is written in place."""
+        with torch.no_grad():
+            return self.module(**state)
+
+    def allocate(self, sizes: Mapping[str, int], device: torch.device | str | None = None) -> State:
+        """Fresh tensors for every input but ``window``; ``sizes`` gives the letters of :class:`Buffer`."""
+        return allocate(cast(Program, self), sizes, torch.device(device or self.device))
+
+
+def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None) -> LoadedStage:
+    """Load one stage of a dump; this runs the Python files in ``folder``.
+
+    Args:
+        folder: the folder of a stage, such as ``graphs/02_insert_kv_cache``.
+        tensors: weights by module and dotted name, as :func:`weights_of` gives them; None reads those of the dump.
+
+    Raises:
+        ConfigError: the folder is not a stage, weights are missing or have another shape, or a file does not import.
+    """
+    folder = Path(folder)
+    info = _read_info(folder)
+    layout = json.loads((folder / "weights.json").read_text(encoding="utf-8"))
+    device = torch.device(info["device"])
+    if tensors is None:
+        values = _read_weights(folder, layout["tensors"], device)
+        weights = {name: values[key] for name, key in layout["names"].items()}
+    else:
+        weights = _pick(folder, tensors, layout)
+    modules = {}
+    for name in info["modules"]:
+        own = {full[len(name) + 1 :]: value for full, value in weights.items() if full.startswith(f"{name}.")}
+        modules[name] = _class(folder, name)(weights=own)
+    inputs = {name: _decode(spec) for name, spec in info["inputs"].items()}
+    step = _class(folder, "step")(modules=modules)
+    return LoadedStage(info["stage"], inputs, info["options"], device, info, step)
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    """``inputs.json`` of a stage, or an error that says which folder to give."""
+    if not (folder / "inputs.json").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/inputs.json")) if folder.is_dir() else []
+        example = (
+            f"one of its stages, such as {folder / inside[-1]}" if inside else "a folder below one decoder.dump wrote"
+        )
+        raise ConfigError(f"{folder} is not a dumped stage (it has no inputs.json); give {example}.")
+    info: dict[str, Any] = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
+    if info.get("format") != FORMAT:
+        found = info.get("format")
+        raise ConfigError(f"{folder} has format {found}, this version reads {FORMAT}; write the dump again.")
+    return info
+
+
+def _read_weights(folder: Path, wanted: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """The tensors a stage needs from the dump's file, each once, with the strides they had."""
+    path = folder.resolve().parent / WEIGHTS
+    advice = "pass tensors=specgraph.dump.weights_of(program) of the live model, or dump again with weights=True"
+    if not wanted:
+        return {}
+    if not path.is_file():
+        raise ConfigError(f"{folder} was dumped without weights: {advice}.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{folder} was dumped from {device}, which this machine lacks; load it on one that has it.")
+    with safe_open(path, "pt") as file:
+        stored = set(file.keys())
+        missing = sorted(wanted.keys() - stored)
+        if missing:
+            raise ConfigError(f"{path} lacks {missing[0]} ({len(missing)} missing): {advice}.")
+        return {key: _restore(file.get_tensor(key), layout, device) for key, layout in wanted.items()}
+
+
+def _restore(tensor: Tensor, layout: Mapping[str, Any], device: torch.device) -> Tensor:
+    tensor = tensor.to(device)
+    stride = layout.get("stride")
+    if stride is None or 0 in stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _pick(folder: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors a stage needs out of those given, after a look at their shapes."""
+    weights = {}
+    for name, key in layout["names"].items():
+        tensor = tensors.get(name, tensors.get(key))
+        wanted = layout["tensors"][key]
+        if tensor is None:
+            raise ConfigError(f"tensors lacks {name}, which {folder} needs; pass weights_of the same stage.")
+        if [*tensor.shape] != wanted["shape"] or _dtype(tensor.dtype) != wanted["dtype"]:
+            found = f"{_dtype(tensor.dtype)} {[*tensor.shape]}"
+            raise ConfigError(
+                f"tensors[{name!r}] is {found}, {folder} needs {wanted['dtype']} {wanted['shape']}; "
+                "pass the weights of the model that was dumped."
+            )
+        weights[name] = tensor.detach()
+    return weights
+
+
+def _class(folder: Path, name: str) -> Callable[..., Module]:
+    """The class a stage's file defines. Compiled anew each time: cached bytecode could be an earlier dump's."""
+    path = folder / f"{name}.py"
+    namespace: dict[str, Any] = {"__name__": f"{folder.name}.{name}", "__file__": str(path)}
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+        return cast(Callable[..., Module], namespace[class_name(name)])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be loaded ({reason}); mend the file or write the dump again.") from error

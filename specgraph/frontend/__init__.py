@@ -1,0 +1,1 @@
+"""From a model of transformers to the first program."""

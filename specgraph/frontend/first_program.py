@@ -1,0 +1,34 @@
+"""Puts a traced target and a drafter together as the first program: tokens in, logits out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from specgraph.compiler.pipeline import mark_provenance
+from specgraph.drafters.base import Drafter
+from specgraph.frontend.tracing import TracedModel
+from specgraph.ir.program import Buffer, Program
+from specgraph.kernels.step import row_positions
+
+
+def first_program(target: TracedModel, drafter: Drafter) -> Program:
+    """The stage ``trace``: one row block through the target, no cache, no drafts.
+
+    ``window`` is int64 ``[B, T]``, ``start`` ``[B]`` the position of its first token; the step returns the logits
+    ``[B, T, V]``.
+    """
+    modules = {"target": target.body, "lm_head": target.head, **drafter.modules}
+    described = replace(drafter, modules={})
+    program = Program(fx.Graph(), modules, {}, target.info, described)
+    window = program.placeholder("window", Buffer(("B", "T")))
+    start = program.placeholder("start", Buffer(("B",)))
+    positions = program.call(row_positions, start, window, name="positions", role="positions")
+    hidden = program.call("target", tokens=window, positions=positions, name="hidden", role="target")
+    logits = program.call("lm_head", hidden, name="logits", role="logits")
+    program.set_output(logits)
+    program.facts = frozenset({"traced"})
+    first = program.copy()
+    mark_provenance(first, "trace")
+    return first

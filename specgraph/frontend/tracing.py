@@ -1,0 +1,412 @@
+"""From a transformers causal LM to two FX graphs: the body (tokens to hidden states) and the head (to logits).
+
+The model is exported without a cache while its attention and expert layers go through transformers' own registries to
+``specgraph::attention`` and ``specgraph::expert_linear``. Nothing here knows an architecture: what the hooks cannot
+carry is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+import specgraph.kernels.attention.attention
+import specgraph.kernels.linear.experts  # noqa: F401  (both register ops)
+from specgraph.errors import UnsupportedModelError
+from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
+from specgraph.ir.model_info import ModelInfo
+
+HOOK = "specgraph"
+ATTENTION = torch.ops.specgraph.attention.default
+_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+                       "output_router_logits", "position_embeddings", "is_causal", "dropout", "return_dict",
+                       "logits_to_keep", "layer_type"})  # fmt: skip
+
+
+_RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
+"""Of transformers' ``layer_types``: what keeps another state than keys and values."""
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A causal LM as two graphs.
+
+    ``body(tokens, positions) -> hidden`` takes int64 ``[B, T]`` twice and returns ``[B, T, H]``, what the head reads;
+    nodes whose ``meta["hidden_state"]`` is ``k`` hold ``hs[k]``, the residual stream entering layer ``k`` (``hs[0]``
+    are the embeddings, the last one is taken after the final norm). ``head(hidden) -> logits`` takes ``[B, R, H]`` to
+    ``[B, R, V]``. Both hold the model's own parameters, not copies.
+    """
+
+    info: ModelInfo
+    body: fx.GraphModule
+    head: fx.GraphModule
+
+
+def attention_hook(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What a model's attention layers call while they are traced; its signature is transformers'."""
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which specgraph does not know. "
+            "It would be ignored, so the model is refused."
+        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal ones work.")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    options = {"scale": scale, "window": sliding_window, "softcap": softcap}
+    return torch.ops.specgraph.attention(query, key, value, s_aux, **options), None
+
+
+def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What a mixture of experts calls while it is traced; ``self`` follows transformers' experts interface.
+
+    Takes ``[S, H]``, int64 ``[S, k]`` and ``[S, k]``; returns ``[S, H]``.
+    """
+    experts: Any = self
+    rows, top_k = top_k_index.shape
+    ids = top_k_index.reshape(-1)
+    inner = hidden.repeat_interleave(top_k, dim=0)
+    has_bias, transposed = getattr(experts, "has_bias", False), getattr(experts, "is_transposed", False)
+    gated = getattr(experts, "has_gate", True)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        bias = getattr(experts, f"{name}_bias") if has_bias else None
+        out: Tensor = torch.ops.specgraph.expert_linear(x, getattr(experts, name), bias, ids, transposed=transposed)
+        return out
+
+    inner = linear(inner, "gate_up_proj" if gated else "up_proj")
+    inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)
+    inner = linear(inner, "down_proj")
+    if getattr(experts, "has_post_expert_norm", False):
+        inner = experts.post_expert_norm(inner)
+    weighted: Tensor = inner * top_k_weights.reshape(-1, 1)
+    return weighted.view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
+
+
+MaskFunction = Callable[..., Any]
+_masks: ContextVar[list[MaskFunction] | None] = ContextVar("masks", default=None)
+
+
+def mask_hook(*args: Any, mask_function: MaskFunction | None = None, **kwargs: Any) -> None:
+    """What a model calls to build a mask: notes which keys it would let a row see, and builds nothing."""
+    seen = _masks.get()
+    if seen is not None and mask_function is not None:
+        seen.append(mask_function)
+
+
+AttentionInterface.register(HOOK, attention_hook)
+AttentionMaskInterface.register(HOOK, mask_hook)
+ExpertsInterface.register(HOOK, experts_hook)
+
+
+def built_masks(model: PreTrainedModel) -> list[MaskFunction]:
+    """The mask functions of one small forward of a hooked model."""
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    seen: list[MaskFunction] = []
+    token = _masks.set(seen)
+    try:
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run with its masks left to the attention interface, so it builds or "
+            f"reads them by itself: {str(error).strip().splitlines()[0]}"
+        ) from error
+    finally:
+        _masks.reset(token)
+    return seen
+
+
+def _is_window(function: MaskFunction, window: int | None, limit: int) -> bool:
+    """Whether a mask function equals the causal window around every border of it, up to position ``limit``."""
+    zero = torch.tensor(0)
+    edges = [e for e in (window, limit // 2, limit - 1) if e is not None]
+    for q in sorted({max(0, min(limit - 1, e + d)) for e in edges for d in (-1, 0, 1)}):
+        keys = {q - 1, q, q + 1, 0, q // 2} | ({q - window - 1, q - window, q - window + 1} if window else set())
+        for k in (k for k in keys if 0 <= k < limit):
+            expected = k <= q and (window is None or q - k < window)
+            if bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) != expected:
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def hooked(model: nn.Module) -> Iterator[None]:
+    """Route a model's attention, masks and experts to the hooks above, and put everything back afterwards."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
+    before = [(c, getattr(c, "_attn_implementation", None), getattr(c, "_experts_implementation", None))
+              for c in configs]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        stack.enter_context(fixed_rotary(model))
+        for config, attention, experts in before:
+            stack.callback(setattr, config, "_experts_implementation", experts)
+            stack.callback(setattr, config, "_attn_implementation", attention)
+        for config in configs:
+            config._attn_implementation = HOOK
+            config._experts_implementation = HOOK
+        yield
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module gets its own mode back."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings whose frequencies change with the sequence length (dynamic, longrope)."""
+    return [m for m in model.modules() if any(t == "longrope" or "dynamic" in t for t in _rope_types(m))]
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    types = getattr(module, "rope_type", None)
+    if isinstance(types, dict):
+        return [str(t) for t in types.values()]
+    return [types] if isinstance(types, str) else []
+
+
+@contextlib.contextmanager
+def fixed_rotary(model: nn.Module) -> Iterator[None]:
+    """Hold length-dependent rotary embeddings at the frequencies they have below their switch.
+
+    The switch itself cannot be traced: it reads the longest position of the call. ``max_positions`` keeps sequences
+    below it.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in length_dependent_rotary(model):
+            rotary: Any = module
+            stack.callback(setattr, rotary, "rope_type", rotary.rope_type)
+            same = isinstance(rotary.rope_type, dict)
+            rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                original = getattr(rotary, name.replace("inv_freq", "original_inv_freq"), None)
+                if name.endswith("inv_freq") and "original" not in name and original is not None:
+                    stack.callback(setattr, rotary, name, buffer)
+                    setattr(rotary, name, original.to(buffer.device))
+        yield
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence the traced model is right for: its position table, or the switch of its rotary scaling."""
+    config: Any = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for module in length_dependent_rotary(model):
+        limits.append(getattr(module, "original_max_seq_len", None))
+        parameters = getattr(config, "rope_parameters", None) or {}
+        nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+        limits += [p.get("original_max_position_embeddings") for p in nested]
+        limits.append(getattr(config, "original_max_position_embeddings", None))
+    known = [int(n) for n in limits if n]
+    return min(known) if known else None
+
+
+class _Forward(nn.Module):
+    """The model as a function of tokens and positions alone; returns the logits and every hidden state."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        place = {"position_ids": positions} if self.takes_positions else {}
+        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **place)
+        return (out.logits, *out.hidden_states)
+
+
+def check_is_causal_lm(model: object) -> None:
+    """Refuse, in one sentence, what is not a decoder-only language model of transformers."""
+    advice = "Pass a model from AutoModelForCausalLM.from_pretrained(...)."
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"Expected a transformers causal LM, got {type(model).__name__}. {advice}")
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; specgraph compiles decoder-only models. {advice}")
+    if name.endswith("ForConditionalGeneration"):
+        raise UnsupportedModelError(f"{name} is multimodal; load its text model by its own ForCausalLM class.")
+    if model.get_output_embeddings() is None or ("CausalLM" not in name and "LMHead" not in name):
+        raise UnsupportedModelError(f"{name} is not a causal LM (it has no language-model head). {advice}")
+
+
+def trace(model: PreTrainedModel) -> TracedModel:
+    """Export ``model`` and split it into body and head.
+
+    Raises:
+        UnsupportedModelError: the model is not a causal LM, cannot be exported, mixes tokens outside of the attention
+            interface, or masks in a way a causal window does not describe. Names the model and what is missing.
+    """
+    check_is_causal_lm(model)
+    config: Any = model.config.get_text_config()
+    layers = int(config.num_hidden_layers)
+    _check_layer_types(config, type(model).__name__)
+    with EXPORTING, hooked(model), torch.no_grad():
+        wrapper = _Forward(model)
+        masks = built_masks(model)
+        exported = functional(_export(wrapper, type(model).__name__))
+    graph = unlift(exported, "model.")
+    _check_attention(graph.graph, type(model).__name__, layers, wrapper.takes_positions)
+    _check_masks(graph.graph, masks, type(model).__name__)
+    body, head = _split(graph, type(model).__name__)
+    vocab = head_output(head).shape[-1]
+    parameter = next(model.parameters())
+    info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
+                     parameter.device, max_positions(model))  # fmt: skip
+    return TracedModel(info, body, head)
+
+
+def export_hooked(
+    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str
+) -> fx.GraphModule:
+    """A drafter's module as a graph; transformers' attention layers in it go through the hook.
+
+    ``prefix`` is left out of the names of its tensors.
+    """
+    with hooked(module), torch.no_grad():
+        return export_module(module, args, dims, name, prefix)
+
+
+def head_output(head: fx.GraphModule) -> Tensor:
+    """The (fake) logits of a head's graph."""
+    (node,) = head.graph.output_node().all_input_nodes
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def _export(wrapper: _Forward, name: str) -> torch.export.ExportedProgram:
+    """Export with named dynamic batch and length, or with inferred ones where a model's own code needs that."""
+    device = next(wrapper.parameters()).device
+    # Lengths of one would be specialised; two different sizes keep the dimensions apart.
+    tokens = torch.zeros(3, 5, dtype=torch.int64, device=device)
+    positions = torch.arange(5, device=device).expand(3, 5).contiguous()
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
+    named, auto = {0: batch, 1: length}, {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    first: Exception | None = None
+    for dims in (named, auto):
+        try:
+            shapes = {"tokens": dims, "positions": dims}
+            exported = torch.export.export(wrapper, (tokens, positions), dynamic_shapes=shapes, strict=False)
+            _check_range(exported)
+            return exported
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            first = first or error
+    reason = str(first).strip().splitlines()[0]
+    raise UnsupportedModelError(f"{name} cannot be exported by torch.export: {reason}") from first
+
+
+def _check_range(exported: torch.export.ExportedProgram) -> None:
+    """Inferred dimensions may hold for some sizes only; the graph must hold for all."""
+    for name, bounds in exported.range_constraints.items():
+        # "Infinity" is a class of torch's own; whatever is not a plain number has no bound.
+        if int(bounds.lower) > 2 or (bounds.upper.is_finite and bounds.upper < 1 << 31):
+            raise ValueError(f"its graph holds only for {bounds.lower} <= {name} <= {bounds.upper}")
+
+
+def _check_layer_types(config: Any, name: str) -> None:
+    """Refuse what the configuration already says: to export a recurrence, unrolled, takes minutes for every layer."""
+    kinds = getattr(config, "layer_types", None) or []
+    attending = [kind for kind in kinds if kind not in _RECURRENT_LAYERS]
+    if len(attending) < len(kinds):
+        raise _other_layers(name, len(kinds), len(attending))
+
+
+def _other_layers(name: str, layers: int, count: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} has {layers} layers but {count} attention calls: some layers mix tokens in another way "
+        "(convolution, linear attention, state space), which needs a recurrent state that specgraph does not keep."
+    )
+
+
+def _check_attention(graph: fx.Graph, name: str, layers: int, takes_positions: bool) -> None:
+    count = sum(node.target is ATTENTION for node in graph.nodes)
+    if count == 0:
+        raise UnsupportedModelError(
+            f"{name} does not call its attention through transformers' AttentionInterface, so specgraph cannot give "
+            "it a KV cache. Use a model whose attention goes through the interface."
+        )
+    if count > layers:
+        raise UnsupportedModelError(
+            f"{name} has {layers} layers but {count} attention calls; one per layer is expected."
+        )
+    if count < layers:
+        raise _other_layers(name, layers, count)
+    if not takes_positions:
+        raise UnsupportedModelError(f"{name}.forward takes no position_ids, so its positions cannot be set.")
+
+
+def _check_masks(graph: fx.Graph, masks: list[MaskFunction], name: str) -> None:
+    """The masks the model would have built must be the causal windows its attention calls name."""
+    windows = {node.kwargs.get("window") for node in graph.nodes if node.target is ATTENTION}
+    limit = max([w + 8 for w in windows if isinstance(w, int)] + [1 << 16])
+    built = [{w for w in windows | {None} if _is_window(mask, w, limit)} for mask in masks]
+    # Every mask must be one of the windows, and every window must have a mask: some models name one and never mask it.
+    if masks and (not all(built) or windows - set().union(*built) - {None}):
+        raise UnsupportedModelError(
+            f"{name} builds an attention mask that is not the causal window its attention layers were given "
+            f"({', '.join(sorted(map(str, windows)))}), so decoding it with a KV cache would be wrong."
+        )
+
+
+def _split(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut at the last hidden state: what leads there is the body, what leads on to the logits is the head."""
+    outputs: Any = module.graph.output_node().args[0]
+    logits, *hidden_states = outputs
+    for index, node in enumerate(hidden_states):
+        node.meta.setdefault("hidden_state", index)
+    last = hidden_states[-1]
+    body = _subgraph(module, last, [n for n in module.graph.nodes if n.op == "placeholder"], "body")
+    head = _subgraph(module, logits, [last], "head")
+    if any(node.op == "placeholder" and node.name not in {"hidden"} for node in head.graph.nodes):
+        raise UnsupportedModelError(f"{name}'s logits depend on more than its last hidden state.")
+    return body, head
+
+
+def _subgraph(module: fx.GraphModule, result: fx.Node, inputs: list[fx.Node], name: str) -> fx.GraphModule:
+    """The nodes between ``inputs`` and ``result`` as a module of their own, sharing the parameters."""
+    needed, stack = set(), [result]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += [] if node in inputs else node.all_input_nodes
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        mapping[node] = graph.placeholder(node.name if node.op == "placeholder" else "hidden")
+        mapping[node].meta = {"val": node.meta["val"]}
+    for node in module.graph.nodes:
+        if node in needed and node not in mapping:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+    graph.output(mapping[result])
+    return new_module(module, graph, name)

@@ -1,0 +1,163 @@
+"""The program: everything the compiler knows, at every level, executable after every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.drafters.base import Drafter
+from specgraph.errors import PassError
+from specgraph.ir.graphs import copy_graph, copy_module, new_module
+from specgraph.ir.model_info import ModelInfo
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor the step graph takes as input: its shape, with letters for what only a decoder knows, and its dtype.
+
+    Letters: ``B`` sequences, ``T`` rows of this call, ``M`` blocks per sequence, ``N`` blocks in all, ``S`` the longest
+    sequence, ``E`` EOS ids.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.int64
+    fill: float = 0
+
+    def allocate(self, sizes: Mapping[str, int], device: torch.device | str) -> Tensor:
+        """A fresh tensor filled with :attr:`fill`."""
+        shape = [sizes[n] if isinstance(n, str) else n for n in self.shape]
+        return torch.full(shape, self.fill, dtype=self.dtype, device=device)
+
+
+Input = Buffer | tuple[Buffer, ...]
+
+
+@dataclass
+class Program:
+    """A step graph, the modules it calls, and the facts that passes have established about them.
+
+    ``graph`` is the step level: its placeholders are the state, described by ``inputs``; its other nodes are functions
+    of ``specgraph.kernels`` and calls of ``modules`` (tensor-level graphs such as ``target``, ``lm_head``, ``draft``).
+    """
+
+    graph: fx.Graph
+    modules: dict[str, fx.GraphModule]
+    inputs: dict[str, Input]
+    target: ModelInfo
+    drafter: Drafter
+    facts: frozenset[str] = frozenset()
+    compiled: frozenset[str] = frozenset()
+    """Modules that run through ``torch.compile``."""
+    captured: bool = False
+    """Whether the step runs as a CUDA graph."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What later stages must know of a pass's choices, such as ``block_size``."""
+
+    def copy(self) -> Program:
+        """A copy that can be rewritten freely; tensors are shared."""
+        graph = copy_graph(self.graph)
+        modules = {name: copy_module(module) for name, module in self.modules.items()}
+        return replace(self, graph=graph, modules=modules, inputs=dict(self.inputs), options=dict(self.options))
+
+    def step(self) -> fx.GraphModule:
+        """The step graph as a module that can be called with the state as keyword arguments."""
+        return self._module(self.modules)
+
+    def compile_modules(self) -> dict[str, torch.nn.Module]:
+        """The modules of :attr:`compiled`, through ``torch.compile``."""
+        compiled: dict[str, Any] = {n: torch.compile(self.modules[n], dynamic=True) for n in sorted(self.compiled)}
+        return compiled
+
+    def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
+        """The step as it runs: like :meth:`step`, with the modules of :attr:`compiled` through ``torch.compile``.
+
+        ``compiled`` reuses what :meth:`compile_modules` gave for the same modules.
+        """
+        return self._module({**self.modules, **(self.compile_modules() if compiled is None else compiled)})
+
+    def _module(self, modules: Mapping[str, torch.nn.Module]) -> fx.GraphModule:
+        root = torch.nn.Module()
+        for name, module in modules.items():
+            root.add_module(name, module)
+        return new_module(root, self.graph, "step")
+
+    # Building the step graph
+
+    def placeholder(self, name: str, buffer: Input) -> fx.Node:
+        """The state input ``name``, added behind the existing ones unless it is there already."""
+        for node in self.placeholders():
+            if node.name == name:
+                if self.inputs[name] != buffer:
+                    raise PassError(f"Input {name!r} exists as {self.inputs[name]}, not as {buffer}.")
+                return node
+        last = [*self.placeholders()]
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_after(last[-1]) if last else self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        self.inputs[name] = buffer
+        return node
+
+    def placeholders(self) -> Iterator[fx.Node]:
+        """The state inputs in order."""
+        return (node for node in self.graph.nodes if node.op == "placeholder")
+
+    def input(self, name: str) -> fx.Node:
+        """The placeholder of an existing state input."""
+        for node in self.placeholders():
+            if node.name == name:
+                return node
+        raise PassError(f"The step graph has no input {name!r}; it has {', '.join(self.inputs)}.")
+
+    def call(self, target: Callable[..., Any] | str, /, *args: Any, name: str | None = None, role: str | None = None,
+             **kwargs: Any) -> fx.Node:  # fmt: skip
+        """Append a call of a function, or of a module by its name; ``role`` lets later passes find the node."""
+        if isinstance(target, str):
+            node = self.graph.create_node("call_module", target, args, kwargs, name=name or target)
+        else:
+            node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        if role is not None:
+            node.meta["role"] = role
+        return node
+
+    def with_role(self, role: str) -> list[fx.Node]:
+        """The step nodes that carry a role, in order."""
+        return [node for node in self.graph.nodes if node.meta.get("role") == role]
+
+    def one(self, role: str) -> fx.Node:
+        """The only node with a role."""
+        nodes = self.with_role(role)
+        if len(nodes) != 1:
+            raise PassError(f"Expected one step node with role {role!r}, found {len(nodes)}.")
+        return nodes[0]
+
+    def set_output(self, *values: fx.Node) -> None:
+        """Replace what the step returns: one node, or a tuple of them."""
+        for node in reversed(self.graph.nodes):
+            if node.op == "output":
+                self.graph.erase_node(node)
+                break
+        self.graph.output(values[0] if len(values) == 1 else values)
+
+    def drop_input(self, name: str) -> None:
+        """Remove an unused state input."""
+        self.graph.erase_node(self.input(name))
+        del self.inputs[name]
+
+    # Reading
+
+    def num_nodes(self) -> dict[str, int]:
+        """Nodes per graph: ``step`` and every module."""
+        counts = {name: len(module.graph.nodes) for name, module in self.modules.items()}
+        return {"step": len(self.graph.nodes), **counts}
+
+    def print_readable(self, module: str = "step") -> str:
+        """Print and return the Python of the step graph, or of one module, with shapes and dtypes."""
+        from specgraph.dump import render
+
+        text = render(self, module)
+        print(text)
+        return text

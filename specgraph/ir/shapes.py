@@ -1,0 +1,220 @@
+"""Shapes and dtypes of every node, from running the program on fake tensors.
+
+``node.meta["outputs"]`` is the length of a node that is a tuple.
+
+``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
+those of :class:`~specgraph.ir.program.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from specgraph.errors import VerificationError
+from specgraph.ir.graphs import get_attribute
+from specgraph.ir.program import Buffer, Input, Program
+
+SIZES = {"B": 401_309, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479}
+"""What stands for each letter: primes that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
+NEAR = 64
+"""Sizes up to this far from a letter's read as that letter plus or minus a number."""
+SMALLEST = min(SIZES.values()) - NEAR
+LISTED = 4
+"""Longer tuples are abbreviated to their first two entries and their length."""
+
+_MISSING = object()
+
+
+def propagate(program: Program) -> None:
+    """Write ``node.meta["shape"]`` for the step graph and for every module that it calls.
+
+    A module that is called several times keeps the strings of its first call. A module that is not called yet is run
+    alone if its inputs are known, and left as it is otherwise. Nothing is computed and no tensor is copied.
+
+    Raises:
+        VerificationError: an op refuses its arguments; names the graph, the node and the op's reason.
+    """
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env, static_shapes=True) as mode, torch.no_grad():
+        run = _Run(program, mode)
+        run.step()
+        for name in program.modules.keys() - run.named:
+            run.uncalled(name)
+
+
+def describe(value: Any) -> str:
+    """The string for a value: a (fake) tensor, a number, None, or a tuple of these."""
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)}[{', '.join(map(size_name, value.shape))}]"
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return size_name(value)
+    if isinstance(value, tuple | list):
+        parts = [describe(v) for v in (value if len(value) <= LISTED else value[:2])]
+        if len(value) > LISTED:
+            parts.append(f"... {len(value)} in all")
+        return f"({', '.join(parts)}{',' if len(value) == 1 else ''})"
+    return str(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``i64`` for int64, ``bf16``, ``f32``, ``bool`` and so on."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        name = name.replace(long, short)
+    return name
+
+
+def size_name(size: int | torch.SymInt) -> str:
+    """A size in letters, such as ``B``, ``T+1`` or ``2*B*T``; numbers that come from no letter stay numbers."""
+    if not isinstance(size, int):
+        return "?"
+    factors = []
+    for letter, value in SIZES.items():
+        while size and size % value == 0:
+            factors.append(letter)
+            size //= value
+    if size >= SMALLEST and (sum_ := _sum(size)):
+        number, term = sum_
+        factors.append(f"({term})" if factors or number > 1 else term)
+        size = number
+    return "*".join([str(size)] * (size != 1 or not factors) + factors)
+
+
+def _sum(size: int) -> tuple[int, str] | None:
+    """``size`` as a number of times a letter plus or minus a few, or None if it is no such thing."""
+    for offset in sorted(range(-NEAR, NEAR + 1), key=abs):
+        for letter, value in SIZES.items():
+            if size % (value + offset) == 0:
+                return size // (value + offset), f"{letter}{offset:+d}"
+    return None
+
+
+class _Run:
+    """One propagation: the fake tensors of parameters and what modules returned for which shapes."""
+
+    def __init__(self, program: Program, mode: FakeTensorMode) -> None:
+        self.program = program
+        self.mode = mode
+        self.named: set[str] = set()
+        self._results: dict[tuple[str, str], Any] = {}
+
+    def step(self) -> None:
+        """The step graph, and through it the modules."""
+        inputs = {name: self.allocate(spec) for name, spec in self.program.inputs.items()}
+        self.graph("step", self.program.graph, None, inputs, write=True)
+
+    def uncalled(self, name: str) -> None:
+        """A module that nothing calls yet, if its inputs are known."""
+        graph = self.program.modules[name].graph
+        known = {n.name: self._known(name, n) for n in graph.nodes if n.op == "placeholder"}
+        if all(value is not _MISSING for value in known.values()):
+            self.graph(name, graph, self.program.modules[name], known, write=True)
+
+    def allocate(self, spec: Input) -> Any:
+        """Fake tensors for an input of the step graph."""
+        device = self.program.target.device
+        if isinstance(spec, Buffer):
+            return spec.allocate(SIZES, device)
+        return tuple(buffer.allocate(SIZES, device) for buffer in spec)
+
+    def graph(
+        self, name: str, graph: fx.Graph, root: fx.GraphModule | None, inputs: dict[str, Any], *, write: bool
+    ) -> Any:
+        """Run one graph; returns what it returns."""
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            try:
+                values[node] = value = self._node(node, values, root, inputs)
+            except VerificationError:
+                raise
+            except Exception as error:
+                raise VerificationError(f"{name}: {node.name} = {_called(node)} fails: {_reason(error)}") from error
+            if write:
+                node.meta["shape"] = describe(value)
+                node.meta.pop("outputs", None)
+                if isinstance(value, tuple | list) and node.op != "output":
+                    node.meta["outputs"] = len(value)
+        return value
+
+    def _node(
+        self, node: fx.Node, values: dict[fx.Node, Any], root: fx.GraphModule | None, inputs: dict[str, Any]
+    ) -> Any:
+        """The value of one node."""
+        if node.op == "placeholder":
+            return inputs[node.name]
+        if node.op == "get_attr":
+            value = get_attribute(root, str(node.target)) if root is not None else None
+            return self.mode.from_tensor(value) if isinstance(value, Tensor) else value
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "output":
+            return args[0]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module" and root is not None:
+            return root.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_module":
+            return self._module(str(node.target), args, kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call of a module of the program, run once for equal shapes."""
+        module = self.program.modules[name]
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        key = (name, str({n: _signature(v) for n, v in inputs.items()}))
+        if key not in self._results:
+            first = name not in self.named
+            self.named.add(name)
+            self._results[key] = self.graph(name, module.graph, module, inputs, write=first)
+        return self._results[key]
+
+    def _known(self, module: str, node: fx.Node) -> Any:
+        """A value for the input of a module that is not called yet.
+
+        It has the name of a state input, or of caches that ``insert_kv_cache`` described, or it was traced.
+        """
+        name = node.name
+        if name in self.program.inputs:
+            return self.allocate(self.program.inputs[name])
+        if f"{module}_{name}" in self.program.options:
+            return self.allocate(self.program.options[f"{module}_{name}"])
+        if name in ("tokens", "positions"):
+            return self.allocate(Buffer(("B", "T")))
+        traced = node.meta.get("val")
+        buffer = _buffer(traced) if isinstance(traced, Tensor) else None
+        return self.allocate(buffer) if buffer is not None else _MISSING
+
+
+def _buffer(traced: Tensor) -> Buffer | None:
+    """The buffer a traced input stands for: its dynamic sizes are the batch, then the rows; None if it has more."""
+    letters = iter(("B", "T"))
+    shape = [n if isinstance(n, int) else next(letters, None) for n in traced.shape]
+    known = tuple(n for n in shape if n is not None)
+    return Buffer(known, traced.dtype) if len(known) == len(shape) else None
+
+
+def _signature(value: Any) -> Any:
+    """What the shapes of a module's results can depend on."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+    return [_signature(v) for v in value] if isinstance(value, tuple | list) else repr(value)
+
+
+def _called(node: fx.Node) -> str:
+    """What a node calls, as a message says it."""
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else str(target)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an op's message, with sizes in letters, as the end of a sentence."""
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"\d{6,}", lambda match: size_name(int(match[0])), line.strip().rstrip(".")) + "."

@@ -1,0 +1,90 @@
+"""Checks that a program is well formed: run after every pass, with one switch to turn it off."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import fx
+
+from specgraph.errors import VerificationError
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.ir.shapes import propagate
+from specgraph.kernels.step import FINAL_WRITES
+
+
+def verify_program(program: Program) -> None:
+    """Lint every graph, check calls and the order of state writes, then run shapes and dtypes on fake tensors.
+
+    Raises:
+        VerificationError: names the graph and the node.
+    """
+    lint(program)
+    check_calls(program)
+    check_levels(program)
+    check_write_order(program)
+    propagate(program)
+
+
+def lint(program: Program) -> None:
+    """FX's own structural checks."""
+    for name, graph in {"step": program.graph, **{n: m.graph for n, m in program.modules.items()}}.items():
+        try:
+            graph.lint()
+        except (RuntimeError, AttributeError) as error:
+            raise VerificationError(f"{name}: {error}") from error
+
+
+def check_calls(program: Program) -> None:
+    """Every module call names a module and fills exactly its inputs."""
+    for node in program.graph.nodes:
+        if node.op != "call_module":
+            continue
+        module = program.modules.get(node.target)
+        if module is None:
+            raise VerificationError(f"step: {node.name} calls {node.target!r}, which is not a module of the program.")
+        wanted = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        surplus = [f"argument {i}" for i in range(len(wanted), len(node.args))]
+        given = wanted[: len(node.args)] + surplus + list(node.kwargs)
+        if sorted(given) != sorted(wanted):
+            raise VerificationError(f"step: {node.name} passes {given} to {node.target!r}, which takes {wanted}.")
+
+
+def check_levels(program: Program) -> None:
+    """The step graph holds no tensors of its own, and its inputs are described; modules call no other modules."""
+    names = [node.name for node in program.placeholders()]
+    if sorted(names) != sorted(program.inputs):
+        raise VerificationError(f"step: its inputs are {names}, but {list(program.inputs)} are described.")
+    for node in program.graph.nodes:
+        if node.op in ("get_attr", "call_method"):
+            raise VerificationError(f"step: {node.name} is a {node.op}; state and weights enter as inputs and modules.")
+    for name, module in program.modules.items():
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                raise VerificationError(f"{name}: {node.name} calls a module; tensor-level graphs are flat.")
+
+
+def check_write_order(program: Program) -> None:
+    """Nothing reads a state input after it was written: FX itself knows no order between the two."""
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    for function in FINAL_WRITES:
+        for node in calls(program.graph, function):
+            for written in _written(program, node):
+                late = [u for u in written.users if order[u] > order[node] and written not in _written(program, u)]
+                if late:
+                    raise VerificationError(
+                        f"step: {late[0].name} reads {written.name} after {node.name} has written it; move it up."
+                    )
+
+
+def _written(program: Program, node: fx.Node) -> list[fx.Node]:
+    """The state inputs a node writes; ``window`` is ``next_window`` while decoding."""
+    names = FINAL_WRITES.get(node.target, ()) if callable(node.target) else ()
+    if not names:
+        return []
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    values = (bound.arguments.get(name) for name in names)
+    written = [value for value in values if isinstance(value, fx.Node)]
+    if any(node.name == "next_window" for node in written):
+        written += [node for node in program.placeholders() if node.name == "window"]
+    return written

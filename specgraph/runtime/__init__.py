@@ -1,0 +1,1 @@
+"""Drives a compiled step over requests."""

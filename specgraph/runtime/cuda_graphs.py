@@ -1,0 +1,121 @@
+"""Functions captured as CUDA graphs, and the pinned memory that their results travel to."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specgraph.errors import PassError
+from specgraph.kernels.step.results import Unpacked, unpack_results
+
+_CAPTURING = threading.Lock()
+"""One capture at a time in a process; PyTorch allows no more."""
+
+
+class Pool(Protocol):
+    """Where a :class:`~specgraph.runtime.runner.Workspace` has its steps captured."""
+
+    def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Something that runs ``function`` again, and the tensor its result lies in from then on."""
+
+
+class GraphPool:
+    """Captures functions as CUDA graphs that share their memory, so only one of them may run at a time.
+
+    They are freed together, with the pool: PyTorch 2.11 fails in a capture into memory of which a graph was freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run ``function`` once, so that kernels are compiled and memory is planned, then record it.
+
+        Other threads may use the device meanwhile, on other streams than this pool's own.
+
+        Raises:
+            PassError: it ran, but cannot be captured; says what to set.
+        """
+        outside = torch.cuda.current_stream(self._device)
+        with _CAPTURING:
+            self._stream.wait_stream(outside)
+            # A capture that fails leaves its stream the current one: this puts the right one back.
+            with torch.cuda.stream(self._stream):
+                try:
+                    function()
+                finally:  # whoever frees what it used must not do so while it runs
+                    outside.wait_stream(self._stream)
+                return self._record(function)
+
+    def _record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        before = sys.exception()
+        try:
+            with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
+                result = function()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise PassError(
+                f"capture_cuda_graph: the step runs, but not as a CUDA graph: {first_error(error, before)} Set "
+                "lowering.cuda_graph=false."
+            ) from error
+        return graph.replay, result
+
+
+def first_error(error: BaseException, before: BaseException | None = None) -> str:
+    """The first line of the error that came before all others: ending a broken capture raises once more.
+
+    ``before`` is what was being handled already, and is no part of it.
+    """
+    while error.__context__ is not None and error.__context__ is not before:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
+
+
+@dataclass
+class Results:
+    """The packed results of a step (see :mod:`specgraph.kernels.step.results`), on their way to ``host``."""
+
+    host: Tensor
+    ready: torch.cuda.Event | None = None
+
+    def read(self, count: int) -> Unpacked:
+        """Wait for them, and give those of the first ``count`` sequences."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return unpack_results(self.host[:count])
+
+
+class Mailbox:
+    """Takes packed results to the host, behind the step that gave them and in front of the next one.
+
+    There is room for two: the host may read the results of one step while the device writes those of the next. So
+    results must be read before the second sending after their own.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self._both = [_empty_results(rows, columns, device) for _ in range(2)]
+
+    def send(self, packed: Tensor) -> Results:
+        """Copy int32 ``[B, columns]``, where ``B`` is at most ``rows``, without waiting."""
+        self._both.reverse()
+        results = self._both[0]
+        results.host[: packed.shape[0]].copy_(packed, non_blocking=True)
+        if results.ready is not None:
+            results.ready.record()
+        return results
+
+
+def _empty_results(rows: int, columns: int, device: torch.device) -> Results:
+    pinned = device.type == "cuda"
+    host = torch.empty(rows, columns, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    return Results(host, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]

@@ -1,0 +1,293 @@
+"""The bench command on the CPU: the bytes it counts, the columns it prints, the options it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgraph.bench import run, steps
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.kernels import Experts, Sizes, cases
+from specgraph.bench.models import DRAFT_VOCAB, SHAPES, random_head, random_target, shape_config
+from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
+from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
+from specgraph.bench.traffic import step_traffic
+from specgraph.cli import main
+from specgraph.runtime.decoder import SpeculativeDecoder
+from tests.decoding import compiled
+from tests.models import VOCAB, make_head, make_model, shared_model
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+QUICK = ["device=cpu", "num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9"]
+
+# tests.models: hidden 32, MLP 48, 4 heads and 2 groups of 8, 2 layers; float32
+LAYER = 4 * (32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32)
+TARGET = 2 * LAYER + 4 * (32 + 32 * VOCAB)
+ROTARY = 4 * 4
+PER_TOKEN = 4 * 2 * 2 * 8
+"""Bytes of the keys and values of one layer."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_bandwidth() -> Any:
+    """Bandwidth is measured on megabytes, and known afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "measure_bandwidth", lambda device: 1e9)
+        yield
+
+
+def decoder_of(kind: str, parallel: bool = False, k: int = 3, **extra: Any) -> SpeculativeDecoder:
+    extra |= {"passes": {"parallel_draft": {"enabled": parallel}}, "debug": {"self_check": False}}
+    draft: Any = {"eagle3": HEADS[parallel], "draft_model": shared_model("llama", 1)}.get(kind)
+    return compiled(shared_model("llama"), kind, k, draft=draft, **extra)
+
+
+HEADS = {parallel: make_head(shared_model("llama"), vocab=50) for parallel in (False, True)}
+HEAD_CALL = 4 * (64 * 64 + 32 * 32 + 3 * 32 * 48 + 4 * 32 + 32 * 50)
+"""One layer with inputs twice as wide, its norms, the last norm, a vocabulary of 50."""
+FC = 4 * 3 * 32 * 32
+MAP = 8 * 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "draft", "cached_layers"),
+    [
+        ("none", False, 0, 2),
+        ("ngram", False, 0, 2),
+        ("draft_model", False, 3 * (TARGET + ROTARY), 2 + 3 * 2),
+        ("eagle3", False, 3 * (HEAD_CALL + ROTARY) + FC + MAP, 2 + 3),
+        ("eagle3", True, HEAD_CALL + ROTARY + FC + MAP + 4 * 32, 2 + 1),
+    ],
+)
+def test_bytes_of_a_step(kind: str, parallel: bool, draft: int, cached_layers: int) -> None:
+    """Each weight once per call and no embedding, K calls or one, the context of every sequence in every call."""
+    traffic = step_traffic(decoder_of(kind, parallel).stages["insert_verify"], 5, 20.5, 3)
+    assert traffic.target_weights == TARGET + ROTARY
+    assert traffic.draft_weights == draft
+    assert traffic.cache == 5 * 20.5 * PER_TOKEN * cached_layers
+    assert traffic.total == TARGET + ROTARY + draft + traffic.cache
+
+
+def test_a_window_bounds_what_is_read_and_a_tied_head_counts() -> None:
+    model = make_model("mistral", tie_word_embeddings=True)
+    program = compiled(model, "none", debug={"self_check": False}).stages["insert_verify"]
+    traffic = step_traffic(program, 1, 100.0, 0)
+    assert traffic.cache == 2 * PER_TOKEN * model.config.sliding_window
+    assert traffic.target_weights == TARGET + ROTARY
+
+
+@pytest.mark.parametrize(("batch", "k", "met"), [(1, 0, 1 / 2), (2, 0, 3 / 4), (1, 3, 15 / 16)])
+def test_of_experts_those_count_that_rows_meet(batch: int, k: int, met: float) -> None:
+    """Two of four for each row, all alike."""
+    model = make_model("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    per_layer = 4 * (experts.gate_up_proj.numel() + experts.down_proj.numel())
+    program = compiled(model, "ngram", debug={"self_check": False}).stages["insert_verify"]
+    every = step_traffic(program, 10**6, 0.0, k).target_weights
+    assert every > 2 * per_layer
+    assert step_traffic(program, batch, 0.0, k).target_weights == every - round(2 * per_layer * (1 - met))
+
+
+def test_the_limit_of_the_8b_shape_is_that_of_the_design() -> None:
+    """15.01 GB of weights, and 0.75 GB per draft call with 0.10 GB of fc: known beforehand."""
+    sizes = Sizes.of(shape_config("llama-3-8b-shape"))
+    layer = sum(inputs * outputs for name, (inputs, outputs) in sizes.linears.items() if name != "lm_head")
+    assert 2 * (32 * layer + sizes.hidden * sizes.vocab) == pytest.approx(15.01e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_can_be_built(name: str) -> None:
+    with torch.device("meta"):
+        target = random_target(name, torch.device("meta"), torch.bfloat16)
+        head = random_head(target, parallel=True)
+    assert target.dtype == head.module.lm_head.weight.dtype == torch.bfloat16
+    assert target.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert head.module.lm_head.out_features == min(DRAFT_VOCAB, target.config.vocab_size)
+    assert head.module.embed_tokens.weight.shape == target.get_input_embeddings().weight.shape
+    if name == "llama-3-8b-shape":
+        sizes = {n: p.numel() * 2 for n, p in head.module.named_parameters() if n != "embed_tokens.weight"}
+        fc = sizes.pop("fc.weight")
+        assert (sum(sizes.values()), fc) == (pytest.approx(0.75e9, rel=0.01), pytest.approx(0.10e9, rel=0.01))
+
+
+def test_random_weights_repeat_and_leave_the_callers_numbers_alone() -> None:
+    torch.manual_seed(3)
+    first = random_target("tiny-shape", torch.device("cpu"), torch.float32)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), after) and torch.get_default_dtype() == torch.float32
+    again = random_target("tiny-shape", torch.device("cpu"), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    head = random_head(first, parallel=False)
+    assert head.module.embed_tokens.weight.data_ptr() == first.get_input_embeddings().weight.data_ptr()
+    assert head.module.mask_hidden is None and head.features == (0, 1, 2)
+
+
+def test_steps_that_are_timed_are_decode_steps() -> None:
+    """Every draft accepted: K + 1 tokens in each; the context grows by as many."""
+    decoder = decoder_of("eagle3", verify={"rule": "synthetic", "acceptance_rate": 1.0})
+    options = BenchConfig(target="x", prompt_length=11, steps=4, warmup=2)
+    prompts = steps.random_prompts(VOCAB, 2, 11)
+    timed = steps.time_steps(decoder, prompts, 3, options, options)
+    assert len(timed.seconds) == 4 and min(timed.seconds) > 0
+    assert timed.tokens_per_step == 4
+    # The prompt's step gives one token, two warm-up steps four each at most (the first has no drafts yet: one).
+    assert 11 + 1 + 1 + 4 <= timed.context - 6 <= 11 + 1 + 8
+
+
+def test_bandwidth_and_times_are_positive() -> None:
+    assert measure_bandwidth(torch.device("cpu"), 2**20) > 0
+    assert median_seconds(torch.device("cpu"), [lambda: torch.ones(3), lambda: torch.ones(4)], 3, 1) > 0
+
+
+def test_maxima_of_splits() -> None:
+    rows = torch.randn(3, 300, device="cuda" if torch.cuda.is_available() else "cpu")
+    expected = torch.stack([part.amax(-1) for part in rows.split(128, -1)], -1)
+    assert torch.equal(split_maxima(rows, 128, 4), expected)
+
+
+def test_the_sweep_reads_every_value() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.randn(2 * 8 * 4096, device=device)
+    expected = values.double().view(2, -1).sum(1)
+    assert torch.allclose(sweep(values).double(), expected, atol=1e-2)
+
+
+def test_table_json_and_plot_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, drawn = tmp_path / "a b.json", tmp_path / "steps.svg"
+    given = ["target=tiny-shape", "batch_sizes=[1,2]", *QUICK, f"json={written}", f"plot={drawn}"]
+    assert main(["bench", *given]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown.splitlines()[-3] for name in STEP_COLUMNS.values())
+    assert "draft               eagle3 (random)" in shown and "bandwidth_gb_per_s  1.0" in shown
+    found = json.loads(written.read_text())
+    assert [(row["batch"], row["k"]) for row in found["rows"]] == [(1, 2), (2, 2)]
+    for row in found["rows"]:
+        assert row["tokens_per_step"] == pytest.approx(1 + 0.7 + 0.49)
+        total = row["target_bytes"] + row["draft_bytes"] + row["cache_bytes"]
+        assert row["limit_ms"] == pytest.approx(total / 1e9 * 1e3)
+        assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"])
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] * row["tokens_per_step"] / row["ms"] * 1e3)
+    assert drawn.read_text().startswith("<?xml")
+
+
+def test_a_model_and_its_draft_by_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "target")
+    make_model("llama", seed=1, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
+    given = [f"target={tmp_path / 'target'}", f"draft={tmp_path / 'draft'}", "batch_sizes=[2]", *QUICK]
+    assert main(["bench", *given, "verify=strict"]) == 0
+    shown = capsys.readouterr().out
+    assert f"draft               {tmp_path / 'draft'}" in shown
+    assert shown.splitlines()[-1].split()[:2] == ["2", "2"]
+
+
+def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "kernels.json"
+    given = ["target=tiny-shape", "batch_sizes=[2]", *QUICK, f"json={written}"]
+    assert main(["bench", "kernels", *given]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in KERNEL_COLUMNS.values())
+    found = json.loads(written.read_text())["rows"]
+    assert {row["kernel"] for row in found} == {"linear", "rms_norm", "gated_activation", "paged_attention", "verify"}
+    assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
+    rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
+    assert rows["linear", "qkv 128x64, 6 rows"] == 4 * (128 * 64 + 6 * 64 + 6 * 128)
+    assert rows["linear", "qkv with norm, 128x64, 2 rows"] == 4 * (128 * 64 + 2 * 64 + 2 * 128)
+    assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
+    assert rows["linear", "down with residual, next norm, 64x192, 2 rows"] == 4 * (64 * 192 + 2 * 192 + 64 + 3 * 2 * 64)
+    assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
+    assert rows["gated_activation", "192 wide, 6 rows"] == 4 * 6 * 3 * 192
+    for how in ("greedy", "temperature 0.8", "temperature 0.8, top-p 0.9"):
+        assert rows["verify", f"batch 2, K = 2, 512 tokens, {how}"] == 4 * 2 * 3 * 512
+    attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
+    assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
+
+
+def small_options() -> BenchConfig:
+    options = BenchConfig(target="x", batch_sizes=[2], num_speculative_tokens=[2], prompt_length=9)
+    options.cache.prefill_chunk = 16
+    return options
+
+
+TINY_EXPERTS = dataclasses.replace(Sizes.of(shape_config("tiny-shape")), experts=Experts(8, 2, 24))
+
+
+def test_experts_are_in_the_place_of_the_feed_forward_part() -> None:
+    sizes = Sizes.of(shape_config("qwen3-30b-a3b-shape"))
+    assert sizes.experts == Experts(128, 8, 768)
+    layer = 128 * 3 * 768 * 2048 + sum(i * o for name, (i, o) in sizes.linears.items() if name != "lm_head")
+    assert 48 * layer + 2 * sizes.hidden * sizes.vocab == pytest.approx(30.5e9, rel=2e-3)
+    found = {case.kernel for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)}
+    assert "expert_linear" in found and "gated_activation" not in found
+
+
+def test_only_experts_that_are_met_count() -> None:
+    found = [
+        case for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)
+        if case.kernel == "expert_linear"
+    ]  # fmt: skip
+    assert found[0].shape == "gate_up 48x64, 2 rows, 2 of 8 experts, 2 met"
+    assert found[0].bytes == 4 * (2 * 48 * 64 + 4 * 64 + 4 * 48)
+
+
+@pytest.mark.parametrize("sizes", [Sizes.of(shape_config("tiny-shape")), TINY_EXPERTS], ids=["dense", "experts"])
+def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
+    for case in cases(sizes, small_options(), torch.device("cpu"), torch.float32):
+        ours, libraries = case.make()
+        if case.kernel in ("linear", "rms_norm", "gated_activation", "expert_linear"):
+            for call in libraries.values():
+                assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
+        if case.kernel == "verify":
+            assert bool((ours()[1] >= 1).all())  # type: ignore[index]
+
+
+MISTAKES = {
+    "target=llama-3-8-shape": "There is no target=llama-3-8-shape (did you mean 'llama-3-8b-shape'?); shapes are ",
+    "target=./nowhere": "target=./nowhere: there is no such folder.",
+    "what=kernel": "There is no bench kernel (did you mean 'kernels'?); it is steps or kernels.",
+    "batch_sizes=[0,4]": "batch_sizes is a list of numbers from 1 up, such as [1,8], got [0, 4].",
+    "batch_sizes=4": "batch_sizes is a list, not '4'.",
+    "num_speculative_tokens=[]": "num_speculative_tokens is a list of numbers from 1 up, such as [1,8], got [].",
+    "steps=0": "steps must be at least 1, got 0.",
+    "prompt_lenght=3": "Unknown configuration key 'prompt_lenght': did you mean 'prompt_length'?",
+    "prompt_length=200000": "prompt_length=200000 and steps=50 at K = 3 take up to 200237 positions, but tiny-shape is "
+                            "right for 131072; lower one of them.",
+    "json=no/such/folder.json": "json=no/such/folder.json: there is no folder for that file; create it first.",
+    "plot=a.gif": "plot=a.gif: a plot ends in .png, .svg or .pdf.",
+    "dtype=float31": "There is no dtype=float31 (did you mean 'float32'?); it is auto, ",
+    "draft=./nowhere": "draft=./nowhere: there is no such file or folder; draft is one of ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES.items(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_sentence(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target = [] if override.startswith("target=") else ["target=tiny-shape"]
+    assert main(["bench", *target, override]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {message}")
+    assert shown.err.count("\n") == 1
+
+
+def test_a_target_that_is_no_model_is_named_as_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"target={tmp_path}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: target={tmp_path} cannot be loaded as a causal LM: ")
+
+
+def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert capsys.readouterr().err == (
+        "error: target is not set: python -m specgraph bench "
+        "target=llama-3-8b-shape|llama-3.2-1b-shape|qwen3-30b-a3b-shape|tiny-shape, "
+        "or the folder or name of a model.\n"
+    )
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("specgraph.bench.config.find_spec", lambda name: None)
+    assert main(["bench", "target=tiny-shape", "plot=a.png"]) == 2
+    assert capsys.readouterr().err.startswith("error: plot=a.png needs matplotlib: pip install 'specgraph[train]'")

@@ -1,0 +1,379 @@
+"""The command line, in this process: texts, sweeps, errors. One test starts a real one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specgraph.cli import commands, main
+from specgraph.cli.config import COMMANDS, describe
+from specgraph.compiler.build_passes import build_passes
+from specgraph.config import Config, default_config, load_config
+from specgraph.errors import PassError
+from tests.models import make_model
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+QUICK = ["debug.self_check=false", "max_new_tokens=12"]
+
+
+def _save(folder: Path, **shape: Any) -> Path:
+    """A random llama over bytes, with its tokenizer."""
+    entries = ["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({entry: index for index, entry in enumerate(entries)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+    make_model(
+        "llama", vocab_size=len(entries), eos_token_id=0, pad_token_id=1, bos_token_id=None, **shape
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("model") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("model") / "draft", num_hidden_layers=1, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands run in an empty folder, so that a test sees whatever they leave behind."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that reach ``compile_speculative``, which goes no further."""
+    seen: list[Config] = []
+
+    def stop(model: object, config: Config) -> None:
+        seen.append(config)
+        raise PassError("stopped here")
+
+    monkeypatch.setattr(commands, "compile_speculative", stop)
+    return seen
+
+
+def _rows(text: str) -> dict[str, str]:
+    """The two columns of the table at the end."""
+    lines = text.rstrip().rpartition("\n\n")[2].splitlines()
+    pairs = [re.split(r"\s{2,}", line, maxsplit=1) for line in lines]
+    return {pair[0]: pair[1] for pair in pairs}
+
+
+def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["genrate"]) == 2
+    assert capsys.readouterr().err == (
+        "error: There is no command 'genrate' (did you mean 'generate'?); "
+        "commands are generate, dump, inspect, bench, train.\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["generate", "dump", "bench"])
+def test_help_explains_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    described = describe(COMMANDS[command].schema())
+    for key, text in described.items():
+        assert text or key == "passes", f"{key} has no text below its field"
+        assert key in shown
+    assert "verify: block, probabilistic, strict" in shown
+    assert main([command, "draft=none", "--help"]) == 0
+    assert "kind: none" in capsys.readouterr().out
+
+
+def test_help_of_train_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "heldout: " in shown and "verify:" not in shown
+
+
+def test_composed_defaults_are_those_of_load_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--cfg", "job"]) == 0
+    composed = yaml.safe_load(capsys.readouterr().out)
+    shared = {str(key): composed[key] for key in default_config()}
+    assert shared == OmegaConf.to_container(default_config(), resolve=False)
+    assert load_config(shared) == load_config()
+
+
+def test_groups_and_overrides_reach_the_compiler(model: Path, compiled: list[Config]) -> None:
+    overrides = ["verify=probabilistic", "draft=draft_model", "draft.model=some/path", "lowering=inductor"]
+    assert main(["generate", f"model={model}", "prompt=a", *overrides, "passes.share_weights.chunk_bytes=1234"]) == 2
+    (config,) = compiled
+    assert (config.verify.rule, config.draft.kind, config.draft.model) == ("probabilistic", "draft_model", "some/path")
+    made = {p.name: vars(p) for p in build_passes(config)}
+    assert made["share_weights"]["chunk_bytes"] == 1234
+    assert made["compile_remainder"]["backend"] == "inductor"
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_own_pass_from_the_command_line(plus: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = "pipeline.order=[expose_features,insert_kv_cache,idle,insert_draft,insert_verify,compile_remainder]"
+    own = [f"{plus}passes.idle._target_=tests.config.test_config.Idle", f"{plus}passes.idle.note=7"]
+    assert main(["dump", f"model={model}", "out=graphs", "debug.self_check=false", order, *own]) == 0
+    shown = capsys.readouterr().out
+    assert "- idle 7" in shown and "idle" in shown.splitlines()[-1]
+    assert (Path("graphs") / "report.md").is_file()
+
+
+def test_a_pass_too_early_names_the_one_to_run_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = "pipeline.order=[insert_verify,insert_draft]"
+    assert main(["dump", f"model={model}", "debug.self_check=false", order]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: insert_verify needs ")
+    assert "put insert_draft before it in pipeline.order" in error
+
+
+def test_compare_says_that_tokens_are_equal(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = Path("texts.txt")
+    texts.write_text("one, two\n\nabab (abab)\nxyz\n")
+    arguments = [f"model={model}", f"prompts={texts}", "batch_size=2", "compare=true", "debug.dump_dir=graphs"]
+    assert main(["generate", *arguments, *QUICK, "dtype=float64", "temperature=0.9", "top_p=0.95"]) == 0
+    shown = capsys.readouterr().out
+    assert [line[:5] for line in shown.splitlines() if line.startswith("---")] == ["--- 1", "--- 2", "--- 3"]
+    rows = _rows(shown)
+    assert rows["tokens equal"] == "yes"
+    assert rows["graphs"] == "graphs" and Path("graphs/report.md").is_file()
+    assert len(rows["accepted per position"].split()) == 4
+    assert {"tokens", "tokens per step", "tokens/s", "tokens/s, draft=none", "times as fast"} <= set(rows)
+
+
+def test_seeded_text_depends_on_neither_batches_nor_streaming(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("two.jsonl").write_text('{"question": "a"}\n{"prompt": "bc"}\n')
+    shown = []
+    for options in (["batch_size=1"], ["batch_size=2"], ["stream=true"]):
+        given = [f"model={model}", "prompts=two.jsonl", "template='{question}!\\n'", "seed=3", "temperature=1"]
+        assert main(["generate", *given, *QUICK, *options, "dtype=float64"]) == 0
+        text, _, table = capsys.readouterr().out.rpartition("\n\n")
+        shown.append((text, [line for line in table.splitlines() if "/s" not in line]))
+    assert shown[0] == shown[1] == shown[2]
+    assert "--- 2: bc!" in shown[0][0]
+
+
+def test_sweep_compares_its_jobs_and_leaves_nothing(
+    model: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"model={model}", "prompt=abab", "-m", "draft.num_speculative_tokens=1,4"]
+    assert main(["generate", *given, *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("=== ") == 2
+    last = shown.rstrip().splitlines()[-2:]
+    assert [line.split()[0] for line in last] == [f"draft.num_speculative_tokens={k}" for k in (1, 4)]
+    assert list(empty_folder.iterdir()) == []
+    assert Path.cwd() == empty_folder
+
+
+def test_one_bad_job_does_not_end_a_sweep(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"model={model}", "prompt=abab", "-m", "draft.num_speculative_tokens=0,2"]
+    assert main(["generate", *given, *QUICK]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "error: draft.num_speculative_tokens must be at least 1, got 0.\n"
+    assert "tokens per step" in shown.out
+
+
+def test_draft_model_and_a_prompt_with_every_mark(
+    model: Path, draft: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = """Why (it's "so"), {x}=[1,2]: 50%?"""
+    given = [f"model={model}", "draft=draft_model", f"draft.model={draft}", f"prompt={prompt}"]
+    assert main(["generate", *given, *QUICK]) == 0
+    assert f"--- 1: {prompt}" in capsys.readouterr().out
+    assert list(empty_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["draft", "a b", "k=[v], {w}", "it's"])
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_draft_by_its_path(
+    name: str, quote: str, model: Path, draft: Path, empty_folder: Path, compiled: list[Config]
+) -> None:
+    (empty_folder / name).symlink_to(draft)
+    for given in (name, f"./{name}", str(empty_folder / name)):
+        assert main(["generate", f"model={model}", "prompt=a", f"draft={quote}{given}{quote}"]) == 2
+        assert compiled.pop().draft.model == str(Path(given))
+
+
+def test_a_draft_by_its_path_runs_as_the_drafter_it_is(
+    model: Path, draft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for given in ([f"draft={draft}"], ["draft=draft_model", f"draft.model={draft}"]):
+        assert main(["dump", f"model={model}", "out=graphs", "debug.self_check=false", *given]) == 0
+        shown.append(capsys.readouterr().out)
+    assert all("drafted by draft_model" in text and f"{draft}" in text for text in shown)
+
+
+def test_a_name_counts_more_than_a_folder_of_that_name(
+    model: Path, draft: Path, empty_folder: Path, compiled: list[Config]
+) -> None:
+    (empty_folder / "ngram").symlink_to(draft)
+    assert main(["generate", f"model={model}", "prompt=a", "draft=ngram"]) == 2
+    assert compiled.pop().draft.model is None
+    assert main(["generate", f"model={model}", "prompt=a", "draft=./ngram"]) == 2
+    assert compiled.pop().draft.model == "ngram"
+
+
+def test_sweep_over_drafts_by_their_paths(
+    model: Path, draft: Path, empty_folder: Path, compiled: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "the other=2"):
+        (empty_folder / name).symlink_to(draft)
+    assert main(["generate", f"model={model}", "prompt=a", "-m", "draft=one,./the other=2"]) == 2
+    assert [config.draft.model for config in compiled] == ["one", "the other=2"]
+    capsys.readouterr()
+    assert main(["generate", f"model={model}", "prompt=a", "-m", "draft=one,ngram"]) == 2
+    assert capsys.readouterr().err == (
+        "error: draft=one,ngram: a sweep goes over names or over paths; run it once for each of the two.\n"
+    )
+
+
+MISTAKES = {
+    "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle3, ngram, "
+                   "none, peagle, or the path of a checkpoint.",
+    "draft=./nowhere/eagle3": "draft=./nowhere/eagle3: there is no such file or folder; draft is one of draft_model, "
+                              "eagle3, ngram, none, peagle, or the path of a checkpoint (",
+    "draft=.": "There is no config.json; a checkpoint is ",
+    "draft.num_speculative_token=3":
+        "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",
+    "verify=stric": "There is no verify=stric (did you mean 'strict'?); verify is one of block, ",
+    "foo=1": "Unknown configuration key 'foo': valid keys are draft, ",
+    "+foo=1": "Unknown configuration key 'foo': valid keys are draft, ",
+    "promt=x": "Unknown configuration key 'promt': did you mean 'prompt'?",
+    "~drft": "Unknown configuration key 'drft': did you mean 'draft'?",
+    "draft.num_speculative_tokens=many": "draft.num_speculative_tokens is an integer, not 'many'.",
+    "temperature=warm": "temperature is a number or null, not 'warm'.",
+    "cache=3": "cache is a group of keys (block_size, prefill_chunk), not '3'.",
+    "draft.model=[a": "Cannot read 'draft.model=[a' (",
+    "passes.share_weight.x=1": "Unknown pass 'share_weight' (did you mean 'share_weights'?); there are ",
+    "passes.share_weights.chunk=1": "Unknown configuration key 'passes.share_weights.chunk': did you mean "
+                                    "'passes.share_weights.chunk_bytes'?",
+    "pipeline.order=[insert_drafts]": "Unknown pass 'insert_drafts' (did you mean 'insert_draft'?); there are ",
+    "draft=draft_model": "The draft_model drafter needs a model: ",
+    "dtype=float31": "There is no dtype=float31 (did you mean 'float32'?); it is auto, float32, ",
+    "device=gpu": "device=gpu cannot be used: ",
+    "batch_size=65": "batch_size must be 1 to max_batch_size (64), got 65.",
+    "prompts=x.txt": 'Give either prompt="some text" or prompts=FILE (.txt or .jsonl), one of the two.',
+    "temperature=-1": "temperature ",
+    "model=./nowhere": "model=./nowhere: there is no such folder.",
+    "model=.": "model=. cannot be loaded, not even its tokenizer: ",
+    "prompt=": "The prompt '' has no tokens; give it some text.",
+    "template='{answer}'": "template: there is no field 'answer'; there are question, prompt.",
+    "template='{'": "template: ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES.items(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_sentence(
+    override: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", f"model={model}", "prompt=a", "debug.self_check=false", override]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {message}")
+    assert shown.err.count("\n") == 1 and "HYDRA_FULL_ERROR" not in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("command", ["generate", "dump"])
+def test_missing_model(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    assert capsys.readouterr().err == (
+        f"error: model is not set: python -m specgraph {command} model=PATH, the folder or name of a causal LM.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"question": 1}\n', "a.jsonl:1: there is no text in a field question or prompt."),
+        ("a.jsonl", '{"prompt": "x"}\n{\n', "a.jsonl:2: not JSON ("),
+        ("a.txt", "\n", "prompts=a.txt: the file has no prompts."),
+        ("a.csv", "x\n", "prompts=a.csv: a file of prompts ends in .txt (one per line) or .jsonl."),
+    ],
+)
+def test_prompt_files_that_do_not_work(name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(name).write_text(text)
+    assert main(["generate", "model=unused", f"prompts={name}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_train_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert main(["train", "draft.optim.step=3"]) == 2
+    assert main(["train", "data=missing.jsonl"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0].startswith("error: data is not set: ")
+    assert errors[1] == ("error: Unknown configuration key 'draft.optim.step': did you mean 'draft.optim.steps'?")
+    assert errors[2].startswith("error: data=missing.jsonl: there is no such file")
+
+
+def test_train_gets_its_structured_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specgraph import training
+
+    def stop(cfg: training.TrainConfig) -> None:
+        raise PassError(f"{type(cfg).__name__} {cfg.data} {cfg.draft.optim.steps} {cfg.target.model.hidden_size}")
+
+    monkeypatch.setattr(training, "run_training", stop)
+    assert main(["train", "data=x.jsonl", "draft.optim.steps=5", "target.model.hidden_size=64"]) == 2
+    assert capsys.readouterr().err == "error: TrainConfig x.jsonl 5 64\n"
+
+
+def test_full_error_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, model: Path, compiled: list[Config]) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(PassError, match="stopped here"):
+        main(["generate", f"model={model}", "prompt=a"])
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "compile_speculative", interrupt)
+    arguments = list(sys.argv)
+    assert main(["generate", f"model={model}", "prompt=a"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert sys.argv == arguments and "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_real_process(empty_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "specgraph", "generate", "verify=stric"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: There is no verify=stric")
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_help_needs_no_torch() -> None:
+    """The command line's own modules, under a package that imports nothing."""
+    folder = Path(commands.__file__).parent
+    script = (
+        "import sys, types; package = types.ModuleType('specgraph'); "
+        f"package.__path__ = [{str(folder)!r}]; sys.modules['specgraph'] = package; "
+        "from specgraph.cli import main; codes = [main(['--help']), main(['generate', '--help'])]; "
+        "sys.exit(any(codes) or bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0

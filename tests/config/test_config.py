@@ -1,0 +1,143 @@
+"""The configuration: defaults, presets, overlays, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from omegaconf import OmegaConf
+
+from specgraph.compiler.build_passes import build_passes
+from specgraph.config import Config, group_choices, load_config, presets
+from specgraph.config.groups import default_groups
+from specgraph.errors import ConfigError
+from specgraph.ir.program import Program
+from specgraph.passes import PASSES, Pass, PassResult
+
+
+@dataclass(frozen=True)
+class Idle(Pass):
+    """A user's own pass: does nothing, ``note`` times."""
+
+    note: int = 1
+    name: ClassVar[str] = "idle"
+
+    def apply(self, program: Program) -> PassResult:
+        return PassResult(0, notes=(f"idle {self.note}",))
+
+
+def test_defaults_come_from_the_groups_and_build_every_pass() -> None:
+    config = load_config()
+    assert [p.name for p in build_passes(config)] == config.pipeline.order
+    assert set(config.passes) == set(PASSES) == set(config.pipeline.order)
+    assert config.draft.kind == "ngram" and config.verify.rule == "strict" and config.lowering.name == "auto"
+
+
+def test_a_config_object_overlays_nothing_by_itself() -> None:
+    assert load_config(Config()) == load_config()
+    assert load_config(load_config()) == load_config()
+
+
+def test_options_that_follow_other_groups_follow_them_until_passes_are_built() -> None:
+    config = load_config({"cache": {"block_size": 8}})
+    config.verify.rule = "block"
+    made = {p.name: p for p in build_passes(dataclasses.replace(config, max_batch_size=2))}
+    assert getattr(made["insert_kv_cache"], "block_size") == 8  # noqa: B009
+    assert getattr(made["insert_verify"], "rule") == "block"  # noqa: B009
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_every_preset_loads_and_is_the_group_choice_of_that_name(name: str) -> None:
+    assert load_config(name) == load_config({presets()[name]: name})
+
+
+def test_every_group_file_is_a_preset_and_names_are_unique() -> None:
+    choices = [choice for group in default_groups() for choice in group_choices(group) if choice != "default"]
+    assert sorted(choices) == sorted(presets())
+
+
+def test_a_preset_changes_its_group_alone() -> None:
+    config = load_config("probabilistic")
+    assert config.verify.rule == "probabilistic"
+    assert dataclasses.replace(config, verify=load_config().verify) == load_config()
+
+
+def test_yaml_file_mapping_and_dictconfig_are_the_same(tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {"verify": "block", "draft": {"num_speculative_tokens": 7}, "max_length": 99}
+    file = tmp_path / "mine.yaml"
+    file.write_text("verify: block\ndraft:\n  num_speculative_tokens: 7\nmax_length: 99\n")
+    assert load_config(file) == load_config(str(file)) == load_config(wanted) == load_config(OmegaConf.create(wanted))
+    assert load_config(file).draft.num_speculative_tokens == 7
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "empty.yaml") == load_config()
+
+
+def test_own_pass_enters_by_target() -> None:
+    idle = {"_target_": "tests.config.test_config.Idle", "note": 3}
+    given = {"passes": {"idle": idle}, "pipeline": {"order": ["idle"]}}
+    assert [repr(p) for p in build_passes(load_config(given))] == ["Idle(note=3)"]
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "part of a nested key": (
+        {"draft": {"num_spec": 3}},
+        "Unknown configuration key 'draft.num_spec': did you mean 'draft.num_speculative_tokens'?",
+    ),
+    "misspelt group": ({"vrify": {}}, "Unknown configuration key 'vrify': did you mean 'verify'?"),
+    "key of another group": ({"block_size": 8}, "Unknown configuration key 'block_size': did you mean "
+                             "'cache.block_size'?"),
+    "nothing near": ({"cache": {"zzz": 1}}, "Unknown configuration key 'cache.zzz': valid keys are cache.block_size, "
+                     "cache.prefill_chunk."),
+    "text for a number": ({"draft": {"num_speculative_tokens": "x"}},
+                          "draft.num_speculative_tokens is an integer, not 'x'."),
+    "fraction for an integer": ({"max_length": 2.5}, "max_length is an integer or null, not 2.5."),
+    "text for a switch": ({"debug": {"self_check": "maybe"}}, "debug.self_check is true or false, not 'maybe'."),
+    "list for a text": ({"draft": {"model": ["a"]}}, "draft.model is a text or null, not ['a']."),
+    "number for a group": ({"cache": 3}, "cache is a group of keys (block_size, prefill_chunk), not 3."),
+    "null for a group": ({"cache": None}, "cache is a group of keys (block_size, prefill_chunk), not None."),
+    "text for a list": ({"pipeline": {"order": "a"}}, "pipeline.order is a list of texts, not 'a'."),
+    "no text in a list": ({"pipeline": {"order": [1]}}, "pipeline.order is a list of texts; 1 in it is not one."),
+    "unknown choice": ({"draft": "ngrm"}, "There is no draft=ngrm (did you mean 'ngram'?); draft is one of "),
+    "unknown preset": ("stric", "Unknown preset 'stric' (did you mean 'strict'?); there are "),
+    "no such file": ("missing.yaml", "There is no configuration file 'missing.yaml'."),
+    "not a configuration": (3, "A configuration is a mapping, a YAML path or a preset name, not int."),
+    "out of range": ({"draft": {"num_speculative_tokens": 0}}, "draft.num_speculative_tokens must be at least 1, "
+                     "got 0."),
+    "unknown pass in the order": ({"pipeline": {"order": ["fuse_verfy"]}},
+                                  "Unknown pass 'fuse_verfy' (did you mean 'fuse_verify'?); there are "),
+    "options of an unknown pass": ({"passes": {"share_weight": {}}},
+                                   "Unknown pass 'share_weight' (did you mean 'share_weights'?); there are "),
+    "unknown option": ({"passes": {"share_weights": {"chunk_byte": 1}}}, "Unknown configuration key "
+                       "'passes.share_weights.chunk_byte': did you mean 'passes.share_weights.chunk_bytes'?"),
+    "options that are none": ({"passes": {"fuse_verify": 4}}, "passes.fuse_verify is a group of options, not 4."),
+    "target that is no pass": ({"passes": {"x": {"_target_": "builtins.dict"}}, "pipeline": {"order": ["x"]}},
+                               "passes.x._target_ made a dict, which is not a specgraph Pass."),
+    "target that is missing": ({"passes": {"x": {"_target_": "nowhere.X"}}, "pipeline": {"order": ["x"]}},
+                               "passes.x: Error locating target 'nowhere.X'"),
+    "reference to nothing": ({"passes": {"x": {"y": "${nope}"}}}, "passes.x.y: Interpolation key 'nope' not found."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_sentence(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_passes(load_config(given))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML: "), ("- a\n", "holds a list; a configuration is a mapping of keys to values.")],
+)
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml .*"[:9]) as caught:
+        load_config(tmp_path / "bad.yaml")
+    assert message in str(caught.value)

@@ -1,0 +1,311 @@
+"""The Triton form of paged attention: against float64, and bit for bit against itself.
+
+Without a GPU the kernels run in Triton's interpreter, with pieces and blocks small enough that few keys make many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph.kernels.attention.attention import PADDING_SLOT
+from specgraph.kernels.attention.paged import (
+    Tiling,
+    block_rows,
+    paged_attention_triton,
+    rotary_attention_triton,
+    suits_prefill,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+DTYPES = [dtype for dtype in LIMITS if DEVICE == "cuda" or dtype != torch.bfloat16]
+SMALL = Tiling(piece=32, block_keys=16, run=2)
+PREFILL = dataclasses.replace(SMALL, prefill=True)
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def products_do_not_depend_on_the_number_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies with a BLAS, whose float32 sums change with the width; float64 hides that."""
+
+    def multiply(a: Any, b: Any, dtype: Any) -> Any:
+        return (a.astype(numpy.float64) @ b.astype(numpy.float64)).astype(dtype)
+
+    monkeypatch.setattr(numpy, "matmul", multiply)
+
+
+@dataclasses.dataclass
+class Case:
+    """Sequences of ``starts[b]`` cached rows and up to ``max(counts)`` new ones, in scattered pages that hold NaN."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    heads: int = 4
+    groups: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    block_size: int = 8
+    spare_pages: int = 3
+    rotary: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = max(s + c for s, c in zip(self.starts, self.counts, strict=True))
+        batch, sizes = len(self.starts), (self.heads * self.dim, self.groups * self.dim, self.groups * self.value_dim)
+        random = torch.Generator().manual_seed(self.seed)
+        merged = torch.randn(batch, self.length, sum(sizes), generator=random).to(self.dtype)
+        self.sizes = sizes
+        self.op: Callable[..., Tensor] = rotary_attention_triton if self.rotary else paged_attention_triton
+        self.merged = merged.to(DEVICE)
+        angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
+        angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
+        self.cos, self.sin = angles.cos().to(self.dtype).to(DEVICE), angles.sin().to(self.dtype).to(DEVICE)
+        pages = -(-self.length // self.block_size)
+        order = torch.randperm(batch * pages + 2, generator=random)[: batch * pages].reshape(batch, pages)
+        self.table = torch.cat([order, torch.full((batch, self.spare_pages), -1)], 1).to(DEVICE)
+        cache = (batch * pages + 2, self.block_size, self.groups)
+        self.k_cache = torch.full((*cache, self.dim), NAN, dtype=self.dtype, device=DEVICE)
+        self.v_cache = torch.full((*cache, self.value_dim), NAN, dtype=self.dtype, device=DEVICE)
+        _, k, v = self.heads_of(self.merged)
+        k = self.turned(k).to(self.dtype)
+        for b, start in enumerate(self.starts):
+            slots = self.slots(torch.arange(start, device=DEVICE), b)
+            self.k_cache.flatten(0, 1)[slots] = k[b, :, :start].transpose(0, 1)
+            self.v_cache.flatten(0, 1)[slots] = v[b, :, :start].transpose(0, 1)
+
+    def slots(self, positions: Tensor, b: int) -> Tensor:
+        return self.table[b, positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def heads_of(self, merged: Tensor) -> list[Tensor]:
+        """``q``, ``k`` and ``v`` as views of what one merged linear layer gives."""
+        counts = (self.heads, self.groups, self.groups)
+        parts = merged.split(self.sizes, -1)
+        return [x.unflatten(2, (count, -1)).transpose(1, 2) for x, count in zip(parts, counts, strict=True)]
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Rotated in float64: pairs ``(i, i + D/2)`` as complex numbers."""
+        half = self.dim // 2
+        turn = torch.complex(self.cos[..., :half].double(), self.sin[..., :half].double()).unsqueeze(1)
+        y = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+        return torch.cat([y.real, y.imag], -1)
+
+    def run(
+        self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None, **options: Any
+    ) -> Tensor:
+        """Rows ``first : first + count`` of every sequence (of sequence ``of``), from fresh copies of the caches.
+
+        Rows before ``first`` are written by a call of their own. Rows a sequence does not have are padding and NaN.
+        """
+        chosen = list(range(len(self.starts))) if of is None else [of]
+        width = max(self.counts) - first if count is None else count
+        self.written = [self.k_cache.clone(), self.v_cache.clone()]
+        if first > 0:
+            self.call(chosen, 0, first, tiling, options)
+        return self.call(chosen, first, width, tiling, options)
+
+    def call(self, chosen: list[int], first: int, width: int, tiling: Tiling, options: dict[str, Any]) -> Tensor:
+        merged = torch.full((len(chosen), width, sum(self.sizes)), NAN, dtype=self.dtype, device=DEVICE)
+        cos, sin = (x.new_ones(len(chosen), width, self.dim) for x in (self.cos, self.sin))
+        slots = torch.full((len(chosen), width), PADDING_SLOT, device=DEVICE)
+        starts = torch.tensor([self.starts[b] for b in chosen], device=DEVICE)
+        positions = starts.unsqueeze(1) + first + torch.arange(width, device=DEVICE)
+        for i, b in enumerate(chosen):
+            n = max(0, min(width, self.counts[b] - first))
+            begin = self.starts[b] + first
+            for whole, part in ((self.merged, merged), (self.cos, cos), (self.sin, sin)):
+                part[i, :n] = whole[b, begin : begin + n]
+            slots[i, :n] = self.slots(positions[i, :n], b)
+        q, k, v = self.heads_of(merged)
+        places = (*self.written, slots, self.table[chosen], positions)
+        options = {"scale": 0.3, "tiling": tiling, **options}
+        angles = (cos, sin) if self.rotary else ()
+        return self.op(q, k, v, *angles, *places, **options)
+
+    def expected(
+        self,
+        *,
+        sinks: Tensor | None = None,
+        scale: float = 0.3,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """All new rows in float64, from the whole sequences without a cache; padding gives zeros."""
+        q, k, v = self.heads_of(self.merged)
+        q, k = (self.turned(x).to(self.dtype).double() for x in (q, k))
+        k, v = (x.double().repeat_interleave(self.heads // self.groups, 1) for x in (k, v))
+        scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = torch.ones(self.length, self.length, dtype=torch.bool, device=DEVICE).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        out = torch.einsum("bhts,bhsd->bthd", scores.softmax(-1)[..., : self.length], v)
+        rows = torch.zeros(len(self.starts), max(self.counts), self.heads, self.value_dim, dtype=torch.float64)
+        for b, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
+            rows[b, :count] = out[b, start : start + count]
+        return rows.to(DEVICE)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    error = (found.double() - expected).norm() / expected.norm()
+    assert bool(error < LIMITS[found.dtype]), f"relative error {error:.2e}"
+
+
+SINKS = torch.tensor([0.5, -1.0, 3.0, -30.0, 0.0, 1.0, 2.0, -2.0], device=DEVICE)
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one row": ({"starts": (0,), "counts": (1,)}, {}),
+    "ragged": ({"starts": (0, 70, 31), "counts": (9, 3, 0)}, {}),
+    "window": ({"starts": (80, 5), "counts": (4, 2), "rotary": True}, {"window": 20}),
+    "window of one": ({"starts": (33,), "counts": (5,)}, {"window": 1}),
+    "softcap": ({"starts": (40,), "counts": (2,), "dim": 24, "value_dim": 40}, {"softcap": 2.0}),
+    "sinks": ({"starts": (40, 64), "counts": (3, 2), "value_dim": 8}, {"sinks": SINKS[:4]}),
+    "one head each": ({"starts": (30,), "counts": (4,), "groups": 4, "rotary": True}, {}),
+    "three heads each": ({"starts": (30, 3), "counts": (25, 5), "heads": 6}, {}),
+    "eight heads each": ({"starts": (30,), "counts": (5,), "heads": 8, "groups": 1, "rotary": True}, {}),
+    "wide": ({"starts": (11, 0), "counts": (40, 17), "rotary": True, "dim": 20}, {}),
+    "pages of 5": ({"starts": (35,), "counts": (7,), "block_size": 5}, {}),
+    "all": (
+        {"starts": (50, 3), "counts": (6, 4), "heads": 8, "value_dim": 24, "rotary": True},
+        {"sinks": SINKS, "window": 37, "softcap": 1.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("tiling", [SMALL, PREFILL], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(("shape", "options"), SHAPES.values(), ids=SHAPES)
+def test_equals_float64(shape: dict[str, Any], options: dict[str, Any], tiling: Tiling):
+    for dtype in DTYPES if DEVICE == "cuda" or not options else DTYPES[:1]:
+        case = Case(**shape, dtype=dtype)
+        found, expected = case.run(tiling, **options), case.expected(**options)
+        assert_near(found, expected)
+        for b, count in enumerate(case.counts):
+            assert bool((found[b, count:] == 0).all())
+
+
+@pytest.mark.parametrize("write_apart", [False, True])
+def test_the_cache_holds_each_row_in_its_slot_and_nothing_else(write_apart: bool):
+    case = Case((6, 13), (4, 2), torch.float16, rotary=True, value_dim=12)
+    case.run(dataclasses.replace(SMALL, write_apart=write_apart))
+    _, k, v = case.heads_of(case.merged)
+    for whole, before, cache in ((case.turned(k), case.k_cache, case.written[0]), (v, case.v_cache, case.written[1])):
+        before = before.clone().flatten(0, 1)
+        for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+            slots = case.slots(torch.arange(start, start + count, device=DEVICE), b)
+            assert_near(cache.flatten(0, 1)[slots], whole[b, :, start : start + count].transpose(0, 1).double())
+            before[slots] = cache.flatten(0, 1)[slots]
+        assert torch.equal(before.nan_to_num(99.0), cache.flatten(0, 1).nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
+    options: dict[str, Any] = {"sinks": SINKS[:4].to(dtype), "window": 70}
+    case = Case((5, 90), (9, 4), dtype, rotary=True, groups=1, value_dim=24)
+    wanted = case.run(**options)
+    for change in (
+        {"block_rows": 16, "split": 1},
+        {"block_rows": 64, "split": 2},
+        {"block_rows": 16, "split": 3, "write_apart": True},
+        {"block_rows": 32, "split": 8},
+        {"block_rows": 16, "split": 8},
+    ):
+        if dtype == torch.float32 and DEVICE == "cuda":
+            change["block_rows"] = 16
+        assert torch.equal(case.run(dataclasses.replace(SMALL, **change), **options), wanted), change
+
+
+@pytest.mark.parametrize("tiling", [SMALL, PREFILL], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, tiling: Tiling):
+    case = Case((3, 45), (18, 9), dtype, rotary=True, groups=1)
+    wanted = case.run(tiling)
+    for of, first, count in ((1, 0, 1), (1, 8, 1), (1, 3, 4), (0, 16, 2), (0, 0, 17)):
+        found = case.run(tiling, first=first, count=count, of=of)
+        assert torch.equal(found[0], wanted[of, first : first + count]), (of, first, count)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 45}, {"sinks": SINKS[:4]}, {"softcap": 2.0}], ids=["all", "window", "sinks", "softcap"]
+)
+@pytest.mark.parametrize("block_keys", [64] if DEVICE == "cuda" else [16, 32, 64, 128])
+def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: dict[str, Any]):
+    """Contexts of several runs, of one piece and of none; pages that no block ends with; padding."""
+    tiling = Tiling(piece=128, block_keys=block_keys, run=2)
+    for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1}, {"block_size": 5}):
+        case = Case((300, 130, 0), (21, 3, 17), torch.float16, **changes)
+        found = case.run(dataclasses.replace(tiling, prefill=True), **options)
+        assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **options)), changes
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_runs_and_pieces_give_the_same_bits_through_memory_and_in_registers(window: int | None):
+    """Contexts of 10, 4, 2 and 1 pieces; the first program takes runs, the last one a piece each."""
+    case = Case((300, 120, 50, 5), (3, 2, 3, 1), torch.float16, rotary=True)
+    wanted = case.run(dataclasses.replace(SMALL, split=1), window=window)
+    assert_near(wanted, case.expected(window=window))
+    for split in (2, 3, 7, 8, 16):
+        tiling = dataclasses.replace(SMALL, split=split)
+        assert torch.equal(case.run(tiling, window=window), wanted), tiling
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_the_width_of_the_block_table_changes_no_bit(split: int):
+    """With one piece's worth of pages nothing goes through memory, with more it could."""
+    tiling = dataclasses.replace(SMALL, split=split)
+    wanted = Case((20,), (5,), spare_pages=0).run(tiling)
+    case = Case((20,), (5,), spare_pages=40)
+    assert torch.equal(case.run(tiling), wanted)
+
+
+def test_rows_written_before_are_written_over():
+    case = Case((17,), (6,))
+    wanted = case.run()
+    case.k_cache.nan_to_num_(7.0)
+    case.v_cache.nan_to_num_(-7.0)
+    assert torch.equal(case.run(), wanted)
+
+
+def test_heads_that_no_tile_holds_are_refused():
+    case = Case((0,), (1,), dim=272)
+    with pytest.raises(ValueError, match="head dims up to 256, not 272 and 16"):
+        case.run()
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.0, None), (-0.5, None), (NAN, None), (1.0, 0.0), (1.0, -2.0)])
+def test_factors_that_order_scores_otherwise_are_refused(scale: float, softcap: float | None):
+    """The largest score is sought before they are scaled."""
+    with pytest.raises(ValueError, match=f"a scale and a softcap above 0, not {scale} and {softcap}"):
+        Case((0,), (1,)).run(scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize(("piece", "block_keys"), [(24, 16), (512, 256), (32, 8)])
+def test_pieces_that_are_not_whole_blocks_are_refused(piece: int, block_keys: int):
+    with pytest.raises(ValueError, match=f"not block_keys={block_keys} and piece={piece}"):
+        Tiling(piece=piece, block_keys=block_keys)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "expected"), [(1, 1, 16), (1, 9, 16), (8, 9, 16), (64, 4, 16), (32, 8, 32), (64, 8, 32)]
+)
+def test_tiles_are_small_where_programs_are_left_over_and_hold_what_there_is(batch: int, rows: int, expected: int):
+    """Four query heads for each of eight key-value heads."""
+    assert block_rows(rows * 4, batch * 8, torch.bfloat16) == expected
+    assert not suits_prefill(rows * 4, batch * 8, 128, torch.bfloat16)
+    assert block_rows(rows * 4, batch * 8, torch.float32) == 16
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 256), (8, 33), (32, 9), (64, 9), (1, 2048)])
+def test_rows_that_fill_a_gpu_go_to_the_kernel_for_many(batch: int, rows: int):
+    assert suits_prefill(rows * 4, batch * 8, 128, torch.bfloat16)
+    assert not suits_prefill(rows * 4, batch * 8, 128, torch.float32)
+    assert not suits_prefill(rows * 4, batch * 8, 32, torch.bfloat16)

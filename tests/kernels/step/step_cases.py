@@ -1,0 +1,113 @@
+"""Every function that a step graph calls, with arguments: for tests of all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from specgraph.drafters.ngram import NGram
+from specgraph.kernels import step
+from specgraph.kernels.sampling import sample
+from specgraph.kernels.verify import verify
+
+EOS = 7
+Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _ids(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _layout() -> dict[str, Case]:
+    table, lengths = _ids([9, 2], [4, -1], [1, 3]), _ids(100, 100, 8)
+    tokens, counts = _ids([1, 2, 3], [4, 5, 6], [7, 8, 9]), _ids(2, 3, 0)
+    positions, hidden = step.row_positions(_ids(0, 3, 1), tokens), torch.arange(36.0).view(3, 3, 4)
+    logits = hidden.masked_fill(hidden == 17, torch.nan)
+    emitted = _ids([3, EOS, 4], [EOS, 5, EOS], [-1, -1, -1])
+    many_eos = torch.cat([torch.arange(20, 50), _ids(EOS, -1)])  # torch.isin would sort them
+    mask = {"mask_token_id": 5, "count": 2}
+    settled = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
+    return {
+        "row_positions": (step.row_positions, (_ids(5, 0, 2), tokens), {}),
+        "positions_and_next": (step.positions_and_next, (_ids(5, 0, 2), tokens), {}),
+        "row_slots": (step.row_slots, (positions, counts, table, lengths), {"block_size": 4}),
+        "needed_rows": (step.needed_rows, (hidden, _ids(0, 1, 2), 2), {}),
+        "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
+        "draft_tokens": (step.draft_tokens, (tokens,), {}),
+        "nan_rows": (step.nan_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
+        "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(EOS, -1)), {}),
+        "cut_at_eos, many": (step.cut_at_eos, (emitted, _ids(0, 1, 0), many_eos), {}),
+        "count_emitted": (step.count_emitted, (emitted,), {}),
+        "draft_inputs": (step.draft_inputs, (tokens, emitted), {"vocab_size": 6}),
+        "next_tokens": (step.next_tokens, (emitted,), {"vocab_size": 6}),
+        "last_row": (step.last_row, (counts,), {}),
+        "expand_draft_inputs": (step.expand_draft_inputs, (tokens, counts, hidden, torch.arange(4.0)), mask),
+        "expand_draft_inputs, tokens": (step.expand_draft_inputs, (tokens, counts, None, None), mask),
+        "catch_up_rows": (step.catch_up_rows, (counts,), {}),
+        "chain_positions": (step.chain_positions, (counts, counts, 2), {}),
+        "history_length": (step.history_length, (counts, counts), {}),
+        "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
+        "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
+        "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), tokens, positions, counts), {}),
+        "advance_": (
+            step.advance_,
+            (tokens, _ids(10, 20, 30), counts, _ids(0, 1, 0), emitted, _ids(2, 3, 0), [_ids([8, 9], [8, -1], [1, 1])],
+             lengths, many_eos),
+            {},
+        ),
+    }  # fmt: skip
+
+
+def _drawing() -> dict[str, Case]:
+    generator = torch.Generator().manual_seed(0)
+    logits, draft_logits = torch.randn(3, 4, 50, generator=generator), torch.randn(3, 3, 40, generator=generator)
+    knobs = (_ids(0, 5, 0), torch.tensor([1.0, 0.9, 1.0]), torch.tensor([0.0, 0.0, 0.05]))
+    temperature, seeds, vocabulary = torch.tensor([0.0, 1.0, 0.7]), _ids(1, 2, 3), torch.arange(40) + 5
+    drafts, positions = _ids([5, 6, 7], [5, -1, 7], [44, 6, 3]), _ids([4, 5, 6, 7]).expand(3, -1).contiguous()
+    rows, forced, back = _ids(4, 4, 0), _ids(0, 2, 0), verify.invert_vocabulary(vocabulary, 50)
+    cases: dict[str, Case] = {}
+    for rule in sample.RULES:
+        verified = (logits, drafts, draft_logits, temperature, seeds, positions, *knobs, rows, forced, back)
+        options = {"rule": rule, "logprobs": "raw"}
+        cases[f"verify, {rule}"] = (verify._verify, verified, options)
+        drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
+        options = {"row": 1, "rule": rule, "target_vocab_size": 44, "draft_to_target": vocabulary}
+        cases[f"propose_, {rule}"] = (step.propose_, drawn, options)
+        cases[f"propose_at_, {rule}"] = (step.propose_at_, drawn, options)
+    return cases
+
+
+def _lookup() -> dict[str, Case]:
+    history = _ids([1, 2, 3, 1, 2, 0, 0], [5, 5, 5, 5, 5, 5, 5], [1, 2, 3, 4, 5, 6, 7])
+    return {"ngram": (NGram(3, 3, 1), (history, _ids(5, 7, 1)), {})}
+
+
+def step_cases() -> dict[str, Case]:
+    """The cases by name, arguments on the CPU."""
+    return {**_layout(), **_drawing(), **_lookup()}
+
+
+def moved(case: Case, device: str) -> Case:
+    """The case with copies of its arguments on ``device``."""
+    function, args, options = case
+
+    def move(value: Any) -> Any:
+        return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+    return function, pytree.tree_map(move, args), pytree.tree_map(move, options)
+
+
+def run_case(case: Case) -> list[Tensor]:
+    """What the function returns, and its arguments afterwards: some write in place."""
+    function, args, options = case
+    result = function(*args, **options)
+    return list(tensors((result, args)))
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors of nested arguments."""
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,0 +1,59 @@
+"""Packing what the host reads of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph.kernels.step import results
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def step_results(width: int, counts: list[int], seed: int = 0, logprobs: bool = True) -> tuple[Tensor, ...]:
+    """Outputs of a step of ``width`` rows: random tokens up to ``counts``, padded with -1."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.tensor(counts)
+    real = torch.arange(width) < count.unsqueeze(1)
+    emitted = torch.where(real, torch.randint(0, 1 << 30, real.shape, generator=generator), -1)
+    values = torch.where(real, -torch.rand(real.shape, generator=generator), 0.0)
+    bad, rows = torch.rand(len(counts), generator=generator) < 0.5, torch.arange(len(counts))
+    return emitted, count, values if logprobs else values[:, :0], bad, rows
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize("width", [4, 9, 33])
+def test_lists_are_those_of_the_outputs(width: int, logprobs: bool) -> None:
+    counts = [0, 1, 3, 4, min(width, 7), width]
+    emitted, count, values, bad, rows = step_results(width, counts, logprobs=logprobs)
+    packed = results.pack_results(emitted, count, values, bad, rows, 4)
+    assert packed.shape == (6, 11) and packed.dtype == torch.int32
+    found = results.unpack_results(packed)
+    assert (found.num_emitted, found.bad, found.num_rows) == (counts, bad.tolist(), rows.tolist())
+    for row, n in enumerate(counts):
+        last = slice(max(0, n - 4), n)
+        assert found.tokens[row] == emitted[row, last].tolist()
+        expected = values[row, last].tolist() if logprobs else [0.0] * min(n, 4)
+        assert found.logprobs[row] == expected
+
+
+def test_bits_of_log_probabilities_stay_as_they_are() -> None:
+    values = torch.tensor([[float("nan"), float("-inf"), -0.0, -1e-45]])
+    one = torch.tensor([4])
+    found = results.unpack_results(results.pack_results(torch.ones(1, 4).long(), one, values, one > 9, one, 4))
+    assert torch.equal(torch.tensor(found.logprobs).view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize(("width", "rows"), [(1, 1), (4, 4), (5, 5), (4, 37), (9, 16)])
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs: bool) -> None:
+    given = step_results(rows, [0, 1, rows // 2, rows], seed=rows, logprobs=logprobs)
+    found = results._pack_results(*(tensor.to(DEVICE) for tensor in given), width)
+    assert torch.equal(found.cpu(), results.pack_results_reference(*given, width))
+
+
+def test_the_op_is_registered_as_it_behaves() -> None:
+    given = tuple(tensor.to(DEVICE) for tensor in step_results(6, [0, 3, 6]))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.specgraph.pack_results, (*given, 4), {}, test_utils=checks)

@@ -1,0 +1,102 @@
+"""Emitted tokens of the whole decoder against the target's exact joint distribution, by chi-square.
+
+The rules by themselves, with biased variants that must fail, are in ``kernels/verify/test_verify_distribution.py``;
+here the noise keys, the draft cache and the state updates of real step graphs take part.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.decoding import compiled
+from tests.models import make_model
+
+VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 25
+PROMPT = torch.tensor([3, 1, 4])
+SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                         "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+@functools.cache
+def model(seed: int) -> PreTrainedModel:
+    made = make_model("llama", seed=seed, **SMALL)
+    made.generation_config.eos_token_id = None
+    made.config.eos_token_id = None
+    return made
+
+
+@functools.cache
+def opposite() -> PreTrainedModel:
+    """A draft whose logits are minus the target's."""
+    made = make_model("llama", seed=0, **SMALL)
+    made.config.eos_token_id = None
+    with torch.no_grad():
+        made.lm_head.weight.neg_()
+    return made
+
+
+def exact_joint(temperature: float, top_k: int) -> Tensor:
+    """Probability of every continuation of LENGTH tokens, from full forwards: ``[VOCAB ** LENGTH]``."""
+    paths = torch.tensor(list(itertools.product(range(VOCAB), repeat=LENGTH)))
+    tokens = torch.cat([PROMPT.expand(len(paths), -1), paths], dim=1)
+    with torch.no_grad():
+        logits = model(0)(tokens, use_cache=False).logits[:, PROMPT.numel() - 1 : -1].double() / temperature
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    return logits.softmax(-1).gather(-1, paths.unsqueeze(-1)).prod(1)[:, 0]
+
+
+def p_value(counts: Tensor, probabilities: Tensor) -> float:
+    """Of the chi-square test, cells pooled in order of probability until each expects 5 or more."""
+    expected = probabilities * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    order = expected.argsort()
+    observed, wanted = [], []
+    o = w = 0.0
+    for cell in order.tolist():
+        o, w = o + float(counts[cell]), w + float(expected[cell])
+        if w >= 5:
+            observed.append(o)
+            wanted.append(w)
+            o = w = 0.0
+    observed[-1] += o
+    wanted[-1] += w
+    a, b = torch.tensor(observed, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
+    statistic = ((a - b) ** 2 / b).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(a) - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "draft", "k", "temperature", "top_k"),
+    [
+        ("strict", "draft_model", 1, 2, 1.0, 0),
+        ("probabilistic", "ngram", None, 2, 1.0, 0),
+        ("probabilistic", "draft_model", -1, 3, 0.7, 3),
+        ("block", "draft_model", 1, 2, 1.0, 0),
+    ],
+    ids=["strict, drawn", "probabilistic, point masses", "probabilistic, opposite draft, top-k", "block, drawn"],
+)
+def test_joint_distribution_over_several_steps(
+    rule: str, kind: str, draft: int | None, k: int, temperature: float, top_k: int
+) -> None:
+    loaded = None if draft is None else opposite() if draft < 0 else model(draft)
+    decoder = compiled(model(0), kind, k, loaded, verify={"rule": rule}, max_batch_size=BATCH)
+    counts = torch.zeros(VOCAB**LENGTH, dtype=torch.float64)
+    weights = torch.tensor([VOCAB ** (LENGTH - 1 - i) for i in range(LENGTH)])
+    prompts, steps = PROMPT.expand(BATCH, -1), 0
+    for run in range(RUNS):
+        out = decoder.generate(prompts, max_new_tokens=LENGTH, temperature=temperature, top_k=top_k, seed=run,
+                               eos_token_id=[])  # fmt: skip
+        counts += torch.bincount((torch.stack(out.new_tokens) * weights).sum(1), minlength=VOCAB**LENGTH)
+        steps = max(steps, *map(len, out.stats.emitted_per_step))
+    assert counts.sum() >= 200_000 and steps >= 2
+    assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3

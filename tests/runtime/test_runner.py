@@ -1,0 +1,278 @@
+"""Runners: one state and its graphs for many requests. Graphs are stood in for by calls, so no GPU is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgraph import NumericsError, SpeculativeDecoder
+from specgraph.kernels.launch import arrival_counters
+from specgraph.runtime.cuda_graphs import Mailbox, first_error
+from specgraph.runtime.runner import PATIENCE, SHRINK_BYTES, GraphRunner, Runners, Workspace, room
+from specgraph.runtime.state import State, clear_state, prefix, staged
+from tests.decoding import compiled
+from tests.models import ragged_prompts, shared_model
+
+PROMPTS = ragged_prompts((3, 17, 8, 1))
+LENGTHS = (9, 30, 9, 9)
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+class Calls:
+    """A pool that replays a graph by calling the function again, into the tensor that the first call gave."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.captured: list[Callable[[], None]] = []
+
+    def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        packed = function()
+
+        def replay() -> None:
+            packed.copy_(function())
+
+        self.captured.append(replay)
+        return replay, packed
+
+
+def replaying(kind: str = "ngram", **extra: Any) -> SpeculativeDecoder:
+    """A decoder whose decode steps are replayed, and read one step behind."""
+    decoder = compiled(shared_model("llama", dtype=torch.float64), kind, **extra)
+    decoder._program.captured = True
+    decoder._runners.make_pool = Calls
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def plain(cached_traces: None) -> SpeculativeDecoder:
+    return compiled(shared_model("llama", dtype=torch.float64))
+
+
+@pytest.fixture
+def decoder(cached_traces: None) -> SpeculativeDecoder:
+    return replaying()
+
+
+def idle(decoder: SpeculativeDecoder) -> Workspace:
+    space = decoder._runners.idle
+    assert space is not None
+    return space
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def test_replayed_steps_read_one_behind_emit_what_calls_do(plain: SpeculativeDecoder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "seed": [1, 2, 3, 4], "return_logprobs": True}
+    decoder = replaying()
+    for temperature in (0.0, 1.0):
+        for prompts in (PROMPTS, PROMPTS[:1] * 4, PROMPTS[::-1]):
+            expected = plain.generate(prompts, temperature=temperature, **options)
+            found = decoder.generate(prompts, temperature=temperature, **options)
+            assert same(found.new_tokens, expected.new_tokens)
+            assert found.logprobs and expected.logprobs and same(found.logprobs, expected.logprobs)
+            assert found.stats.emitted_per_step == expected.stats.emitted_per_step
+
+
+def test_batch_sizes_and_modes_share_one_state_and_are_captured_once(
+    decoder: SpeculativeDecoder, plain: SpeculativeDecoder
+) -> None:
+    def run() -> None:
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:3]):
+            for options in ({}, {"temperature": 1.0, "seed": 3}, {"return_logprobs": True}):
+                both = [made.generate(prompts, max_new_tokens=9, **options) for made in (decoder, plain)]
+                assert same(both[0].new_tokens, both[1].new_tokens)
+
+    decoder.generate(PROMPTS, max_new_tokens=9)
+    space = idle(decoder)
+    run()
+    assert idle(decoder) is space and space.num_graphs == 9
+    run()
+    assert idle(decoder) is space and space.num_graphs == 9
+    decoder.generate(PROMPTS[:3], max_new_tokens=9)  # in the bucket of four
+    assert space.num_graphs == 9
+
+
+def test_a_larger_request_gets_a_new_state_with_room_for_both(decoder: SpeculativeDecoder) -> None:
+    decoder.generate(PROMPTS, max_new_tokens=4)
+    first = idle(decoder)
+    decoder.generate(PROMPTS[:1], max_new_tokens=100)
+    second = idle(decoder)
+    assert second is not first and second.num_graphs == 1
+    assert all(second.sizes[name] >= size for name, size in first.sizes.items())
+    decoder.generate(PROMPTS, max_new_tokens=4)
+    assert idle(decoder) is second
+
+
+def test_streams_side_by_side_have_a_state_each(decoder: SpeculativeDecoder, plain: SpeculativeDecoder) -> None:
+    expected = [
+        plain.generate([p], max_new_tokens=n).new_tokens[0].tolist() for p, n in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    streams = [decoder.stream([p], max_new_tokens=n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    under_way = dict(enumerate(streams))
+    while under_way:
+        for row, stream in list(under_way.items()):
+            chunk = next(stream, None)
+            tokens[row] += chunk.tokens[0] if chunk else []
+            if chunk is None:
+                del under_way[row]
+    assert tokens == expected
+    assert idle(decoder).sizes["N"] == 12  # 47 tokens in pages of 4: of all, the largest is kept
+
+
+def test_threads_share_a_decoder(decoder: SpeculativeDecoder, plain: SpeculativeDecoder) -> None:
+    expected = plain.generate(PROMPTS, max_new_tokens=12).new_tokens
+    found: dict[int, list[Tensor]] = {}
+
+    def run(index: int) -> None:
+        found[index] = decoder.generate(PROMPTS, max_new_tokens=12).new_tokens
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(found[index], expected) for index in range(3))
+
+
+def test_a_stream_closed_half_way_leaves_nothing_behind(decoder: SpeculativeDecoder, plain: SpeculativeDecoder) -> None:
+    stream = decoder.stream(PROMPTS, max_new_tokens=40, eos_token_id=[])
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    space = idle(decoder)
+    assert bool(space.state["num_rows"].any())
+    # Another mode is captured over rows that were active.
+    for options in ({"temperature": 1.0, "seed": 2}, {}):
+        expected = plain.generate(PROMPTS, max_new_tokens=10, **options).new_tokens
+        assert same(decoder.generate(PROMPTS, max_new_tokens=10, **options).new_tokens, expected)
+    assert idle(decoder) is space
+
+
+def test_nan_logits_are_named_and_the_next_request_works(plain: SpeculativeDecoder) -> None:
+    decoder = replaying()
+    weight = shared_model("llama", dtype=torch.float64).get_output_embeddings().weight
+    expected = plain.generate(PROMPTS, max_new_tokens=10).new_tokens
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[5] = torch.nan
+    try:
+        with pytest.raises(NumericsError, match="logits are NaN in sequence 0"):
+            decoder.generate(PROMPTS, max_new_tokens=10)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    assert same(decoder.generate(PROMPTS, max_new_tokens=10).new_tokens, expected)
+
+
+def test_a_capture_counts_arrivals_in_a_buffer_of_its_workspace(decoder: SpeculativeDecoder) -> None:
+    seen: list[Tensor] = []
+
+    class Watching(Calls):
+        def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            seen.append(arrival_counters(torch.device("cpu")))
+            return super().capture(function)
+
+    decoder._runners.make_pool = Watching
+    decoder.generate(PROMPTS, max_new_tokens=2)
+    assert seen == [idle(decoder).counters]
+    assert arrival_counters(torch.device("cpu")) is not seen[0]
+
+
+def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: SpeculativeDecoder) -> None:
+    decoder.generate(PROMPTS, max_new_tokens=2)
+    (captured,) = idle(decoder)._graphs.values()
+    (step,) = decoder._steps.values()
+    kept = {tensor.data_ptr() for tensor in captured.weights}
+    assert {p.data_ptr() for p in (*step.parameters(), *step.buffers())} <= kept
+
+
+def test_a_prefix_is_a_view_whose_tensors_are_contiguous(decoder: SpeculativeDecoder) -> None:
+    decoder.generate(PROMPTS, max_new_tokens=2)
+    program, state = decoder._program, idle(decoder).state
+    view: State = prefix(program, state, 2)
+    for name, value in view.items():
+        for part, whole in (
+            [(value, state[name])] if isinstance(value, Tensor) else zip(value, state[name], strict=True)
+        ):
+            assert part.data_ptr() == whole.data_ptr() and part.is_contiguous()
+    assert view["block_table"].shape == (2, state["block_table"].shape[1])
+    assert view["target_caches"] is state["target_caches"]
+    state["num_rows"].fill_(3)
+    clear_state(program, view)
+    assert state["num_rows"].tolist() == [0, 0, 3, 3]
+
+
+SMALL, LARGE = ({"B": 1, "M": m, "N": m, "S": 4 * m, "E": 1} for m in (8, 64))
+
+
+def test_a_state_grows_with_a_request_and_shrinks_after_many_small_ones() -> None:
+    assert room(SMALL, SHRINK_BYTES, [LARGE]) == LARGE
+    wide = {**SMALL, "B": 8}
+    assert room(LARGE, SHRINK_BYTES, [wide]) == {**LARGE, "B": 8}
+    assert room(LARGE, SHRINK_BYTES, [SMALL] * (PATIENCE - 1)) == LARGE
+    assert room(LARGE, SHRINK_BYTES, [wide] + [SMALL] * (PATIENCE - 1)) == wide
+    assert room(LARGE, SHRINK_BYTES, [LARGE] + [SMALL] * (PATIENCE - 1)) == LARGE
+    assert room(LARGE, SHRINK_BYTES - 1, [SMALL] * PATIENCE) == LARGE
+    quarter = {**SMALL, "N": LARGE["N"] // 4}
+    assert room(LARGE, SHRINK_BYTES, [quarter] * PATIENCE) == quarter
+    assert room(LARGE, SHRINK_BYTES, [{**quarter, "N": quarter["N"] + 1}] * PATIENCE) == LARGE
+
+
+def test_a_decoder_shrinks_a_large_state(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgraph.runtime.runner.SHRINK_BYTES", 1)
+    decoder.generate(PROMPTS, max_new_tokens=100)
+    large = idle(decoder)
+    for _ in range(PATIENCE - 1):
+        decoder.generate(PROMPTS[:1], max_new_tokens=4)
+        assert idle(decoder) is large
+    decoder.generate(PROMPTS[:1], max_new_tokens=4)
+    assert idle(decoder).num_bytes < large.num_bytes / 4
+
+
+def test_the_mailbox_holds_the_results_of_two_steps() -> None:
+    box = Mailbox(4, 5, torch.device("cpu"))
+
+    def packed(token: int) -> Tensor:
+        return torch.tensor([[token, 0, 1, 0, 1]] * 2, dtype=torch.int32)
+
+    first, second = box.send(packed(7)), box.send(packed(8))
+    assert first.read(2).tokens == [[7], [7]] and second.read(1).tokens == [[8]]
+    assert box.send(packed(9)).read(2).tokens == [[9], [9]] and second.read(1).tokens == [[8]]
+
+
+def test_of_several_errors_the_first_is_named() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise ValueError("waited for the device.\nAnd more.")
+        except ValueError:
+            raise RuntimeError("the capture is broken") from None
+    assert first_error(caught.value) == "waited for the device."
+    assert first_error(KeyError()) == "KeyError."
+
+
+def test_an_error_that_a_caller_is_handling_is_not_the_one_that_is_named() -> None:
+    try:
+        raise LookupError("the caller's own")
+    except LookupError as own:
+        with pytest.raises(ValueError, match="invalid literal") as caught:
+            int("nothing")
+        assert first_error(caught.value) == "the caller's own."
+        assert first_error(caught.value, own).startswith("invalid literal")
+
+
+def test_what_is_staged_for_a_cpu_is_not_copied() -> None:
+    values = torch.arange(3)
+    assert staged(values, torch.device("cpu")) is values
+
+
+def test_an_uncaptured_program_runs_by_calls(plain: SpeculativeDecoder) -> None:
+    plain.generate(PROMPTS, max_new_tokens=2)
+    assert isinstance(plain._runners, Runners) and plain._runners.idle is None
+    assert GraphRunner.lag == 1
