@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3 import Eagle3, Eagle3Config
 
 VOCAB = 101
 WINDOW = 6

@@ -12,6 +12,7 @@ head that takes part in the softmax and has no value; the soft cap is gemma2's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
 from specgraph.kernels.registration import register
 from specgraph.kernels.sampling.sample import require
+from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
 
 PADDING_SLOT = -1
 """The slot of a row that must not be written."""
@@ -279,3 +281,18 @@ def _rotary_attention_cuda(q: Tensor, *arguments: Any, **options: Any) -> Tensor
 register("attention", cpu=attention_reference, cuda=attention_reference, fake=_attention_fake)
 register("paged_attention", cpu=paged_attention_reference, cuda=_paged_attention_cuda, fake=_paged_attention_fake)
 register("rotary_attention", cpu=rotary_attention_reference, cuda=_rotary_attention_cuda, fake=_rotary_attention_fake)
+
+
+def _page_pools(operands: Sequence[Tensor], block_size: int) -> tuple[Buffer, ...]:
+    """A pool of keys and one of values, ``[N, block_size, Hkv, D]``, for ``q``, ``k``, ``v`` ``[B, H, T, D]``."""
+    return tuple(page_pool(block_size, int(x.shape[1]), int(x.shape[3]), dtype=x.dtype) for x in operands[1:3])
+
+
+def _paged_arguments(arguments: Sequence[Any], state: Sequence[Any], places: Sequence[Any]) -> tuple[Any, ...]:
+    """``(q, k, v, sinks)`` to ``(q, k, v, k_cache, v_cache, slots, block_table, positions, sinks)``."""
+    return (*arguments[:3], *state, *places, *arguments[3:])
+
+
+STATEFUL[torch.ops.specgraph.attention.default] = Stateful(
+    torch.ops.specgraph.paged_attention.default, ("k_cache", "v_cache"), _page_pools, _paged_arguments
+)

@@ -97,6 +97,20 @@ def take_rows(values: Tensor, first: Tensor, count: int) -> Tensor:
     return taken
 
 
+def chain_path(emitted: Tensor) -> Tensor:
+    """The rows of the window that a chain's ``emitted`` ``[B, T]`` tokens come from: 0, 1, 2, ..., then -1."""
+    return torch.arange(emitted.shape[1], device=emitted.device).where(emitted >= 0, -1)
+
+
+def along_path(values: Tensor, path: Tensor) -> Tensor:
+    """The rows of ``values`` ``[B, T, H]`` that ``path`` ``[B, T']`` names, in its order: ``[B, T', H]``.
+
+    Where ``path`` is -1 there is no row; what is there instead is not used.
+    """
+    index = path.clamp_min(0).unsqueeze(-1).expand(-1, -1, values.shape[-1])
+    return values.gather(1, index)
+
+
 def draft_tokens(window: Tensor) -> Tensor:
     """The tokens of ``window`` ``[B, T]`` that follow the last accepted one: ``[B, T - 1]``."""
     return window[:, 1:]

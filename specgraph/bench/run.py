@@ -16,6 +16,7 @@ from specgraph.bench.steps import StepRow, bench_steps
 from specgraph.bench.timing import measure_bandwidth
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
+from specgraph.drafters.registry import drafter_class
 from specgraph.errors import ConfigError
 
 
@@ -92,9 +93,9 @@ def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandw
 def _draft(config: Config) -> str:
     if config.draft.model is not None:
         return config.draft.model
-    if config.draft.kind != "eagle3":
-        return config.draft.kind
-    return f"{'peagle' if config.draft.parallel else 'eagle3'} (random)"
+    drafter = drafter_class(config.draft.kind)
+    name = drafter.called(bool(getattr(config.draft, "parallel", None)))
+    return name if drafter.head is None else f"{name} (random)"
 
 
 def _finish(options: BenchConfig, about: dict[str, Any], rows: list[StepRow] | list[KernelRow]) -> None:

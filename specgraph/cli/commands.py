@@ -96,7 +96,7 @@ def dump(cfg: DictConfig) -> dict[str, str]:
 
 def inspect(cfg: DictConfig) -> dict[str, str]:
     """Print what a checkpoint is."""
-    from specgraph.checkpoints.inspect import inspect_checkpoint
+    from specgraph.drafters.inspect import inspect_checkpoint
 
     if OmegaConf.is_missing(cfg, "path"):
         raise ConfigError("path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft.")

@@ -10,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
-from specgraph.compiler.drafts import DraftLike, make_draft, with_draft
 from specgraph.compiler.numerics import NumericsCallback
 from specgraph.compiler.pipeline import Callback, StageReport, run_passes
 from specgraph.compiler.selfcheck import self_check
 from specgraph.config import Config, ConfigLike, load_config, settle_lowering
+from specgraph.drafters.base import DraftLike, Target
+from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
@@ -68,7 +69,7 @@ def compile_speculative(
         notes = [f"tracing {info.name}: {seconds:.2f} s, {info.num_layers} attention layers"]
         limits = _limits(config, target)
         progress.advance(1, "loading and tracing the draft")
-        made = make_draft(config, model, target, draft)
+        made = make_draft(config, Target(model, target), draft)
         notes += made.notes
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:

@@ -6,6 +6,7 @@ import keyword
 import math
 import operator
 import re
+import sys
 import textwrap
 from typing import Any
 
@@ -108,7 +109,7 @@ class _Source:
             return f"torch.ops.{function}"
         if _root(function):
             return _get_qualified_name(function).removeprefix("_")
-        module, name = function.__module__, function.__qualname__
+        module, name = _home(function), function.__qualname__
         if not name.isidentifier():
             self._missing.append(self._unique(function.__name__))
             return self._missing[-1]
@@ -223,6 +224,14 @@ def _comment(node: fx.Node) -> str:
     parts = [node.meta.get("shape"), node.meta.get("pass_name")]
     known = [part for part in parts if part not in (None, "None")]
     return f"  # {', '.join(known)}" if known else ""
+
+
+def _home(function: Any) -> str:
+    """The module a function is imported from: its package, if that offers it by the same name."""
+    module: str = function.__module__
+    package = sys.modules.get(module.rpartition(".")[0])
+    offered = getattr(package, "__all__", ())
+    return package.__name__ if package is not None and function.__name__ in offered else module
 
 
 def _root(function: Any) -> str:

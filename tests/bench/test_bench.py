@@ -13,11 +13,12 @@ import torch
 from specgraph.bench import run, steps
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.kernels import Experts, Sizes, cases
-from specgraph.bench.models import DRAFT_VOCAB, SHAPES, random_head, random_target, shape_config
+from specgraph.bench.models import SHAPES, random_head, random_target, shape_config
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
 from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
 from specgraph.bench.traffic import step_traffic
 from specgraph.cli import main
+from specgraph.drafters.eagle3 import RANDOM_VOCAB, Eagle3DraftConfig
 from specgraph.runtime.decoder import SpeculativeDecoder
 from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model
@@ -104,10 +105,10 @@ def test_the_limit_of_the_8b_shape_is_that_of_the_design() -> None:
 def test_shapes_can_be_built(name: str) -> None:
     with torch.device("meta"):
         target = random_target(name, torch.device("meta"), torch.bfloat16)
-        head = random_head(target, parallel=True)
+        head = random_head(target, Eagle3DraftConfig(parallel=True))
     assert target.dtype == head.module.lm_head.weight.dtype == torch.bfloat16
     assert target.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert head.module.lm_head.out_features == min(DRAFT_VOCAB, target.config.vocab_size)
+    assert head.module.lm_head.out_features == min(RANDOM_VOCAB, target.config.vocab_size)
     assert head.module.embed_tokens.weight.shape == target.get_input_embeddings().weight.shape
     if name == "llama-3-8b-shape":
         sizes = {n: p.numel() * 2 for n, p in head.module.named_parameters() if n != "embed_tokens.weight"}
@@ -123,7 +124,7 @@ def test_random_weights_repeat_and_leave_the_callers_numbers_alone() -> None:
     assert torch.equal(torch.rand(1), after) and torch.get_default_dtype() == torch.float32
     again = random_target("tiny-shape", torch.device("cpu"), torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    head = random_head(first, parallel=False)
+    head = random_head(first, Eagle3DraftConfig())
     assert head.module.embed_tokens.weight.data_ptr() == first.get_input_embeddings().weight.data_ptr()
     assert head.module.mask_hidden is None and head.features == (0, 1, 2)
 

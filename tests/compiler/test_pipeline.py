@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph import drafters
 from specgraph.compiler.numerics import NumericsCallback
 from specgraph.compiler.pipeline import StageReport, run_passes
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.draft_model import draft_model
+from specgraph.drafters.ngram import ngram
+from specgraph.drafters.none import NoDrafter
 from specgraph.dump import render
 from specgraph.errors import NumericsError, PassError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, trace
 from specgraph.ir.graphs import calls, get_attribute, new_module, remove_dead_code
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.kernels import step
+from specgraph.kernels.state import Buffer
 from specgraph.passes import PASSES
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
@@ -46,9 +48,9 @@ def traced(layers: int = 2) -> TracedModel:
 def first(drafter: str = "none", k: int = 3, target: TracedModel | None = None) -> Program:
     """The stage ``trace`` of a small target; the draft model has one layer less."""
     made = {
-        "none": drafters.none,
-        "ngram": lambda: drafters.ngram(k, 3, 1, torch.device("cpu")),
-        "draft_model": lambda: drafters.draft_model(traced(1), k),
+        "none": NoDrafter,
+        "ngram": lambda: ngram(k, 3, 1, torch.device("cpu")),
+        "draft_model": lambda: draft_model(traced(1), k),
     }[drafter]()
     return first_program(target or traced(), made)
 
@@ -92,7 +94,7 @@ def toy() -> Program:
     x = graph.placeholder("x")
     graph.output(graph.call_function(aten.mul.Tensor, (x, graph.get_attr("weight"))))
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
-    program = Program(fx.Graph(), {"scale": new_module(root, graph, "scale")}, {}, info, Drafter("none", "none", 0, {}))
+    program = Program(fx.Graph(), {"scale": new_module(root, graph, "scale")}, {}, info, NoDrafter())
     program.set_output(program.call("scale", program.placeholder("x", Buffer(("B", 4), torch.float32))))
     return program
 
@@ -116,7 +118,6 @@ class Negate(Pass):
         with module.inserting_before(module.output_node()):
             module.call_function(torch.neg, module.output_node().args)
         program.inputs["new"] = Buffer(("B",))
-        program.options["new"] = 1
         if self.raises:
             raise PassError("negate: no.")
         misses = (NearMiss("there", "too small"), NearMiss("here", "too big"))

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import PassError
 from specgraph.ir.graphs import calls
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import RULES, process_logits
+from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.base import NearMiss, PassResult
 from specgraph.passes.fuse_verify import FuseVerify
 from tests.compiler.test_pipeline import body, every_pass, everything, first, last, text
@@ -33,14 +34,14 @@ INPUTS = {
     "num_forced": Buffer(("B",)),
     "other_drafts": Buffer(("B", K)),
     "other_logits": Buffer(("B", K + 1, VOCAB), FLOAT),
-    "draft_ids": Buffer((VOCAB,)),
+    "draft_ids": per_call(VOCAB),
 }
 
 
 def visible(rule: str = "block", logprobs: str = "raw") -> Program:
     """Verification spelt out, and nothing else."""
     info = ModelInfo("toy", VOCAB, 1, 4, FLOAT, torch.device("cpu"), None)
-    program = Program(fx.Graph(), {}, {}, info, Drafter("toy", "none", K, {}), facts=frozenset({"verify"}))
+    program = Program(fx.Graph(), {}, {}, info, NoDrafter(K), facts=frozenset({"verify"}))
     x = {name: program.placeholder(name, buffer) for name, buffer in INPUTS.items()}
     rows, shared = (x["num_rows"], x["num_forced"]), (x["drafts"], x["draft_logits"])
     options = {"posterior_threshold": 0.2, "posterior_alpha": 0.4, "acceptance_rate": 0.6}

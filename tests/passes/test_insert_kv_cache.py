@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import PassError
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls, new_module
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
+from specgraph.kernels.state import Buffer, page_pool
 from specgraph.kernels.step import row_positions
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from tests.compiler.test_pipeline import body, first, last, text
@@ -42,7 +43,7 @@ def toy(attentions: int = 1, layers: int = 1, max_positions: int | None = None, 
     graph.output(x)
     info = ModelInfo("toy", VOCAB, layers, DIM, torch.float64, torch.device("cpu"), max_positions)
     modules = {"target": new_module(root, graph, "target")}
-    program = Program(fx.Graph(), modules, {}, info, Drafter("none", "none", 0, {}), facts=frozenset({"traced"}))
+    program = Program(fx.Graph(), modules, {}, info, NoDrafter(), facts=frozenset({"traced"}))
     window = program.placeholder("window", Buffer(("B", "T")))
     places = program.call(row_positions, program.placeholder("start", Buffer(("B",))), window, name="positions")
     call = program.call("target", tokens=window, positions=places, name="hidden", role="target")
@@ -75,13 +76,13 @@ def test_step_and_module_pass_the_state_and_attention_is_paged():
     """)
 
 
-def test_inputs_are_described_and_options_kept():
+def test_inputs_are_described():
     program = last(toy(2, layers=2), [InsertKVCache(8)])
-    cache = Buffer(("N", 8, 1, DIM), torch.float64)
+    cache = page_pool(8, 1, DIM, dtype=torch.float64)
     assert list(program.inputs) == ["window", "start", "num_rows", "block_table", "max_length", "target_caches"]
     assert program.inputs["target_caches"] == (cache,) * 4
     assert program.inputs["block_table"] == Buffer(("B", "M"), fill=-1)
-    assert program.options == {"block_size": 8, "target_caches": (cache,) * 4}
+    assert program.block_size == 8
     assert "kv_cache" in program.facts
 
 
@@ -112,7 +113,8 @@ def test_it_cannot_run_twice():
 
 def test_a_draft_models_body_gets_a_cache_of_its_own():
     program = last(first("draft_model"), [InsertKVCache()])
-    assert [len(program.options[f"{name}_caches"]) for name in ("target", "draft_body")] == [4, 2]
+    caches = [program.modules[n].graph.find_nodes(op="placeholder", target="caches") for n in ("target", "draft_body")]
+    assert [len(node.meta["state"]) for (node,) in caches] == [4, 2]
     names = [n.name for n in program.modules["draft_body"].graph.nodes if n.op == "placeholder"]
     assert names == ["tokens", "positions", "num_rows", "block_table", "max_length", "caches"]
     assert "draft_caches" not in program.inputs
@@ -121,7 +123,7 @@ def test_a_draft_models_body_gets_a_cache_of_its_own():
 def paged_logits(program: Program, tokens: Tensor, size: int) -> Tensor:
     """All rows in chunks of ``size``, with scattered pages and NaN where nothing was written."""
     batch, length = tokens.shape
-    blocks = -(-length // program.options["block_size"])
+    blocks = -(-length // program.block_size)
     order = torch.randperm(batch * blocks + 1, generator=torch.Generator().manual_seed(3))
     state: dict[str, Any] = {
         "block_table": torch.nn.functional.pad(order[: batch * blocks].view(batch, blocks), (0, 1), value=-1),

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import PassError
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.sampling.sample import RULES
+from specgraph.kernels.state import Buffer, per_call
 from specgraph.kernels.verify import verify_reference
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_draft import InsertDraft
@@ -66,7 +67,7 @@ def test_emitted_tokens_are_no_inputs_any_more():
     program = verified("draft_model", k=2, rule="block")
     assert not {"emitted", "num_emitted"} & program.inputs.keys()
     assert program.inputs["next_window"] == Buffer(("B", 3))
-    assert program.inputs["eos_ids"] == Buffer(("E",), fill=-1)
+    assert program.inputs["eos_ids"] == per_call("E", fill=-1)
     lines = [line for line in body(program) if line.startswith(("num_accepted", "weights"))]
     assert text(lines) == text("""
         num_accepted = accept(processed, drafts, draft_logits, seeds, next_positions, num_rows, num_forced,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from specgraph.compiler.numerics import observe
 from specgraph.compiler.pipeline import run_passes
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError, PassError
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import export_module
@@ -47,7 +47,7 @@ def toy(module: nn.Module, *args: Tensor) -> Program:
     """A program of one traced module, which is not called."""
     graph_module = export_module(module, args, {"x": {0: torch.export.Dim("rows", min=1)}}, "toy")
     info = ModelInfo("toy", 7, 1, 4, args[0].dtype, torch.device("cpu"), None)
-    drafter = Drafter("none", "none", 0, {})
+    drafter = NoDrafter()
     return Program(fx.Graph(), {"toy": graph_module}, {}, info, drafter, facts=frozenset({"traced", "kv_cache"}))
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.checkpoints import save_head
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.none import NoDrafter
+from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute, new_module, set_attribute
 from specgraph.ir.model_info import ModelInfo
@@ -35,7 +35,7 @@ def module(weights: Weights) -> fx.GraphModule:
 
 def program_of(modules: dict[str, fx.GraphModule]) -> Program:
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
-    drafter = Drafter("toy", "autoregressive", 1, {})
+    drafter = NoDrafter(1)
     return Program(fx.Graph(), modules, {}, info, drafter, facts=frozenset({"traced"}))
 
 

@@ -18,12 +18,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specgraph.cli import main
-from specgraph.drafters.eagle3 import DraftHead, Eagle3
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3 import Eagle3, Eagle3Drafter
+from specgraph.drafters.shifted import chain_mask
 from specgraph.errors import ConfigError, InputError, SpecgraphError
 from specgraph.training.data import Encoded, collate
 from specgraph.training.heads import HeadTrainConfig, HeadTrainReport, train_head
 from specgraph.training.heads import run as training_run
-from specgraph.training.heads.chain import ChainLoss, chain_mask, counted_rows
+from specgraph.training.heads.chain import ChainLoss, counted_rows
 from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadOptimConfig, HeadRolloutConfig
 from specgraph.training.heads.head import build_head, start_from
 from specgraph.training.heads.loop import HeadLoop
@@ -311,10 +313,10 @@ def test_a_time_limit_ends_a_run_and_its_schedule(
 
 
 def test_feature_layers() -> None:
-    assert feature_layers([], 32) == (2, 16, 29)
-    assert feature_layers([], 8) == (2, 4, 5)
-    assert feature_layers([], 2) == (0, 1, 2)
-    assert feature_layers([1, 8], 8) == (1, 8)
+    assert feature_layers([], 32, Eagle3Drafter) == (2, 16, 29)
+    assert feature_layers([], 8, Eagle3Drafter) == (2, 4, 5)
+    assert feature_layers([], 2, Eagle3Drafter) == (0, 1, 2)
+    assert feature_layers([1, 8], 8, Eagle3Drafter) == (1, 8)
 
 
 @pytest.mark.parametrize(

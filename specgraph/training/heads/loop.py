@@ -104,7 +104,7 @@ class HeadLoop:
         """One step of the optimizer; returns the loss, still on the device."""
         # Drawn on the CPU from the step's own seed: a resumed run draws the same rows.
         generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
-        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.cfg.parallel else None)
+        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.plain.parallel else None)
         device = self.teacher.device
         tokens = batch.tokens.to(device, non_blocking=True)
         losses: Tensor = self.trained(tokens, self.teacher(tokens), [r.to(device, non_blocking=True) for r in rows])

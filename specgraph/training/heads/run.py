@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints import save_head
-from specgraph.drafters.eagle3 import DraftHead
+from specgraph.drafters.base import DraftHead
 
 from ..data import Encoded, collate, read_documents, split_documents
 from .chain import ChainLoss
 from .config import HeadTrainConfig, check_head_config
-from .head import bf16_copy, build_head, match_scale, start_from
+from .head import bf16_copy, build_head, start_from
 from .loop import HeadLoop, HeadProgress
 from .measure import Measured
 from .plot import plot_losses
@@ -96,7 +96,7 @@ def _train(
     head = build_head(model, cfg, pad_id, learned)
     teacher = Teacher(model, head.features)
     if cfg.head.init is None:
-        match_scale(head.module, teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)))
+        head.module.match_scale(teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)).hidden)
     else:
         start_from(head.module, cfg.head.init)
 
@@ -128,16 +128,21 @@ def _train(
 def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None:
     """The head without the tensors that are the target's own."""
     saved = bf16_copy(head)
-    frozen = [saved.module.embed_tokens.weight, saved.module.lm_head.weight]
-    save_head(
+    frozen = [parameter for parameter in saved.module.parameters() if not parameter.requires_grad]
+    cfg.drafter().save_head(
         saved,
         cfg.output,
         target_name=cfg.model,
-        algorithm="peagle" if cfg.parallel else "eagle3",
+        algorithm=cfg.algorithm,
         num_speculative_tokens=cfg.chain.steps,
-        shared=frozen if head.module.draft_to_target is None else frozen[:1],
+        shared=[tensor for tensor in frozen if _is_of(model, tensor)],
         target_architectures=list(model.config.architectures or []),
     )
+
+
+def _is_of(model: PreTrainedModel, tensor: Tensor) -> bool:
+    """Whether a frozen tensor is the target's own, and not a copy of some of its rows."""
+    return any(tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape for own in model.parameters())
 
 
 def _write_report(report: HeadTrainReport, folder: Path) -> None:
