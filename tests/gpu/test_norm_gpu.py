@@ -26,17 +26,17 @@ def weight(x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: norm.rms_norm(x, weight(x), eps=EPS, offset=1.0),
-    "layer_norm": lambda x: norm.layer_norm(x, None, None, eps=EPS),
-    "row_mean": norm.row_mean,
+    "rms_norm": lambda x: norm.RMS_NORM.form("triton")(x, weight(x), eps=EPS, offset=1.0),
+    "layer_norm": lambda x: norm.LAYER_NORM.form("triton")(x, None, None, eps=EPS),
+    "row_mean": norm.ROW_MEAN.form("triton"),
     "silu": lambda x: activation.gated_activation(x, activation="silu"),
     "gelu": lambda x: activation.gated_activation(x, activation="gelu"),
     "gelu_tanh": lambda x: activation.gated_activation(x, activation="gelu_tanh"),
 }
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: norm.rms_norm_reference(x, weight(x), eps=EPS, offset=1.0),
-    "layer_norm": lambda x: norm.layer_norm_reference(x, None, None, eps=EPS),
-    "row_mean": norm.row_mean_reference,
+    "rms_norm": lambda x: norm.RMS_NORM.form("reference")(x, weight(x), eps=EPS, offset=1.0),
+    "layer_norm": lambda x: norm.LAYER_NORM.form("reference")(x, None, None, eps=EPS),
+    "row_mean": norm.ROW_MEAN.form("reference"),
     "silu": lambda x: activation.gated_activation_reference(x, activation="silu"),
     "gelu": lambda x: activation.gated_activation_reference(x, activation="gelu"),
     "gelu_tanh": lambda x: activation.gated_activation_reference(x, activation="gelu_tanh"),
