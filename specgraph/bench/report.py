@@ -10,6 +10,7 @@ from typing import Any
 
 from specgraph.bench.kernels import KernelRow
 from specgraph.bench.steps import StepRow
+from specgraph.tables import text_table
 
 Rows = Sequence[StepRow] | Sequence[KernelRow]
 
@@ -31,12 +32,11 @@ def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:
     return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
 
 
-def text_table(rows: Rows) -> str:
+def table(rows: Rows) -> str:
     """A line for every row, under the names of the columns."""
     columns = columns_of(rows[0])
-    cells = [list(columns.values()), *([_cell(name, getattr(row, name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    cells = [[_cell(name, getattr(row, name)) for name in columns] for row in rows]
+    return text_table(cells, list(columns.values()), align="right")
 
 
 def _cell(name: str, value: Any) -> str:

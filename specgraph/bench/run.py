@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from specgraph.bench.timing import measure_bandwidth
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.tables import text_table
 
 
 def check_target(name: str) -> None:
@@ -99,17 +99,16 @@ def _draft(config: Config) -> str:
 
 def _finish(options: BenchConfig, about: dict[str, Any], rows: list[StepRow] | list[KernelRow]) -> None:
     """The table, after what it is of; the JSON and the plot, if they were asked for."""
-    print("\n" + "\n".join(_heading(about)))
+    print("\n" + _heading(about))
     if not rows:
         raise ConfigError("None of the kernels is installed; install specgraph again.")
-    print("\n" + report.text_table(rows))
+    print("\n" + report.table(rows))
     if options.json is not None:
         report.write_json(options.json, about, rows)
     if options.plot is not None:
         report.plot(options.plot, f"{about['target']}, {about['dtype']}, {about['device']}", rows)
 
 
-def _heading(about: dict[str, Any]) -> Iterator[str]:
+def _heading(about: dict[str, Any]) -> str:
     shown = {**about, "bandwidth_gb_per_s": f"{about['bandwidth_gb_per_s']:,.1f}"}
-    width = max(map(len, shown))
-    return (f"{name:<{width}}  {value}" for name, value in shown.items())
+    return text_table([(name, str(value)) for name, value in shown.items()])

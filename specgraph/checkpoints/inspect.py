@@ -19,6 +19,7 @@ from specgraph.checkpoints.tokenizers import check_same_tokenizer
 from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.frontend.tracing import check_is_causal_lm
 from specgraph.ir.model_info import ModelInfo
+from specgraph.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Inspection:
         if self.options:
             parts.append([("option", "value", "from"), *self.options])
         parts.append([("tensor", "shape", "dtype", "count", "size"), *self.tensors])
-        text = "\n\n".join(map(_columns, parts))
+        text = "\n\n".join(map(text_table, parts))
         return text if self.reason is None else f"{text}\n\n{self.reason}"
 
 
@@ -139,8 +140,3 @@ def _size(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
