@@ -17,6 +17,7 @@ from specgraph.checkpoints import save_head
 from specgraph.drafters.eagle3 import DraftHead
 
 from ..data import Encoded, collate, read_documents, split_documents
+from ..updates import accelerator_on
 from .chain import ChainLoss
 from .config import HeadTrainConfig, check_head_config
 from .head import bf16_copy, build_head, match_scale, start_from
@@ -81,16 +82,24 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
     check_head_config(cfg)
     train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
     device = model.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        accelerator_on(device) as accelerator,
+    ):
         torch.manual_seed(cfg.seed)
         model.requires_grad_(False)
         learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
         torch.manual_seed(cfg.seed)  # whether the answers were written now or before
-        return _train(model, tokenizer, learned, measured, cfg)
+        return _train(model, tokenizer, learned, measured, cfg, accelerator)
 
 
 def _train(
-    model: PreTrainedModel, tokenizer: Any, learned: Sequence[Encoded], heldout: Sequence[Encoded], cfg: HeadTrainConfig
+    model: PreTrainedModel,
+    tokenizer: Any,
+    learned: Sequence[Encoded],
+    heldout: Sequence[Encoded],
+    cfg: HeadTrainConfig,
+    accelerator: Any,
 ) -> HeadTrainReport:
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     head = build_head(model, cfg, pad_id, learned)
@@ -103,7 +112,7 @@ def _train(
     def save() -> None:
         _save(head, model, cfg)
 
-    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, save)
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, accelerator, save)
     progress, measured = loop.run(learned, heldout, pad_id)
     save()
     report = HeadTrainReport(
