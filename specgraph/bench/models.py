@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from specgraph.checkpoints.options import nearest_features
 from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
-from specgraph.training.heads.teacher import feature_layers
 
 _COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
                            "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
@@ -60,7 +60,7 @@ def random_head(model: PreTrainedModel, parallel: bool, seed: int = 1) -> DraftH
     """
     text: Any = model.config.get_text_config()
     embedding, projection = (m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    features = feature_layers([], text.num_hidden_layers)
+    features = nearest_features(text.num_hidden_layers)
     vocab = min(DRAFT_VOCAB, len(projection))
     config = Eagle3Config(_layer(text, len(embedding)), text.hidden_size, len(features), vocab)
     with _building(embedding.device, embedding.dtype, seed):

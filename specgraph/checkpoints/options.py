@@ -83,6 +83,11 @@ def default_features(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
+def nearest_features(num_layers: int) -> tuple[int, ...]:
+    """:func:`default_features`, moved into the range that a target of few layers has, ascending and distinct."""
+    return tuple(sorted({min(max(k, 0), num_layers) for k in default_features(num_layers)}))
+
+
 def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """The part of the configuration that describes the decoder layers."""
     nested = checkpoint.config.get("transformer_layer_config")

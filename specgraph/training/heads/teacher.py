@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import drafters
-from specgraph.checkpoints.options import default_features
+from specgraph.checkpoints.options import nearest_features
 from specgraph.compiler.pipeline import run_passes
 from specgraph.errors import ConfigError
 from specgraph.frontend.first_program import first_program
@@ -60,7 +60,7 @@ def feature_layers(given: list[int], num_layers: int) -> tuple[int, ...]:
         ConfigError: a layer does not exist, or they do not ascend.
     """
     if not given:
-        return tuple(sorted({min(max(k, 0), num_layers) for k in default_features(num_layers)}))
+        return nearest_features(num_layers)
     if list(given) != sorted(set(given)) or given[0] < 0 or given[-1] > num_layers:
         raise ConfigError(
             f"head.feature_layers={list(given)}: give different indices in ascending order; this target has hs[0] to "
