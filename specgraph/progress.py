@@ -12,8 +12,6 @@ from tqdm import tqdm
 
 _LINE = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """How a line reads where no bar can be redrawn; tqdm puts a comma before the note."""
-_SECONDS_BETWEEN_LINES = 10.0
-_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 Note = str | Callable[[], str]
 
@@ -35,14 +33,10 @@ class Progress:
             keep: leave the bar on the screen when the work ends; lines always stay.
         """
         terminal = sys.stderr.isatty()
-        redrawn: dict[str, Any] = {"mininterval": _SECONDS_BETWEEN_DRAWINGS}
-        lines: dict[str, Any] = {
-            "mininterval": _SECONDS_BETWEEN_LINES, "bar_format": _LINE, "position": 0, "file": _Lines(sys.stderr)
-        }  # fmt: skip
-        self._bar: Any = tqdm(
-            desc=what, total=total, initial=done, delay=after, leave=keep and terminal, miniters=0,
-            disable=not (terminal if show is None else show), **(redrawn if terminal else lines),
-        )  # fmt: skip
+        hidden = not (terminal if show is None else show)
+        extent: dict[str, Any] = {"total": total, "initial": done, "miniters": 0}
+        style = _bar_style(keep) if terminal else _line_style()
+        self._bar: Any = tqdm(desc=what, disable=hidden, delay=after, **extent, **style)
 
     def advance(self, count: int = 1, note: Note | None = None) -> None:
         """Say that ``count`` more units are done.
@@ -74,6 +68,16 @@ class Progress:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+
+
+def _bar_style(keep: bool) -> dict[str, Any]:
+    """How tqdm draws on a terminal."""
+    return {"mininterval": 0.1, "leave": keep}
+
+
+def _line_style() -> dict[str, Any]:
+    """How tqdm draws elsewhere; at the end there is nothing to wipe out."""
+    return {"mininterval": 10.0, "leave": False, "position": 0, "bar_format": _LINE, "file": _Lines(sys.stderr)}
 
 
 class _Lines:

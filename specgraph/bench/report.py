@@ -15,16 +15,38 @@ from specgraph.tables import text_table
 Rows = Sequence[StepRow] | Sequence[KernelRow]
 
 STEP_COLUMNS = {
-    "batch": "batch", "k": "K", "ms": "ms/step", "tokens_per_step": "tokens/step", "tokens_per_second": "tokens/s",
-    "target_bytes": "target GB", "draft_bytes": "draft GB", "cache_bytes": "cache GB", "limit_ms": "limit ms",
-    "ratio": "ms/limit", "compile_s": "compile s", "peak_bytes": "peak GB",
-}  # fmt: skip
+    "batch": "batch",
+    "k": "K",
+    "ms": "ms/step",
+    "tokens_per_step": "tokens/step",
+    "tokens_per_second": "tokens/s",
+    "target_bytes": "target GB",
+    "draft_bytes": "draft GB",
+    "cache_bytes": "cache GB",
+    "limit_ms": "limit ms",
+    "ratio": "ms/limit",
+    "compile_s": "compile s",
+    "peak_bytes": "peak GB",
+}
 KERNEL_COLUMNS = {
-    "kernel": "kernel", "shape": "shape", "us": "us", "bytes": "bytes", "limit_us": "limit us", "ratio": "us/limit",
-    "library_us": "library us", "library": "library",
-}  # fmt: skip
-_DIGITS = {"tokens_per_step": 2, "tokens_per_second": 1, "ratio": 2, "compile_s": 1, "us": 2, "limit_us": 2,
-           "library_us": 2}  # fmt: skip
+    "kernel": "kernel",
+    "shape": "shape",
+    "us": "us",
+    "bytes": "bytes",
+    "limit_us": "limit us",
+    "ratio": "us/limit",
+    "library_us": "library us",
+    "library": "library",
+}
+_DIGITS = {
+    "tokens_per_step": 2,
+    "tokens_per_second": 1,
+    "ratio": 2,
+    "compile_s": 1,
+    "us": 2,
+    "limit_us": 2,
+    "library_us": 2,
+}
 
 
 def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:

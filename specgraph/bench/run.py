@@ -42,9 +42,12 @@ def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> l
     device = next(model.parameters()).device
     bandwidth = measure_bandwidth(device)
     about = _about(options, device, model.dtype, bandwidth) | {
-        "draft": _draft(config), "verify": config.verify.rule, "acceptance_rate": config.verify.acceptance_rate,
-        "lowering": config.lowering.name, "numerics": config.numerics,
-    }  # fmt: skip
+        "draft": _draft(config),
+        "verify": config.verify.rule,
+        "acceptance_rate": config.verify.acceptance_rate,
+        "lowering": config.lowering.name,
+        "numerics": config.numerics,
+    }
     found: list[StepRow] = []
     for row in bench_steps(model, options, config, bandwidth):
         found.append(row)
@@ -84,9 +87,16 @@ def _config(target: str) -> PretrainedConfig:
 
 def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"what": options.what, "target": options.target, "device": name, "torch": torch.__version__,
-            "dtype": str(dtype).removeprefix("torch."), "prompt_length": options.prompt_length,
-            "steps": options.steps, "bandwidth_gb_per_s": bandwidth / 1e9}  # fmt: skip
+    return {
+        "what": options.what,
+        "target": options.target,
+        "device": name,
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "prompt_length": options.prompt_length,
+        "steps": options.steps,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+    }
 
 
 def _draft(config: Config) -> str:

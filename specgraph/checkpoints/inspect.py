@@ -127,8 +127,15 @@ def _without_weights(name: str, role: str) -> PreTrainedModel:
 def _info(model: PreTrainedModel) -> ModelInfo:
     config: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
-    return ModelInfo(type(model).__name__, head.weight.shape[0], config.num_hidden_layers, config.hidden_size,
-                     head.weight.dtype, head.weight.device, None)  # fmt: skip
+    return ModelInfo(
+        type(model).__name__,
+        head.weight.shape[0],
+        config.num_hidden_layers,
+        config.hidden_size,
+        head.weight.dtype,
+        head.weight.device,
+        None,
+    )
 
 
 def _shown(value: Any) -> str:

@@ -50,7 +50,7 @@ class TrainReport:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return "\n".join([
+        lines = [
             _stage_line("target", "cross-entropy", self.target, self.target_bytes),
             _stage_line("draft", "KL to the target", self.draft, self.draft_bytes),
             f"greedy, {self.acceptance.questions} questions, K={self.acceptance.num_speculative_tokens}: "
@@ -58,7 +58,8 @@ class TrainReport:
             f"acceptance length {self.acceptance.acceptance_length:.3f} ± {self.acceptance.standard_error:.3f}",
             "accepted per position: " + " ".join(f"{share:.3f}" for share in self.acceptance.per_position),
             f"{self.seconds:.0f} s on {self.device}",
-        ])  # fmt: skip
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,15 @@ class HeadLoop:
 
     def _measure(self, heldout: Sequence[Encoded]) -> Measured:
         cfg = self.cfg
-        return measure(self.plain, self.teacher, heldout, cfg.chain, cfg.eval_drafts, cfg.optim.batch_size,
-                       self.accelerator.autocast)  # fmt: skip
+        return measure(
+            self.plain,
+            self.teacher,
+            heldout,
+            cfg.chain,
+            cfg.eval_drafts,
+            cfg.optim.batch_size,
+            self.accelerator.autocast,
+        )
 
     def _note(self, measured: Measured) -> None:
         done = self.progress

@@ -51,14 +51,15 @@ class HeadTrainReport:
 
     def __str__(self) -> str:
         measured = self.measured
-        return "\n".join([
+        lines = [
             f"{self.algorithm}: {self.parameters / 1e6:.2f}M trained parameters, {self.steps} steps in "
             f"{self.seconds:.0f} s on {self.device}, {self.documents} answers",
             f"greedy, {self.heldout} held-out questions, K={self.eval_drafts}: loss {measured.loss:.4f} nats/token, "
             f"acceptance length {measured.acceptance_length:.3f}",
             "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
             *self.notes,
-        ])  # fmt: skip
+        ]
+        return "\n".join(lines)
 
 
 def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
