@@ -15,6 +15,7 @@ from specgraph.config.load import drafter_options
 from specgraph.drafters.registry import drafter_class, open_checkpoint
 from specgraph.errors import SpecgraphError
 from specgraph.frontend.shapes_only import info_of, without_weights
+from specgraph.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Inspection:
         if self.options:
             parts.append([("option", "value", "from"), *self.options])
         parts.append([("tensor", "shape", "dtype", "count", "size"), *self.tensors])
-        text = "\n\n".join(map(_columns, parts))
+        text = "\n\n".join(map(text_table, parts))
         return text if self.reason is None else f"{text}\n\n{self.reason}"
 
 
@@ -105,8 +106,3 @@ def _size(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

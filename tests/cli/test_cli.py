@@ -369,7 +369,7 @@ def test_real_process(empty_folder: Path) -> None:
 
 def test_help_needs_no_torch() -> None:
     """The command line's own modules, under a package that imports nothing."""
-    folder = Path(commands.__file__).parent
+    folder = Path(commands.__file__).parents[1]
     script = (
         "import sys, types; package = types.ModuleType('specgraph'); "
         f"package.__path__ = [{str(folder)!r}]; sys.modules['specgraph'] = package; "

@@ -373,7 +373,7 @@ def test_copies_in_a_head_become_the_targets_own_tensors_and_a_moved_one_stays()
     assert get_attribute(draft, "embed_tokens.weight") is embedding
     assert get_attribute(draft, "lm_head.weight") is model.lm_head.weight
     assert "draft.lm_head.weight -> lm_head.lm_head.weight [101, 32], 12,928 bytes" in decoder.report()
-    assert "| 25,872 |" in decoder.report()  # the two and the rotary frequencies
+    assert "| 25,872 " in decoder.report()  # the two and the rotary frequencies
     with torch.no_grad():
         head.module.embed_tokens.weight[7, 3] += 1e-3
     moved = compiled(model, "eagle3", draft=head)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from specgraph.drafters.base import DraftHead
 
 from ..data import Encoded, collate, read_documents, split_documents
+from ..updates import accelerator_on
 from .chain import ChainLoss
 from .config import HeadTrainConfig, check_head_config
 from .head import bf16_copy, build_head, start_from
@@ -50,14 +51,15 @@ class HeadTrainReport:
 
     def __str__(self) -> str:
         measured = self.measured
-        return "\n".join([
+        lines = [
             f"{self.algorithm}: {self.parameters / 1e6:.2f}M trained parameters, {self.steps} steps in "
             f"{self.seconds:.0f} s on {self.device}, {self.documents} answers",
             f"greedy, {self.heldout} held-out questions, K={self.eval_drafts}: loss {measured.loss:.4f} nats/token, "
             f"acceptance length {measured.acceptance_length:.3f}",
             "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
             *self.notes,
-        ])  # fmt: skip
+        ]
+        return "\n".join(lines)
 
 
 def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
@@ -81,16 +83,24 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
     check_head_config(cfg)
     train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
     device = model.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        accelerator_on(device) as accelerator,
+    ):
         torch.manual_seed(cfg.seed)
         model.requires_grad_(False)
         learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
         torch.manual_seed(cfg.seed)  # whether the answers were written now or before
-        return _train(model, tokenizer, learned, measured, cfg)
+        return _train(model, tokenizer, learned, measured, cfg, accelerator)
 
 
 def _train(
-    model: PreTrainedModel, tokenizer: Any, learned: Sequence[Encoded], heldout: Sequence[Encoded], cfg: HeadTrainConfig
+    model: PreTrainedModel,
+    tokenizer: Any,
+    learned: Sequence[Encoded],
+    heldout: Sequence[Encoded],
+    cfg: HeadTrainConfig,
+    accelerator: Any,
 ) -> HeadTrainReport:
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     head = build_head(model, cfg, pad_id, learned)
@@ -103,7 +113,7 @@ def _train(
     def save() -> None:
         _save(head, model, cfg)
 
-    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, save)
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, accelerator, save)
     progress, measured = loop.run(learned, heldout, pad_id)
     save()
     report = HeadTrainReport(

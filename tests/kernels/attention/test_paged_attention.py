@@ -6,7 +6,6 @@ Without a GPU the kernels run in Triton's interpreter, with pieces and blocks sm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy

@@ -11,9 +11,6 @@ from torch import Tensor
 from specgraph.kernels.sampling import gumbel, scan
 from specgraph.kernels.sampling.gumbel import noise_key, philox
 from specgraph.kernels.sampling.sample import (
-    SHARED_NOISE_RULES,
-    STREAM_DRAFT,
-    STREAM_TARGET,
     sample_draft,
     uniform,
 )
@@ -151,5 +148,7 @@ def test_the_op(kept: bool, ids: Tensor | None) -> None:
     arguments = (noise(2, 3, 6), torch.ones(2), seeds, seeds, None, None, None, ids, 1, "strict", 7, kept)
     torch.library.opcheck(torch.ops.specgraph.sample_draft.default, arguments)
     options = {"row": 1, "rule": "strict", "target_vocab_size": 7, "draft_to_target": ids, "return_processed": kept}
-    for one, other in zip(sample_draft(*arguments[:4], **options), SAMPLE_DRAFT.form("reference")(*arguments), strict=True):
+    for one, other in zip(
+        sample_draft(*arguments[:4], **options), SAMPLE_DRAFT.form("reference")(*arguments), strict=True
+    ):
         assert torch.equal(one, other)
