@@ -148,32 +148,32 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):
-        if _has("linear"):
+        if _has("linear", "linear.linear"):
             # Of a chunk only the last rows meet the vocabulary.
             named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
             yield from (_linear(place, name, *size, rows) for name, size in named.items())
             yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
             yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
-        if sizes.experts and _has("expert_linear", "experts"):
+        if sizes.experts and _has("expert_linear", "linear.experts"):
             width = sizes.experts.intermediate
             yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
             yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
-        if _has("rms_norm", "norm"):
+        if _has("rms_norm", "linear.norm"):
             yield _norm(place, sizes.hidden, rows)
-        if not sizes.experts and _has("gated_activation", "activation"):
+        if not sizes.experts and _has("gated_activation", "linear.activation"):
             yield _activation(place, sizes.intermediate, rows)
     for batch, width in [*shapes, (1, chunk)]:
-        if _has("paged_attention", "attention"):
+        if _has("paged_attention", "attention.attention"):
             yield _attention(place, sizes, batch, width, options.prompt_length)
     for batch, width in shapes:
-        if width > 1 and _has("verify"):
+        if width > 1 and _has("verify", "verify.verify"):
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
 
 
-def _has(op: str, module: str | None = None) -> bool:
+def _has(op: str, module: str) -> bool:
     """Whether a kernel of that name is installed; its module registers it."""
     try:
-        importlib.import_module(f"specgraph.kernels.{module or op}")
+        importlib.import_module(f"specgraph.kernels.{module}")
     except ImportError:
         return False
     return hasattr(torch.ops.specgraph, op)
