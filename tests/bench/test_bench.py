@@ -12,9 +12,10 @@ import torch
 
 from specgraph.bench import run, steps
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import Experts, Sizes, cases
+from specgraph.bench.kernels import cases
 from specgraph.bench.models import DRAFT_VOCAB, SHAPES, random_head, random_target, shape_config
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
+from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
 from specgraph.bench.traffic import step_traffic
 from specgraph.cli import main
