@@ -129,8 +129,8 @@ def record_tokens_reference(
     real = real & (sequence >= 0).unsqueeze(1)
     # To select the real rows by a mask, the host would have to know their number. So every row adds: a real one the
     # difference to what is there, all others zero.
-    place = sequence.clamp_min(0).unsqueeze(1), positions.clamp(0, history.shape[1] - 1)
-    history.index_put_(place, torch.where(real, tokens - history[place], 0), accumulate=True)
+    place = sequence.clamp_min(0).unsqueeze(1) * history.shape[1] + positions.clamp(0, history.shape[1] - 1)
+    history.put_(place, torch.where(real, tokens - history.take(place), 0), accumulate=True)
 
 
 @triton.jit

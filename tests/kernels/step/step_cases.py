@@ -53,6 +53,9 @@ def _layout() -> dict[str, Case]:
         "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
         "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
         "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), tokens, positions, counts), {}),
+        "record_tokens_, rows": (
+            step.record_tokens_, (torch.full((4, 5), 50), tokens, positions, counts, _ids(3, -1, 0)), {}
+        ),
         "advance_": (
             step.advance_,
             (tokens, _ids(10, 20, 30), counts, _ids(0, 1, 0), emitted, _ids(2, 3, 0), [_ids([8, 9], [8, -1], [1, 1])],
