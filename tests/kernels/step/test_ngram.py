@@ -171,6 +171,18 @@ def test_neighbouring_rows_are_not_found(form: str) -> None:
 
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("form", LOOKUPS)
+@pytest.mark.parametrize("columns", [16, 17, 32, 33, 49, 64])
+def test_the_first_and_the_last_place_of_every_row_are_searched(form: str, columns: int) -> None:
+    """In a row that begins between two boundaries, the last place may lie in one more tile."""
+    history = torch.arange(4 * columns).view(4, columns)
+    for place in (0, columns - 2):
+        history[:, -1] = history[:, place]
+        drafts = assert_found(form, history, None, torch.full((4,), columns), 1, 3, 1)
+        assert drafts == history[:, place + 1 : place + 2].tolist()
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("form", LOOKUPS)
 @pytest.mark.parametrize("rows", [(3, 0, 5, 1), (NONE, 4, NONE, 2), (NONE,), (5,), (2, 2)])
 def test_rows_name_the_histories(form: str, rows: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(len(rows))
