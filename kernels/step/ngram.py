@@ -90,24 +90,34 @@ def ngram_lookup_reference(
     history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
 ) -> Tensor:
     """:func:`ngram_lookup` in plain PyTorch, which never reads a value on the host."""
-    if rows is not None:
-        history, length = history[rows.clamp_min(0)], torch.where(rows >= 0, length, 0)
-    place = torch.arange(history.shape[1], device=history.device)
-    end = length.clamp(max=history.shape[1]).unsqueeze(1)
+    tokens, end = _sequences(history, rows, length)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
     # matched[b, j]: how many tokens before j (j itself included) equal those that end the sequence.
-    matched = torch.zeros_like(history)
-    equal = torch.ones_like(history, dtype=torch.bool)
+    matched = torch.zeros_like(tokens)
+    equal = torch.ones_like(tokens, dtype=torch.bool)
     for back in range(max_ngram):
-        wanted = history.gather(1, (end - 1 - back).clamp(0, None))
-        found = history.gather(1, (place - back).clamp(0, None).expand_as(history))
+        wanted = tokens.gather(1, (end - 1 - back).clamp(0, None))
+        found = tokens.gather(1, (place - back).clamp(0, None).expand_as(tokens))
         equal = equal & (found == wanted) & (place >= back) & (end > back)
         matched = matched + equal.long()
     earlier = (place < end - 1) & (matched >= min_ngram)
     # The longest match wins, then the most recent one.
-    best, at = torch.where(earlier, matched * history.shape[1] + place, -1).max(1, keepdim=True)
-    following = at + 1 + torch.arange(num_speculative_tokens, device=history.device)
-    tokens = history.gather(1, torch.minimum(following, end - 1).clamp(0, None))
-    return torch.where((following < end) & (best >= 0), tokens, -1)
+    score = torch.where(earlier, matched * tokens.shape[1] + place, -1).amax(1, keepdim=True)
+    return _following(tokens, end, score, num_speculative_tokens)
+
+
+def _sequences(history: Tensor, rows: Tensor | None, length: Tensor) -> tuple[Tensor, Tensor]:
+    """The history of each sequence of a call ``[B, S]``, and where it ends ``[B, 1]``."""
+    if rows is not None:
+        history, length = history[rows.clamp_min(0)], torch.where(rows >= 0, length, 0)
+    return history, length.clamp(max=history.shape[1]).unsqueeze(1)
+
+
+def _following(tokens: Tensor, end: Tensor, score: Tensor, count: int) -> Tensor:
+    """The ``count`` tokens behind the best place of each sequence; its score is ``matched * S + place`` ``[B, 1]``."""
+    following = score % tokens.shape[1] + 1 + torch.arange(count, device=tokens.device)
+    drafts = tokens.gather(1, torch.minimum(following, end - 1).clamp(0, None))
+    return torch.where((following < end) & (score >= 0), drafts, -1)
 
 
 def record_tokens_reference(
@@ -267,31 +277,24 @@ def _record_tokens(history: Tensor, rows: Tensor | None, tokens: Tensor, positio
 def _ngram_lookup_cpu(
     history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
 ) -> Tensor:
-    """:func:`ngram_lookup_reference` sequence by sequence, on the accepted tokens alone.
+    """:func:`ngram_lookup_reference` on the accepted tokens alone, since a CPU may look at values.
 
-    A CPU may look at values. Only the few places whose token matches are compared further.
+    After the last token, only the few places that have matched so far are compared further.
     """
-    proposals = torch.full((length.shape[0], num_speculative_tokens), -1, dtype=history.dtype)
-    chosen = range(len(length)) if rows is None else rows.tolist()
-    for b, (row, end) in enumerate(zip(chosen, length.tolist(), strict=True)):
-        tokens = history[row, : max(end, 0)] if row >= 0 else history[0, :0]
-        at = _last_match(tokens, max_ngram, min_ngram)
-        if at is not None:
-            found = tokens[at + 1 : at + 1 + num_speculative_tokens]
-            proposals[b, : len(found)] = found
-    return proposals
-
-
-def _last_match(tokens: Tensor, max_ngram: int, min_ngram: int) -> int | None:
-    """Where the longest n-gram that ends ``tokens`` ``[n]`` ended last before; None if that one is too short."""
-    places, matched = (tokens[:-1] == tokens[-1:]).nonzero().flatten(), 1
-    while len(places) and matched < max_ngram:
-        longer = places[places >= matched]
-        longer = longer[tokens[longer - matched] == tokens[-1 - matched]]
-        if len(longer) == 0:
-            break
-        places, matched = longer, matched + 1
-    return int(places[-1]) if len(places) and matched >= min_ngram else None
+    longest = max([1, *length.tolist()])
+    tokens, end = _sequences(history[:, :longest], rows, length)
+    last = tokens.gather(1, (end - 1).clamp(0, None))
+    earlier = torch.arange(tokens.shape[1]) < end - 1
+    sequence, place = (earlier & (tokens == last)).nonzero(as_tuple=True)
+    score = torch.full((len(end),), -1, dtype=torch.int64)
+    for matched in range(1, max_ngram + 1):
+        if matched >= min_ngram:
+            score.scatter_reduce_(0, sequence, matched * tokens.shape[1] + place, "amax")
+        before = place >= matched
+        sequence, place = sequence[before], place[before]
+        equal = tokens[sequence, place - matched] == tokens[sequence, end[sequence, 0] - 1 - matched]
+        sequence, place = sequence[equal], place[equal]
+    return _following(tokens, end, score.unsqueeze(1), num_speculative_tokens)
 
 
 def _check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
