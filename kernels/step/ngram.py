@@ -238,7 +238,8 @@ def _record_kernel(
 
 def _parts(batch: int, longest: int) -> int:
     """How many programs share a sequence; B counters serve them, which are few enough wherever there are parts."""
-    return max(1, min(triton.cdiv(longest, TILE), PROGRAMS // batch, MOST_PARTS))
+    tiles: int = triton.cdiv(longest, TILE)
+    return max(1, min(tiles, PROGRAMS // batch, MOST_PARTS))
 
 
 def _ngram_lookup(
