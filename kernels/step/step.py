@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx
 
+import specgraph.kernels.step.ngram  # noqa: F401  (registers the op)
 from specgraph.kernels.attention.attention import PADDING_SLOT
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.registration import register
@@ -225,18 +226,15 @@ def settle(
 
 
 @writes()
-def record_tokens_(history: Tensor, tokens: Tensor, positions: Tensor, num_rows: Tensor) -> None:
-    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history`` ``[B, S]``.
+def record_tokens_(
+    history: Tensor, tokens: Tensor, positions: Tensor, num_rows: Tensor, rows: Tensor | None = None
+) -> None:
+    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history`` ``[N, S]``.
 
-    ``positions`` ``[B, T]`` ascend; what they put at or past ``S`` is left out.
+    ``positions`` ``[B, T]`` ascend; what they put before 0, or at or past ``S``, is left out. ``rows`` ``[B]`` is the
+    row of ``history`` of each sequence, -1 for none; without it sequence b has row b.
     """
-    row = torch.arange(tokens.shape[1], device=tokens.device)
-    real = (row < num_rows.unsqueeze(1)) & (positions < history.shape[1])
-    # A mask as an index would need its number of rows on the host. So every row writes: those that are not real repeat
-    # the first one, or where that is not real either, what is there already. Equal values may land in any order.
-    first = positions[:, :1].clamp(0, history.shape[1] - 1)
-    repeated = torch.where(real[:, :1], tokens[:, :1], history.gather(1, first))
-    history.scatter_(1, torch.where(real, positions, first), torch.where(real, tokens, repeated))
+    torch.ops.specgraph.record_tokens(history, rows, tokens, positions, num_rows)
 
 
 @writes("draft_logits")

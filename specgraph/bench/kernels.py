@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
-from transformers import PretrainedConfig
 
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
+from specgraph.kernels.step import ngram
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
@@ -63,64 +64,6 @@ class Case:
     make: Make
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The experts of a layer: how many, how many a token meets, and the width between their two products."""
-
-    count: int
-    per_token: int
-    intermediate: int
-
-    @staticmethod
-    def of(text: Any) -> Experts | None:
-        """Those of a configuration, under the names that transformers' models have for them."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        count = next((value for name in names if (value := getattr(text, name, None))), 0)
-        if not count:
-            return None
-        width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        return Experts(count, text.num_experts_per_tok, width)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a causal LM that its kernels see. What layers have beside ``experts`` is not timed."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    experts: Experts | None = None
-
-    @staticmethod
-    def of(config: PretrainedConfig) -> Sizes:
-        text: Any = config.get_text_config()
-        heads = text.num_attention_heads
-        return Sizes(
-            hidden=text.hidden_size,
-            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            vocab=text.vocab_size,
-            experts=Experts.of(text),
-        )
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Name to (inputs, outputs) of the products of a step, q/k/v and gate/up merged."""
-        width = self.heads * self.head_dim
-        dense = {"gate_up": (self.hidden, 2 * self.intermediate), "down": (self.intermediate, self.hidden)}
-        return {
-            "qkv": (self.hidden, width + 2 * self.kv_heads * self.head_dim),
-            "o": (width, self.hidden),
-            **({} if self.experts else dense),
-            "lm_head": (self.hidden, self.vocab),
-        }
-
-
 def bench_kernels(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[KernelRow]:
@@ -141,8 +84,8 @@ def bench_kernels(
 
 
 def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Linears, experts and norms by the number of rows, attention and verification by batch and K; and a chunk of a
-    prompt, ``cache.prefill_chunk`` rows, in front of which the context lies.
+    """Linears, experts and norms by the number of rows, attention, verification and prompt lookup by batch and K; and a
+    chunk of a prompt, ``cache.prefill_chunk`` rows, in front of which the context lies.
     """
     shapes = [(batch, k + 1) for batch in options.batch_sizes for k in [0, *options.num_speculative_tokens]]
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
@@ -168,6 +111,9 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     for batch, width in shapes:
         if width > 1 and _has("verify", "verify.verify"):
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
+        if width > 1 and _has("ngram_lookup", "step.ngram"):
+            yield _record_tokens(place, batch, width + 1, options.prompt_length)
+            yield _ngram_lookup(place, options, batch, width - 1)
 
 
 def _has(op: str, module: str) -> bool:
@@ -373,6 +319,34 @@ def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float
     return Case(
         "verify", f"batch {batch}, K = {rows - 1}, {vocab} tokens, {how}", place.size(batch * rows * vocab), make
     )
+
+
+def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
+    """A step's first token and all that it emits, behind ``context`` tokens; the library is plain PyTorch."""
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        history, num_rows = place.full([batch, context + count], 7), place.full([batch], count)
+        tokens = torch.randint(1000, (batch, count), device=place.device)
+        positions = torch.arange(context, context + count, device=place.device).repeat(batch, 1)
+        given = (history, None, tokens, positions, num_rows)
+        ours: Call = lambda: torch.ops.specgraph.record_tokens(*given)  # noqa: E731
+        return ours, {"torch, separate": lambda: ngram.record_tokens_reference(*given)}
+
+    # Tokens and positions are read, the history is written: 8 bytes each.
+    return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
+
+
+def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Case:
+    """A few places in 1,000 have the last token, as in text; the library is plain PyTorch, without padding to read."""
+    length, draft = options.prompt_length, options.draft
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        history = torch.randint(1000, (batch, length), device=place.device)
+        given = (history, None, place.full([batch], length), k, draft.max_ngram, draft.min_ngram)
+        ours: Call = lambda: torch.ops.specgraph.ngram_lookup(*given)  # noqa: E731
+        return ours, {"torch, separate": lambda: ngram.ngram_lookup_reference(*given)}
+
+    return Case("ngram_lookup", f"batch {batch}, K = {k}, {length} tokens", 8 * batch * (length + k), make)
 
 
 def _flashinfer(place: _Place) -> Any:

@@ -9,8 +9,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.bench import report
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import KernelRow, Sizes, bench_kernels
+from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.models import SHAPES, random_target, shape_config
+from specgraph.bench.sizes import Sizes
 from specgraph.bench.steps import StepRow, bench_steps
 from specgraph.bench.timing import measure_bandwidth
 from specgraph.config import Config

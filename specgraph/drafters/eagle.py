@@ -1,8 +1,9 @@
 """EAGLE-1 and EAGLE-2 as a chain: a decoder layer over the token that followed and the target's last hidden state.
 
 Row ``t`` takes the embedding of token ``t + 1`` and ``h_t``, what the target's vocabulary projection reads at ``t``,
-side by side through one projection ``fc``, and predicts token ``t + 2`` with the target's own vocabulary projection. Its
-output is a guess of ``h_{t+1}``, which is fed on as it is. EAGLE-2 has the same weights and drafts a tree with them.
+side by side through one projection ``fc``, and predicts token ``t + 2`` with the target's own vocabulary projection.
+Its output is a guess of ``h_{t+1}``, which is fed on as it is. EAGLE-2 has the same weights and drafts a tree with
+them.
 
 Source: Li et al. 2024, EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858); names and shapes of SafeAILab/EAGLE.
 """

@@ -18,6 +18,7 @@ from specgraph.errors import ConfigError
 from specgraph.ir.graphs import export_module
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
+from specgraph.kernels.step.ngram import ngram_lookup
 
 
 @dataclass
@@ -58,23 +59,7 @@ class NGram(nn.Module):
         Returns:
             int64 ``[B, K]``, -1 where there is no proposal.
         """
-        place = torch.arange(history.shape[1], device=history.device)
-        end = length.unsqueeze(1)
-        # matched[b, j]: how many tokens before j (j itself included) equal those that end the sequence.
-        matched = torch.zeros_like(history)
-        equal = torch.ones_like(history, dtype=torch.bool)
-        for back in range(self.max_ngram):
-            wanted = history.gather(1, (end - 1 - back).clamp(0, None))
-            found = history.gather(1, (place - back).clamp(0, None).expand_as(history))
-            equal = equal & (found == wanted) & (place >= back) & (end > back)
-            matched = matched + equal.long()
-        earlier = (place < end - 1) & (matched >= self.min_ngram)
-        # The longest match wins, then the most recent one.
-        score = torch.where(earlier, matched * history.shape[1] + place, -1)
-        best, at = score.max(1, keepdim=True)
-        following = at + 1 + torch.arange(self.num_speculative_tokens, device=history.device)
-        tokens = history.gather(1, torch.minimum(following, end - 1).clamp(0, None))
-        return torch.where((following < end) & (best >= 0), tokens, -1)
+        return ngram_lookup(history, None, length, self.num_speculative_tokens, self.max_ngram, self.min_ngram)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,10 @@ import torch
 
 from specgraph.bench import run, steps
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import Experts, Sizes, cases
+from specgraph.bench.kernels import cases
 from specgraph.bench.models import SHAPES, random_head, random_target, shape_config
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
+from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
 from specgraph.bench.traffic import step_traffic
 from specgraph.cli import main
@@ -194,7 +195,9 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert all(name in shown for name in KERNEL_COLUMNS.values())
     found = json.loads(written.read_text())["rows"]
-    assert {row["kernel"] for row in found} == {"linear", "rms_norm", "gated_activation", "paged_attention", "verify"}
+    assert {row["kernel"] for row in found} == {
+        "linear", "rms_norm", "gated_activation", "paged_attention", "verify", "record_tokens", "ngram_lookup"
+    }  # fmt: skip
     assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
     rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
     assert rows["linear", "qkv 128x64, 6 rows"] == 4 * (128 * 64 + 6 * 64 + 6 * 128)
@@ -207,6 +210,8 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert rows["verify", f"batch 2, K = 2, 512 tokens, {how}"] == 4 * 2 * 3 * 512
     attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
     assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
+    assert rows["record_tokens", "batch 2, 4 tokens"] == 8 * 2 * 4 * 3
+    assert rows["ngram_lookup", "batch 2, K = 2, 9 tokens"] == 8 * 2 * (9 + 2)
 
 
 def small_options() -> BenchConfig:
@@ -243,6 +248,8 @@ def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
         if case.kernel in ("linear", "rms_norm", "gated_activation", "expert_linear"):
             for call in libraries.values():
                 assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
+        if case.kernel == "ngram_lookup":
+            assert all(torch.equal(ours(), call()) for call in libraries.values())  # type: ignore[arg-type]
         if case.kernel == "verify":
             assert bool((ours()[1] >= 1).all())  # type: ignore[index]
 
