@@ -7,7 +7,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
+from specgraph.config.load import drafter_options
 from specgraph.kernels.step import ngram
 
 BLOCK_SIZE = 16
@@ -338,7 +339,8 @@ def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
 
 def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Case:
     """A few places in 1,000 have the last token, as in text; the library is plain PyTorch, without padding to read."""
-    length, draft = options.prompt_length, options.draft
+    length = options.prompt_length
+    draft: Any = drafter_options(replace(options.draft, kind="ngram"))
 
     def make() -> tuple[Call, dict[str, Call]]:
         history = torch.randint(1000, (batch, length), device=place.device)

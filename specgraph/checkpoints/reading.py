@@ -33,7 +33,7 @@ class Reader:
 
     checkpoint: Checkpoint
     sources: list[Choice] = field(default_factory=list)
-    default_features: Callable[[int], Sequence[int]] = tuple
+    default_features: Callable[[int], Sequence[int]] = range
     """The hidden states that are read of a target with so many layers, where nothing says it."""
     default_source: str = "default"
 

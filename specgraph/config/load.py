@@ -56,7 +56,7 @@ def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
     """
     given = overlay.get("draft")
     name = given.get("_target_") or given.get("kind") if isinstance(given, Mapping) else None
-    if isinstance(name, str) and "." in name:
+    if isinstance(given, Mapping) and isinstance(name, str) and "." in name:
         base.draft = OmegaConf.structured(own_drafter(name).Config)
         overlay["draft"] = {**{key: value for key, value in given.items() if key != "_target_"}, "kind": name}
 

@@ -76,9 +76,25 @@ class Medusa(nn.Module):
         """``[B, 1, H]`` to logits ``[B, K, Vd]`` of all heads."""
         return torch.cat([self.step_logits(self.refine(hidden, i), i) for i in range(len(self.lm_heads))], dim=1)
 
+    @property
+    def weight(self) -> Tensor:
+        """The projection ``[Vd, H]`` of the first head."""
+        first = self.lm_heads[0]
+        assert isinstance(first, nn.Linear)
+        return first.weight
+
+    @property
+    def num_blocks(self) -> int:
+        """Residual blocks of every head."""
+        first = self.blocks[0]
+        assert isinstance(first, nn.ModuleList)
+        return len(first)
+
     def refine(self, hidden: Tensor, head: int) -> Tensor:
         """What the blocks of one head make of ``[..., H]``."""
-        for block in self.blocks[head]:
+        blocks = self.blocks[head]
+        assert isinstance(blocks, nn.ModuleList)
+        for block in blocks:
             hidden = hidden + F.silu(block(hidden))
         return hidden
 
@@ -159,7 +175,7 @@ class MedusaDrafter(Drafter):
         notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
             given, notes = load_heads(given, target.model, target.info), (given.about,)
-        check_place(given, given.module.lm_heads[0].weight, target.info)
+        check_place(given, given.module.weight, target.info)
         return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
 
     @classmethod
@@ -171,7 +187,7 @@ class MedusaDrafter(Drafter):
             ConfigError: there are fewer.
         """
         module: Medusa = head.module
-        count, weight = len(module.lm_heads), module.lm_heads[0].weight
+        count, weight = len(module.lm_heads), module.weight
         if num_speculative_tokens > count:
             raise ConfigError(
                 f"draft.num_speculative_tokens is {num_speculative_tokens}, but there are {count} Medusa heads, one "
@@ -188,11 +204,9 @@ class MedusaDrafter(Drafter):
         """A head with one block for every step: the block changes nothing yet, the projection is the target's."""
         rows, size = plan.projection.shape
         module = Medusa(plan.steps, 1, size, rows).to(plan.projection.device)
-        for blocks, projection in zip(module.blocks, module.lm_heads, strict=True):
-            nn.init.zeros_(blocks[0].weight)
-            nn.init.zeros_(blocks[0].bias)
-            with torch.no_grad():
-                projection.weight.copy_(plan.projection)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(plan.projection if name.startswith("lm_heads.") else torch.zeros(()))
         if plan.vocabulary is not None:
             module.register_buffer("draft_to_target", plan.vocabulary.to(plan.projection.device))
         return DraftHead(module, plan.features)
@@ -213,7 +227,7 @@ class MedusaDrafter(Drafter):
     ) -> Path:  # fmt: skip
         """With the released names, as safetensors."""
         module: Medusa = head.module
-        blocks = len(module.blocks[0])
+        blocks = module.num_blocks
         tensors: dict[str, Tensor] = {}
         for name, value in module.named_parameters():
             kind, index, *rest = name.split(".")

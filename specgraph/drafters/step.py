@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -127,9 +127,9 @@ class DraftStep:
         """Take a traced module out of the program, to build another one of it."""
         return self.program.modules.pop(name)
 
-    def propose(self, tokens: fx.Node | str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+    def propose(self, target: Callable[..., Any] | str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
         """Append a call that gives draft tokens ``[B, k]`` themselves (-1: no draft): point masses."""
-        return self.program.call(tokens, *args, name=name, role="drafts", **kwargs)
+        return self.program.call(target, *args, name=name, role="drafts", **kwargs)
 
     def draw(self, logits: fx.Node, row: int, vocab_size: int, dtype: torch.dtype, name: str | None = None) -> fx.Node:
         """Append a node that draws drafts number ``row``, ``row + 1``, ... ``[B, R]`` from logits ``[B, R, Vd]``.
@@ -156,9 +156,8 @@ class DraftStep:
 
     def _vocabulary(self, draft_to_target: Tensor) -> fx.Node:
         """The target id of every draft id as a node in front of all others."""
-        found = self.program.graph.find_nodes(op="call_module", target="draft_to_target")
-        if found:
-            return found[0]
+        for node in self.program.graph.find_nodes(op="call_module", target="draft_to_target"):
+            return cast(fx.Node, node)
         self.program.modules["draft_to_target"] = constant(draft_to_target, "draft_to_target")
         with self.program.graph.inserting_before(self.positions):
             return self.program.call("draft_to_target")
