@@ -18,7 +18,7 @@ from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
-from specgraph.passes.patterns import Mismatch
+from specgraph.passes.patterns import Mismatch, erase_unused
 
 EMITTED, NUM_EMITTED, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(8)
 """What :func:`~specgraph.kernels.step.settle` returns, in order."""
@@ -38,11 +38,23 @@ class FuseStep(LoweringPass):
         found = 0
         for node in list(calls(program.graph, step.row_positions)):
             found += _fuse_positions(program, node)
+        found += _drop_paths(program)
         try:
             found += _fuse_settling(program)
         except Mismatch as reason:
             return PassResult(found, near_misses=(NearMiss("step", str(reason)),))
         return PassResult(found, notes=(f"{found} functions of the step are joined",) if found else ())
+
+
+def _drop_paths(program: Program) -> int:
+    """The rows along a chain's path are the first rows, in their order: what lies behind the path's end is not used."""
+    found = list(calls(program.graph, step.along_path)) if "chain" in program.facts else []
+    for node in found:
+        path: Any = node.args[1]
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        program.graph.erase_node(node)
+        erase_unused(program.graph, path)
+    return len(found)
 
 
 def _fuse_positions(program: Program, node: fx.Node) -> int:

@@ -33,7 +33,7 @@ class InsertVerify(Pass):
 
     name: ClassVar[str] = "insert_verify"
     requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "draft"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"verify"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"verify", "chain"})
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.numerics import NumericsCallback
-from specgraph.compiler.pipeline import Callback, StageReport, run_passes
 from specgraph.compiler.selfcheck import self_check
 from specgraph.config import Config, ConfigLike, load_config, settle_lowering
 from specgraph.drafters.base import DraftLike, Target
@@ -22,6 +21,7 @@ from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
+from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder, current
 from specgraph.runtime.defaults import read_generation_config
@@ -80,7 +80,8 @@ def compile_speculative(
         callbacks = _callbacks(config, progress)
         stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
     check_complete(list(stages.values())[-1])
-    decoder = SpeculativeDecoder(stages, reports, config, defaults, limits, notes)
+    watching = callbacks[1:]  # progress is that of compiling
+    decoder = SpeculativeDecoder(stages, reports, config, defaults, limits, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder

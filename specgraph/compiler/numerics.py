@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgraph.compiler.pipeline import StageReport
 from specgraph.errors import NumericsError
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.passes.base import Pass
+from specgraph.passes.pipeline import StageReport
 
 ROUNDING = 64
 """How many units in the last place a pass that is not exact may move the norm of an output."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.config import Config
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import UnsupportedModelError
@@ -23,6 +22,7 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.requests import Limits
 
 EXPERTS = torch.ops.specgraph.expert_linear.default

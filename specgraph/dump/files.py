@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specgraph.dump.source import render
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import Program
+from specgraph.ir.source import render
 from specgraph.kernels.state import Buffer, Input, map_input
 
 FORMAT = 2

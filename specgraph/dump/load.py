@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from specgraph.dump.files import FORMAT, WEIGHTS, _decode, _dtype
-from specgraph.dump.source import class_name
 from specgraph.errors import ConfigError
+from specgraph.ir.source import class_name
 from specgraph.ir.state import State, allocate
 from specgraph.kernels.state import Input
 

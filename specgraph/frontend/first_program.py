@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import fx
 
-from specgraph.compiler.pipeline import mark_provenance
 from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.program import Program
@@ -31,5 +30,5 @@ def first_program(target: TracedModel, drafter: Drafter) -> Program:
     program.set_output(logits)
     program.facts = frozenset({"traced"})
     first = program.copy()
-    mark_provenance(first, "trace")
+    first.mark_provenance("trace")
     return first

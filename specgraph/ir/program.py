@@ -134,6 +134,12 @@ class Program:
                 break
         self.graph.output(values[0] if len(values) == 1 else values)
 
+    def mark_provenance(self, name: str) -> None:
+        """Note on every node that has no origin yet where it came from."""
+        for graph in (self.graph, *(module.graph for module in self.modules.values())):
+            for node in graph.nodes:
+                node.meta.setdefault("pass_name", name)
+
     def drop_input(self, name: str) -> None:
         """Remove an unused state input."""
         self.graph.erase_node(self.input(name))
@@ -164,7 +170,7 @@ class Program:
 
     def print_readable(self, module: str = "step") -> str:
         """Print and return the Python of the step graph, or of one module, with shapes and dtypes."""
-        from specgraph.dump import render
+        from specgraph.ir.source import render
 
         text = render(self, module)
         print(text)

@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 
 from specgraph.compiler.numerics import NumericsCallback
-from specgraph.compiler.pipeline import StageReport, run_passes
 from specgraph.drafters.draft_model import draft_model
 from specgraph.drafters.ngram import ngram
 from specgraph.drafters.none import NoDrafter
@@ -33,6 +32,7 @@ from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.pipeline import StageReport, run_passes
 from specgraph.passes.share_weights import ShareWeights
 from tests.models import make_model
 

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from torch import Tensor, fx, nn
 
 from specgraph.compiler.numerics import example_state
-from specgraph.compiler.pipeline import run_passes
 from specgraph.drafters.draft_model import draft_model
 from specgraph.drafters.ngram import ngram
 from specgraph.drafters.none import NoDrafter
@@ -29,6 +28,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes import PASSES
+from specgraph.passes.pipeline import run_passes
 from tests.models import make_model, shared_model
 
 aten = torch.ops.aten

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.drafters.draft_model import draft_model
 from specgraph.drafters.ngram import ngram
 from specgraph.drafters.none import NoDrafter
@@ -29,6 +28,7 @@ from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.pipeline import run_passes
 from tests.models import make_model, shared_model
 
 aten = torch.ops.aten

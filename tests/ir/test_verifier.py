@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls, new_module
 from specgraph.ir.program import Program
@@ -19,6 +18,7 @@ from specgraph.kernels import step
 from specgraph.kernels.state import Buffer
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import every_pass, first, last, toy
 
 aten = torch.ops.aten

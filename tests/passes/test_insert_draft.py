@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.drafters.step import SAMPLING
 from specgraph.errors import PassError
 from specgraph.ir.program import Program
@@ -13,6 +12,7 @@ from specgraph.ir.verifier import verify_program
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import body, everything, first, last, text, traced
 
 BEFORE = """

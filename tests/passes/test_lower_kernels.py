@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from transformers import AutoModelForCausalLM
 
 from specgraph.compiler.numerics import observe
-from specgraph.compiler.pipeline import run_passes
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError, PassError
 from specgraph.frontend.tracing import trace
@@ -29,6 +28,7 @@ from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears, merge_storage
+from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.runner import bucket
 from tests.compiler.test_pipeline import body, first, last
 from tests.decoding import compiled

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.drafters.base import Drafter
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.pipeline import run_passes
 
 
 class Lesson(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specgraph.compiler.pipeline import StageReport
 from specgraph.ir.program import Program
+from specgraph.passes.pipeline import StageReport
 from specgraph.tables import markdown_table
 
 _COLUMNS = ("pass", "seconds", "matches", "nodes before", "nodes after", "near misses", "bytes shared")
