@@ -24,6 +24,9 @@ from specgraph.errors import UnsupportedModelError
 MaskFunction = Callable[..., Any]
 """``function(batch, head, query, key)``, int64 tensors, says whether a query position may see a key position."""
 
+_UNLIMITED = 1 << 24
+"""Up to here the masks of a model are looked at if it does not say how many positions it knows."""
+
 
 class BuiltMask(Tensor):
     """A mask ``[B, 1, Q, S]`` of transformers, bool, that remembers the function it was built from.
@@ -127,13 +130,15 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
     return calls
 
 
-def check_masks(calls: Sequence[AttentionCall], name: str) -> None:
+def check_masks(calls: Sequence[AttentionCall], name: str, max_positions: int | None = None) -> None:
     """Every attention call must be given the mask of the causal window that it names, or none if it names no window.
+
+    What a mask would show at ``max_positions`` and beyond is of no importance: no token gets there.
 
     Raises:
         UnsupportedModelError: names the model ``name`` and the layer.
     """
-    limit = max([call.window + 8 for call in calls if call.window is not None] + [1 << 16])
+    limit = max([call.window + 8 for call in calls if call.window is not None] + [max_positions or _UNLIMITED])
     right: set[tuple[int, int | None]] = set()
     for layer, call in enumerate(calls):
         if isinstance(call.mask, BuiltMask) and not call.mask.is_altered:

@@ -234,7 +234,7 @@ def trace(model: PreTrainedModel) -> TracedModel:
         exported = functional(_export(wrapper, type(model).__name__))
     graph = unlift(exported, "model.")
     _check_attention(graph.graph, type(model).__name__, layers, wrapper.takes_positions)
-    check_masks(calls, type(model).__name__)
+    check_masks(calls, type(model).__name__, max_positions(model))
     body, head = _split(graph, type(model).__name__)
     vocab = head_output(head).shape[-1]
     parameter = next(model.parameters())

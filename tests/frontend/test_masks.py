@@ -96,6 +96,13 @@ def test_a_window_matters_where_a_layer_uses_its_mask() -> None:
         trace(make_model("qwen2_moe", **options))
 
 
+def test_a_window_that_no_position_reaches_is_none() -> None:
+    # phimoe tells no attention about its window, which in the published model is as long as its longest sequence.
+    assert windows(make_model("phimoe", sliding_window=128)) == [None, None]
+    with pytest.raises(UnsupportedModelError, match=r"Phimoe.* gives layer 0 .* its attention names \(None\)"):
+        trace(make_model("phimoe", sliding_window=127))
+
+
 @pytest.mark.parametrize("create", [create_chunked_causal_mask, create_causal_mask])
 @pytest.mark.parametrize(("name", "layer"), [("create_sliding_window_causal_mask", 0), ("create_causal_mask", 1)])
 def test_an_odd_mask_is_refused_with_the_layer_that_uses_it(
