@@ -4,7 +4,8 @@ k_cache, v_cache, slots, ...)``.
 The pass knows no kind of layer. An op that has a stateful form (:data:`~specgraph.kernels.state.STATEFUL`) says which
 buffers that form asks for and what its arguments are. A module's signature grows from ``(tokens, positions)`` to
 ``(tokens, positions, num_rows, block_table, max_length, caches)``; ``caches`` is one tuple of all buffers, layer after
-layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position is below ``max_length``.
+layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position is 0 or more and below
+``max_length``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class InsertKVCache(Pass):
             slots = graph.call_function(row_slots, places, {"block_size": self.block_size})
             slots.name = "slots"
         if limit is not None:
-            self._stay_below(graph, positions, slots, limit)
+            self._stay_inside(graph, positions, slots, limit)
         buffers: list[Buffer] = []
         for layer, node in enumerate(nodes):
             buffers += self._replace(graph, node, (caches, len(buffers), layer), (slots, block_table, positions))
@@ -89,10 +90,10 @@ class InsertKVCache(Pass):
                 added[-1].meta.update({"state": STATE[name], "shared": True})
         return added
 
-    def _stay_below(self, graph: fx.Graph, positions: fx.Node, slots: fx.Node, limit: int) -> None:
-        """Rows that are not real may lie past the end of a table of learned positions: look up its last entry."""
+    def _stay_inside(self, graph: fx.Graph, positions: fx.Node, slots: fx.Node, limit: int) -> None:
+        """Rows that are not real may lie outside of a table of learned positions: look up its first or last entry."""
         with graph.inserting_after(slots):
-            known = graph.call_function(torch.ops.aten.clamp.default, (positions,), {"max": limit - 1})
+            known = graph.call_function(torch.ops.aten.clamp.default, (positions,), {"min": 0, "max": limit - 1})
         known.name = "known_positions"
         sizes = torch.ops.aten.sym_size.int  # reads no position, and would keep the clamp where nothing else needs it
         positions.replace_all_uses_with(known, lambda user: user not in (slots, known) and user.target is not sizes)

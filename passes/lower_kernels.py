@@ -24,7 +24,16 @@ from specgraph.ir.program import Program
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import aten, dtype_of, keep_meta, only_user, producer, replace, weight_name
+from specgraph.passes.patterns import (
+    aten,
+    dispatched,
+    dtype_of,
+    keep_meta,
+    only_user,
+    producer,
+    replace,
+    weight_name,
+)
 
 LINEAR = torch.ops.specgraph.linear.default
 LINEAR_NORM = torch.ops.specgraph.linear_norm.default
@@ -337,7 +346,9 @@ _REDUCTIONS = {
 def _check_rows(name: str, module: fx.GraphModule) -> None:
     """Refuse a floating-point node whose rows may depend on their number."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and _is_float(node) and not _row_wise(node.target):
+        if node.op != "call_function" or not _is_float(node) or _row_wise(node.target):
+            continue
+        if not all(map(_row_wise, dispatched(node))):
             raise PassError(
                 f"lower_kernels: {name}.{node.name} ({node.target}) has no form whose rows are independent of their "
                 "number, which numerics=bitwise promises; compile with numerics=fast to use the library's."

@@ -42,7 +42,7 @@ def rotary_angles_reference(
         inv_freq: ``[F]``.
         dtype: of the results.
         layout: one of :data:`LAYOUTS`.
-        max_position: larger positions count as this one.
+        max_position: larger positions count as this one and negative ones as 0. Without it all count as they are.
 
     Returns:
         Two tensors ``[B, T, 2 * F]``; ``[B, T, F]`` where the layout is ``once``.
@@ -52,7 +52,7 @@ def rotary_angles_reference(
     """
     _check(positions, inv_freq, layout)
     exact = torch.promote_types(inv_freq.dtype, torch.float32)
-    positions = positions if max_position is None else positions.clamp(max=max_position)
+    positions = positions if max_position is None else positions.clamp(0, max_position)
     angles = positions.unsqueeze(2).to(exact) * inv_freq.to(exact)
     if layout == "halves":
         angles = torch.cat([angles, angles], dim=-1)
@@ -73,7 +73,7 @@ def _rotary_angles_kernel(
     inside = column < WIDTH
     position = tl.load(positions + row)
     if MAX is not None:
-        position = tl.minimum(position, MAX)
+        position = tl.minimum(tl.maximum(position, 0), MAX)
     frequency = column // 2 if PAIRS else column % FREQUENCIES
     angle = position.to(EXACT) * tl.load(inv_freq + frequency, mask=inside, other=0.0).to(EXACT)
     if INTERPRETED:

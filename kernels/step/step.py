@@ -69,7 +69,7 @@ def row_slots(
     """Cache slots ``[B, T]`` of rows at ``positions`` ``[B, T]``.
 
     Only the first ``num_rows`` ``[B]`` rows are real. They get ``block * block_size + offset`` through ``block_table``
-    ``[B, M]``; other rows, and rows at or past ``max_length`` ``[B]``, get ``PADDING_SLOT``.
+    ``[B, M]``; other rows, and rows before position 0 or at or past ``max_length`` ``[B]``, get ``PADDING_SLOT``.
     """
     slots: Tensor = torch.ops.specgraph.row_slots(positions, num_rows, block_table, max_length, block_size=block_size)
     return slots
@@ -326,7 +326,8 @@ def row_slots_reference(
     page = (positions // block_size).clamp(0, block_table.shape[1] - 1)
     block = block_table.gather(1, page)
     row = torch.arange(positions.shape[1], device=positions.device)
-    real = (row < num_rows.unsqueeze(1)) & (positions < max_length.unsqueeze(1)) & (block >= 0)
+    inside = (positions >= 0) & (positions < max_length.unsqueeze(1))
+    real = (row < num_rows.unsqueeze(1)) & inside & (block >= 0)
     return torch.where(real, block * block_size + positions % block_size, PADDING_SLOT)
 
 
@@ -378,7 +379,7 @@ def _row_slots_kernel(
     position = tl.load(positions + b * width + row, mask=inside, other=0)
     page = tl.minimum(tl.maximum(position // BLOCK_SIZE, 0), pages - 1)
     block = tl.load(block_table + b * pages + page, mask=inside, other=-1)
-    real = (row < tl.load(num_rows + b)) & (position < tl.load(max_length + b)) & (block >= 0)
+    real = (row < tl.load(num_rows + b)) & (position >= 0) & (position < tl.load(max_length + b)) & (block >= 0)
     slot = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -148,6 +148,20 @@ def test_padded_rows_give_zeros_even_if_they_hold_nan(options: dict[str, Any]):
     assert bool((out[1, 2:] == 0).all()) and bool((out[2] == 0).all())
 
 
+@variants
+def test_rows_before_the_first_position_see_and_write_nothing(options: dict[str, Any]):
+    qkv, lead = rows(6, 2), 3
+    padded = tuple(torch.nn.functional.pad(x, (0, 0, lead, 0), value=NAN) for x in qkv)
+    pages = Pages([6, 6], fill=NAN)
+    slots, positions = torch.full((2, 9), PADDING_SLOT), torch.arange(-lead, 6).expand(2, -1)
+    for b in range(2):
+        slots[b, lead:] = torch.tensor([pages.slot(b, place) for place in range(6)])
+    out = paged_attention(*padded, pages.k, pages.v, slots, pages.table, positions, scale=0.4, **options)
+    assert bool((out[:, :lead] == 0).all())
+    torch.testing.assert_close(out[:, lead:], oracle(*qkv, scale=0.4, **options), **EXACT)
+    assert int((~pages.k.isnan()).any(-1).any(-1).sum()) == 12
+
+
 def test_a_call_without_any_real_row_writes_and_gives_nothing():
     pages = Pages([4, 4], fill=NAN)
     out = pages.call(rows(4, 2), [2, 0], [0, 0], 3, scale=1.0)

@@ -35,6 +35,10 @@ def _layout() -> dict[str, Case]:
         "row_positions": (step.row_positions, (_ids(5, 0, 2), tokens), {}),
         "positions_and_next": (step.positions_and_next, (_ids(5, 0, 2), tokens), {}),
         "row_slots": (step.row_slots, (positions, counts, table, lengths), {"block_size": 4}),
+        "row_slots, before 0": (
+            step.row_slots, (step.row_positions(_ids(-2, -9, -1), tokens), _ids(3, 3, 2), table, lengths),
+            {"block_size": 4},
+        ),
         "needed_rows": (step.needed_rows, (hidden, _ids(0, 1, 2), 2), {}),
         "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
         "draft_tokens": (step.draft_tokens, (tokens,), {}),

@@ -39,6 +39,18 @@ def test_slots_of_pages_that_are_not_allocated_or_lie_past_the_table_are_none():
     assert slots.tolist() == [[27, NONE, NONE], [11, NONE, NONE]]
 
 
+@pytest.mark.parametrize("form", ["op", "kernel"])
+def test_rows_before_the_first_position_have_no_slot(form: str):
+    # By the remainder of its position alone, a row at -1 would be the last one of page 0.
+    positions, table = ids([-2, -1, 0, 1], [-5, -4, -1, 0], [-8, -7, -6, -5]), ids([6, 3], [NONE, 2], [6, 3])
+    arguments = (positions, ids(4, 4, 4), table, ids(8, 8, 8))
+    if form == "op":
+        slots = step.row_slots(*arguments, block_size=4)
+    else:
+        slots = step._row_slots(*(tensor.to(DEVICE) for tensor in arguments), block_size=4)
+    assert slots.tolist() == [[NONE, NONE, 24, 25], [NONE] * 4, [NONE] * 4]
+
+
 @pytest.mark.parametrize(
     ("forced", "count", "rows"),
     [
@@ -266,7 +278,7 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
         return torch.randint(low, high, shape, generator=generator)
 
     batch, width, count, num_eos = int(draw(1, 5)), int(draw(1, 9)), int(draw(0, 5)), int(draw(1, 4))
-    slots = (draw(0, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
+    slots = (draw(-9, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
     emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, num_eos), draw(0, 3, batch)
     emitted[:, width // 2 :] = NONE
     cut = step.cut_at_eos_reference(emitted, forced, eos_ids)
