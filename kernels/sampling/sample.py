@@ -1,4 +1,4 @@
-"""``specgraph::sample``: draw tokens with counter-based noise, and the processing of logits before it.
+"""``specgraph::sample_draft``: draw tokens with counter-based noise, and the processing of logits before it.
 
 Noise is a pure function of (seed, stream, key, row, token id), never of a generator's state, so that a token's noise
 does not change with the batch, the number of drafts or the order of evaluation. It comes from Philox4x32-7 (Salmon et
@@ -25,16 +25,19 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.registration import register
+from specgraph.kernels.sampling.constants import (
+    EIGHTS,
+    FIRST_EIGHT,
+    GREEDY_BELOW,
+    KEY_STEPS,
+    MULTIPLIERS,
+    PHILOX_ROUNDS,
+    STREAM_BITS,
+    STREAM_DRAFT,
+    STREAM_TARGET,
+    STRIDE,
+)
 from specgraph.kernels.sampling.triton_form import sample_draft_triton
-
-STREAM_TARGET = 0
-"""The target's own samples, keyed by the absolute position of the token; ``strict`` drafts share it."""
-STREAM_DRAFT = 1
-"""Draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
-STREAM_ACCEPT = 2
-"""Acceptance of drafts, keyed by the step and the draft's row."""
-STREAM_RESIDUAL = 3
-"""The token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
 
 SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
 """Rules whose drafts and next tokens use the target's own noise, keyed by position."""
@@ -42,25 +45,7 @@ STEP_NOISE_RULES = ("probabilistic", "block")
 """Rules whose noise is keyed by the step: noise of discarded rows has influenced acceptance and is never used again."""
 RULES = ("strict", "probabilistic", "block", "typical", "synthetic")
 
-GREEDY_BELOW = 1e-30
-"""Temperatures below this count as 0: dividing by them could overflow, and only exact ties tell the difference."""
-
-PHILOX_ROUNDS = 7
-"""With 10, the authors' choice with a margin, the scan of a row of logits takes a fifth longer."""
-
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_STREAM_BITS = 8
-_FIRST_EIGHT = 1 << 31
-"""The first block of the eights' words."""
-_STRIDE, _EIGHTS = 128, 512
-"""Eights that share a block are ``_STRIDE`` apart, within runs of ``_EIGHTS``."""
-
-torch.library.define(
-    "specgraph::sample",
-    "(Tensor processed, Tensor? seeds, Tensor key, Tensor? row=None, int stream=0, Tensor? token_ids=None) -> Tensor",
-)
 
 torch.library.define(
     "specgraph::sample_draft",
@@ -91,10 +76,10 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        even, odd = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = ((odd >> 32) & _WORD) ^ (c1 ^ k0), ((even >> 32) & _WORD) ^ (c3 ^ k1)
         c1, c3 = odd & _WORD, even & _WORD
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
 
 
@@ -102,7 +87,7 @@ def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: T
     """The four words ``[B, R, len(block)]`` of every block."""
     seed, place = seeds.view(-1, 1, 1), key.unsqueeze(-1)
     line = torch.zeros_like(place) if row is None else row.unsqueeze(-1)
-    last = (stream + ((place >> 32) << _STREAM_BITS)) & _WORD
+    last = (stream + ((place >> 32) << STREAM_BITS)) & _WORD
     return philox((block, place & _WORD, line & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
 
 
@@ -124,7 +109,7 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
 
     Args:
         seeds: int64 ``[B]``, all 64 bits count; None gives 0.5 everywhere.
-        stream: one of the ``STREAM_`` constants.
+        stream: one of the ``STREAM_`` constants of :mod:`specgraph.kernels.sampling.constants`.
         key: int64 ``[B, R]``, an absolute token position.
         row: int64 ``[B, R]`` in ``[0, 2**32)``, or None for 0.
 
@@ -155,13 +140,13 @@ def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
     """The word of every token's eight."""
     if isinstance(ids, Tensor):
         eight = ids // 8
-        block = _FIRST_EIGHT + eight // _EIGHTS * _STRIDE + eight % _STRIDE
-        return _picked_words(seeds, stream, key, row, block, eight // _STRIDE % 4)
+        block = FIRST_EIGHT + eight // EIGHTS * STRIDE + eight % STRIDE
+        return _picked_words(seeds, stream, key, row, block, eight // STRIDE % 4)
     count = (ids + 7) // 8
-    blocks = count if count <= _STRIDE else (count + _EIGHTS - 1) // _EIGHTS * _STRIDE
-    block = _FIRST_EIGHT + torch.arange(blocks, device=key.device)
+    blocks = count if count <= STRIDE else (count + EIGHTS - 1) // EIGHTS * STRIDE
+    block = FIRST_EIGHT + torch.arange(blocks, device=key.device)
     words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
-    runs = words.reshape(*words.shape[:-1], -1, min(blocks, _STRIDE))
+    runs = words.reshape(*words.shape[:-1], -1, min(blocks, STRIDE))
     eights = runs.transpose(-3, -2).flatten(-3)[..., :count]
     return eights.repeat_interleave(8, dim=-1)[..., :ids]
 
@@ -379,25 +364,4 @@ def _sample_draft_fake(
     return key.new_empty((batch, rows)), logits.new_empty((batch, rows, vocab if return_processed else 0), dtype=exact)
 
 
-def _sample_fake(
-    processed: Tensor,
-    seeds: Tensor | None,
-    key: Tensor,
-    row: Tensor | None = None,
-    stream: int = STREAM_TARGET,
-    token_ids: Tensor | None = None,
-) -> Tensor:
-    require(processed.dim() == 3, lambda: f"processed must be [B, R, V], not {tuple(processed.shape)}")
-    rows = processed.shape[:2]
-    if seeds is not None:
-        require(seeds.shape == rows[:1], lambda: f"seeds must be [B] = {tuple(rows[:1])}, not {tuple(seeds.shape)}")
-    require(key.shape == rows, lambda: f"key must be [B, R] = {tuple(rows)}, not {tuple(key.shape)}")
-    if row is not None:
-        require(row.shape == rows, lambda: f"row must be [B, R] = {tuple(rows)}, not {tuple(row.shape)}")
-    if token_ids is not None:
-        require(token_ids.shape == processed.shape[2:], lambda: "token_ids must give one target id per entry")
-    return key.new_empty(rows)
-
-
-register("sample", cpu=sample, cuda=sample, fake=_sample_fake)
 register("sample_draft", cpu=sample_draft_reference, cuda=_sample_draft_cuda, fake=_sample_draft_fake)

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import (
-    GREEDY,
     NO_TOKEN,
     TILE,
     WARPS,
@@ -123,7 +123,7 @@ def _write_processed(
     chosen = tl.load(chosen_ptr + line)
     floor = load_floor(floors_ptr, line, FLOORED)
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    point = (tl.zeros_like(local) + temperature < GREEDY) | (local * 0 + chosen < 0)
+    point = (tl.zeros_like(local) + temperature < TL_GREEDY_BELOW) | (local * 0 + chosen < 0)
     for i in tl.static_range(SPLIT // TILE):
         place = split * SPLIT + i * TILE + local
         x = load_tile(logits_ptr + line.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)

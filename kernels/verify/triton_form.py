@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW, TL_STREAM_TARGET
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import (
-    GREEDY,
     LOG2E,
     NO_TOKEN,
     TILE,
@@ -37,7 +37,7 @@ from specgraph.kernels.sampling.gumbel import (
     load_floors,
     split_size,
 )
-from specgraph.kernels.sampling.sample import STEP_NOISE_RULES, STREAM_TARGET
+from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_split
 from specgraph.kernels.verify.residual import Block, verify_residual
 from specgraph.kernels.verify.rows import (
@@ -61,8 +61,6 @@ _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 _FEW_GROUPS = 1024
 """More groups than that are merged by twice as many warps: a thread has eight of them."""
-
-_TARGET = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -98,7 +96,7 @@ def _scan_rows(
             seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
         scan_split(
             row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
-            _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
+            TL_STREAM_TARGET, SPLIT, TILE, NOISE, False, FLOORED,
         )  # fmt: skip
         if RAW or SCALED:
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
@@ -130,7 +128,7 @@ def _finish(
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
-    cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
     draft, judged, live = judge_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
@@ -145,7 +143,7 @@ def _finish(
     line = (batch * count + rows).to(tl.int64)
     token, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
-        vocab, vocab, vocab, splits, area, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
+        vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
     token = tl.where(token == NO_TOKEN, 0, token)
     tl.store(bad_ptr + batch, bad.to(tl.uint8))

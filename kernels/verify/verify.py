@@ -39,11 +39,9 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.registration import register
+from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_TARGET
 from specgraph.kernels.sampling.sample import (
     STEP_NOISE_RULES,
-    STREAM_ACCEPT,
-    STREAM_RESIDUAL,
-    STREAM_TARGET,
     check_rule,
     clean_logits,
     process_logits,

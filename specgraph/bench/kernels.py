@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.timing import Call, median_seconds, split_maxima
+from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
@@ -124,7 +125,7 @@ class Sizes:
 def bench_kernels(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[KernelRow]:
-    """A row for every kernel that this installation has, at every shape."""
+    """A row for every kernel at every shape."""
     for case in cases(sizes, options, device, dtype):
         copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
         made = [case.make() for _ in range(copies)]
@@ -148,35 +149,21 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):
-        if _has("linear"):
-            # Of a chunk only the last rows meet the vocabulary.
-            named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
-            yield from (_linear(place, name, *size, rows) for name, size in named.items())
-            yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
-            yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
-        if sizes.experts and _has("expert_linear", "experts"):
+        # Of a chunk only the last rows meet the vocabulary.
+        named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
+        yield from (_linear(place, name, *size, rows) for name, size in named.items())
+        yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
+        yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
+        if sizes.experts:
             width = sizes.experts.intermediate
             yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
             yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
-        if _has("rms_norm", "norm"):
-            yield _norm(place, sizes.hidden, rows)
-        if not sizes.experts and _has("gated_activation", "activation"):
-            yield _activation(place, sizes.intermediate, rows)
+        yield _norm(place, sizes.hidden, rows)
     for batch, width in [*shapes, (1, chunk)]:
-        if _has("paged_attention", "attention"):
-            yield _attention(place, sizes, batch, width, options.prompt_length)
+        yield _attention(place, sizes, batch, width, options.prompt_length)
     for batch, width in shapes:
-        if width > 1 and _has("verify"):
+        if width > 1:
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
-
-
-def _has(op: str, module: str | None = None) -> bool:
-    """Whether a kernel of that name is installed; its module registers it."""
-    try:
-        importlib.import_module(f"specgraph.kernels.{module or op}")
-    except ImportError:
-        return False
-    return hasattr(torch.ops.specgraph, op)
 
 
 @dataclass(frozen=True)
@@ -289,20 +276,6 @@ def _norm(place: _Place, width: int, rows: int) -> Case:
         return lambda: torch.ops.specgraph.rms_norm(x, weight, eps=1e-5), libraries
 
     return Case("rms_norm", f"{width} wide, {rows} rows", place.size(2 * rows * width, width), make)
-
-
-def _activation(place: _Place, width: int, rows: int) -> Case:
-    def make() -> tuple[Call, dict[str, Call]]:
-        x = place.random(1, rows, 2 * width)
-
-        def separate() -> Tensor:
-            gate, up = x.chunk(2, dim=-1)
-            return functional.silu(gate) * up
-
-        ours: Call = lambda: torch.ops.specgraph.gated_activation(x, activation="silu")  # noqa: E731
-        return ours, {"torch silu, mul": separate}
-
-    return Case("gated_activation", f"{width} wide, {rows} rows", place.size(3 * rows * width), make)
 
 
 def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.sampling.constants import STREAM_TARGET
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.sample import (
     RULES,
     STEP_NOISE_RULES,
-    STREAM_TARGET,
     gumbel,
     process_logits,
     sample,

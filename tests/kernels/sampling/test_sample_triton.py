@@ -9,11 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.sampling import gumbel, scan
+from specgraph.kernels.sampling.constants import STREAM_DRAFT, STREAM_TARGET
 from specgraph.kernels.sampling.gumbel import noise_key, philox
 from specgraph.kernels.sampling.sample import (
     SHARED_NOISE_RULES,
-    STREAM_DRAFT,
-    STREAM_TARGET,
     sample_draft,
     sample_draft_reference,
     uniform,

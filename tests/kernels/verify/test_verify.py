@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_RESIDUAL
 from specgraph.kernels.sampling.sample import (
     RULES,
-    STREAM_ACCEPT,
-    STREAM_RESIDUAL,
     process_logits,
     sample,
     sample_draft,

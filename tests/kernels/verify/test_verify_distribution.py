@@ -15,10 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
 from specgraph.kernels.sampling.sample import (
-    STREAM_ACCEPT,
-    STREAM_DRAFT,
-    STREAM_RESIDUAL,
     process_logits,
     sample,
     uniform,

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.sampling import scan
+from specgraph.kernels.sampling.constants import STREAM_TARGET
 from specgraph.kernels.sampling.gumbel import rough_exponential
 from specgraph.kernels.sampling.sample import (
     RULES,
     STEP_NOISE_RULES,
-    STREAM_TARGET,
     gumbel,
     process_logits,
     sample,
