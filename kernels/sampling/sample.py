@@ -19,12 +19,12 @@ has word ``e // 128 % 4`` of block ``2**31 + e // 512 * 128 + e % 128``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from specgraph.kernels.registration import register
+from specgraph.kernels.checks import require
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import (
     EIGHTS,
     FIRST_EIGHT,
@@ -47,22 +47,11 @@ RULES = ("strict", "probabilistic", "block", "typical", "synthetic")
 
 _WORD = 0xFFFFFFFF
 
-torch.library.define(
-    "specgraph::sample_draft",
-    "(Tensor logits, Tensor temperature, Tensor? seeds, Tensor key, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
-    "Tensor? draft_to_target, int row, str rule, int? target_vocab_size, bool return_processed) -> (Tensor, Tensor)",
-)
-
 
 def check_rule(rule: str) -> None:
     """Raise ``ValueError`` unless ``rule`` is one of :data:`RULES`."""
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}.")
-
-
-def require(condition: bool, message: Callable[[], str]) -> None:
-    """Raise ``ValueError`` with ``message()`` unless ``condition`` holds; understands symbolic shapes."""
-    torch._check_value(condition, message)  # type: ignore[no-untyped-call]
 
 
 def philox(
@@ -310,58 +299,50 @@ def sample_draft(
     return found
 
 
-def sample_draft_reference(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
-    return_processed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sample_draft_reference(given: SampleDraft) -> tuple[Tensor, Tensor]:
     """:func:`sample_draft` in plain PyTorch."""
-    check_rule(rule)
-    if target_vocab_size is not None:
-        ids = torch.arange(logits.shape[-1], device=logits.device) if draft_to_target is None else draft_to_target
-        logits = logits.masked_fill(ids >= target_vocab_size, -torch.inf)
-    processed = process_logits(logits, temperature, top_k, top_p, min_p)
-    number = (row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
-    start = key.unsqueeze(1).expand(logits.shape[:2])
-    if rule in SHARED_NOISE_RULES:
-        token = sample(processed, seeds, start + number, None, STREAM_TARGET, draft_to_target)
+    check_rule(given.rule)
+    logits, ids, limit = given.logits, given.draft_to_target, given.target_vocab_size
+    if limit is not None:
+        targets = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
+        logits = logits.masked_fill(targets >= limit, -torch.inf)
+    processed = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
+    number = (given.row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+    start = given.key.unsqueeze(1).expand(logits.shape[:2])
+    if given.rule in SHARED_NOISE_RULES:
+        token = sample(processed, given.seeds, start + number, None, STREAM_TARGET, ids)
     else:
-        token = sample(processed, seeds, start, number, STREAM_DRAFT, draft_to_target)
-    token = token if draft_to_target is None else draft_to_target[token]
-    return token, processed if return_processed else processed.new_empty((*token.shape, 0))
+        token = sample(processed, given.seeds, start, number, STREAM_DRAFT, ids)
+    token = token if ids is None else ids[token]
+    return token, processed if given.return_processed else processed.new_empty((*token.shape, 0))
 
 
-def _sample_draft_cuda(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
-    return_processed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The Triton form; float64 is the reference's."""
-    if logits.dtype == torch.float64:
-        return sample_draft_reference(
-            logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
-            return_processed,
-        )  # fmt: skip
-    check_rule(rule)
-    shared = rule in SHARED_NOISE_RULES
-    return sample_draft_triton(
-        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, target_vocab_size, shared=shared,
-        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=return_processed,
-    )  # fmt: skip
+def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tensor, Tensor]:
+    check_rule(given.rule)
+    shared = given.rule in SHARED_NOISE_RULES
+    return sample_draft_triton(given, shared=shared, stream=STREAM_TARGET if shared else STREAM_DRAFT, **tuning)  # type: ignore[arg-type]
 
 
-def _sample_draft_fake(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
-    return_processed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
+    logits, key, ids = given.logits, given.key, given.draft_to_target
     require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
     batch, rows, vocab = logits.shape
     require(key.shape == (batch,), lambda: f"key must be [B] = {(batch,)}, not {tuple(key.shape)}")
-    if draft_to_target is not None:
-        require(draft_to_target.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, vocab if return_processed else 0), dtype=exact)
+    if ids is not None:
+        require(ids.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
+    kept, exact = vocab if given.return_processed else 0, torch.promote_types(logits.dtype, torch.float32)
+    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, kept), dtype=exact)
 
 
-register("sample_draft", cpu=sample_draft_reference, cuda=_sample_draft_cuda, fake=_sample_draft_fake)
+def _not_float64(given: SampleDraft) -> bool:
+    return given.logits.dtype != torch.float64
+
+
+SAMPLE_DRAFT = declare(
+    Op(
+        "sample_draft",
+        SampleDraft,
+        _sample_draft_fake,
+        triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=_not_float64),
+    )
+)

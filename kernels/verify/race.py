@@ -1,7 +1,7 @@
 """The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
 
 The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``.
-See :mod:`specgraph.kernels.verify.residual` for the tables of rows that these functions read.
+See :mod:`specgraph.kernels.verify.triton_residual` for the tables of rows that these functions read.
 """
 
 # Triton functions carry no types.

@@ -26,14 +26,14 @@ def weight(x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: norm.rms_norm(x, weight(x), eps=EPS, offset=1.0),
-    "layer_norm": lambda x: norm.layer_norm(x, None, None, eps=EPS),
-    "row_mean": norm.row_mean,
+    "rms_norm": lambda x: norm.RMS_NORM.form("triton")(x, weight(x), eps=EPS, offset=1.0),
+    "layer_norm": lambda x: norm.LAYER_NORM.form("triton")(x, None, None, eps=EPS),
+    "row_mean": norm.ROW_MEAN.form("triton"),
 }
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: norm.rms_norm_reference(x, weight(x), eps=EPS, offset=1.0),
-    "layer_norm": lambda x: norm.layer_norm_reference(x, None, None, eps=EPS),
-    "row_mean": norm.row_mean_reference,
+    "rms_norm": lambda x: norm.RMS_NORM.form("reference")(x, weight(x), eps=EPS, offset=1.0),
+    "layer_norm": lambda x: norm.LAYER_NORM.form("reference")(x, None, None, eps=EPS),
+    "row_mean": norm.ROW_MEAN.form("reference"),
 }
 # Head size, hidden sizes, gate and up of an 8B model side by side, and widths that no vector divides.
 WIDTHS = (128, 2048, 4096, 16384, 28672, 72, 4102)
