@@ -21,7 +21,7 @@ from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import Mismatch, erase_unused
 
 EMITTED, NUM_EMITTED, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(8)
-"""What :func:`~specgraph.kernels.step.settle` returns, in order."""
+"""What :func:`~specgraph.kernels.step.tokens` returns, in order."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import specgraph.kernels.linear.norm  # noqa: F401  (both register ops)
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
+from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
@@ -41,6 +42,8 @@ NORM_PARTS = torch.ops.specgraph.norm_parts.default
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 PAIR = torch.ops.specgraph.rms_norm_pair.default
 NUMERICS = ("bitwise", "fast")
+PROMISED = "cuda"
+"""The device type that ``bitwise`` is a promise about; on a CPU, lowered programs run the reference, as tests do."""
 MAX_TERMS = 32
 """Sums of at most this many terms are written out as additions, whose order is then the graph's."""
 
@@ -364,6 +367,8 @@ def _is_float(node: fx.Node) -> bool:
 def _row_wise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem or str(getattr(target, "__module__", "")).startswith("specgraph.")
+    own = ops.find(target)
+    if own is not None:
+        return own.row_independent(PROMISED)
     pointwise = torch.Tag.pointwise in target.tags or target.is_view
-    own = target.namespace == "specgraph"
-    return pointwise or own or target._schema.name.split("::")[1] in ROW_WISE
+    return pointwise or target._schema.name.split("::")[1] in ROW_WISE

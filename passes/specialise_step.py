@@ -13,7 +13,7 @@ from torch import fx
 
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
-from specgraph.kernels.verify.options import LOGPROBS
+from specgraph.kernels.verify.arguments import LOGPROBS
 from specgraph.passes.base import Pass, PassResult
 
 

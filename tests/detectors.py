@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.sampling.sample import STREAM_DRAFT, STREAM_TARGET, gumbel
+from specgraph.kernels.sampling.constants import STREAM_DRAFT, STREAM_TARGET
+from specgraph.kernels.sampling.sample import gumbel
 from tests import harness
 from tests.harness import Run, fresh_start, slots_of
 

@@ -33,6 +33,8 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -40,10 +42,9 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import bound
 from specgraph.kernels.attention.units import is_last
+from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.registration import register
-from specgraph.kernels.sampling.sample import require
-from specgraph.kernels.step.rows import check_batch
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
 
 TILE = 1024
 """Tokens that a program reads at a time: 8 for each of its 128 threads, in four loads of 16 bytes."""
@@ -54,19 +55,9 @@ MOST_PARTS = 256
 _MOST_PARTS = tl.constexpr(MOST_PARTS)
 _RECORD_BLOCK = 256
 
-torch.library.define(
-    "specgraph::ngram_lookup",
-    "(Tensor history, Tensor? rows, Tensor length, int num_speculative_tokens, int max_ngram, int min_ngram) -> Tensor",
-)
-torch.library.define(
-    "specgraph::record_tokens",
-    "(Tensor(a!) history, Tensor? rows, Tensor tokens, Tensor positions, Tensor num_rows) -> ()",
-)
 
-
-def ngram_lookup(
-    history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
+@dataclass(slots=True)
+class NgramLookup:
     """Propose what followed the last occurrence of the longest n-gram that ends a sequence and occurs in it before.
 
     Args:
@@ -80,30 +71,51 @@ def ngram_lookup(
     Returns:
         int64 ``[B, K]``, -1 where there is no proposal.
     """
-    proposals: Tensor = torch.ops.specgraph.ngram_lookup(
-        history, rows, length, num_speculative_tokens, max_ngram, min_ngram
-    )
-    return proposals
+
+    history: Tensor
+    rows: Tensor | None
+    length: Tensor
+    num_speculative_tokens: int
+    max_ngram: int
+    min_ngram: int
 
 
-def ngram_lookup_reference(
-    history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
-    """:func:`ngram_lookup` in plain PyTorch, which never reads a value on the host."""
-    tokens, end = _sequences(history, rows, length)
+@dataclass(slots=True)
+class RecordTokens:
+    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history``.
+
+    Args:
+        history: int64 ``[N, S]``, written in place.
+        rows: int64 ``[B]``, the row of ``history`` of each sequence, all different but for -1, which writes nothing.
+            None if sequence b has row b.
+        tokens: int64 ``[B, T]``.
+        positions: int64 ``[B, T]``, ascending; what they put before 0, or at or past ``S``, is left out.
+        num_rows: int64 ``[B]``.
+    """
+
+    history: Tensor
+    rows: Tensor | None
+    tokens: Tensor
+    positions: Tensor
+    num_rows: Tensor
+
+
+def ngram_lookup_reference(given: NgramLookup) -> Tensor:
+    """:class:`NgramLookup` in plain PyTorch, which never reads a value on the host."""
+    tokens, end = _sequences(given.history, given.rows, given.length)
     place = torch.arange(tokens.shape[1], device=tokens.device)
     # matched[b, j]: how many tokens before j (j itself included) equal those that end the sequence.
     matched = torch.zeros_like(tokens)
     equal = torch.ones_like(tokens, dtype=torch.bool)
-    for back in range(max_ngram):
+    for back in range(given.max_ngram):
         wanted = tokens.gather(1, (end - 1 - back).clamp(0, None))
         found = tokens.gather(1, (place - back).clamp(0, None).expand_as(tokens))
         equal = equal & (found == wanted) & (place >= back) & (end > back)
         matched = matched + equal.long()
-    earlier = (place < end - 1) & (matched >= min_ngram)
+    earlier = (place < end - 1) & (matched >= given.min_ngram)
     # The longest match wins, then the most recent one.
     score = torch.where(earlier, matched * tokens.shape[1] + place, -1).amax(1, keepdim=True)
-    return _following(tokens, end, score, num_speculative_tokens)
+    return _following(tokens, end, score, given.num_speculative_tokens)
 
 
 def _sequences(history: Tensor, rows: Tensor | None, length: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,22 +132,12 @@ def _following(tokens: Tensor, end: Tensor, score: Tensor, count: int) -> Tensor
     return torch.where((following < end) & (score >= 0), drafts, -1)
 
 
-def record_tokens_reference(
-    history: Tensor, rows: Tensor | None, tokens: Tensor, positions: Tensor, num_rows: Tensor
-) -> None:
-    """Write the first ``num_rows`` ``[B]`` of ``tokens`` ``[B, T]`` at ``positions`` of ``history``, in plain PyTorch.
-
-    Args:
-        history: int64 ``[N, S]``, written in place.
-        rows: int64 ``[B]``, the row of ``history`` of each sequence, all different but for -1, which writes nothing.
-            None if sequence b has row b.
-        tokens: int64 ``[B, T]``.
-        positions: int64 ``[B, T]``, ascending; what they put before 0, or at or past ``S``, is left out.
-        num_rows: int64 ``[B]``.
-    """
+def record_tokens_reference(given: RecordTokens) -> None:
+    """:class:`RecordTokens` in plain PyTorch."""
+    history, rows, tokens, positions = given.history, given.rows, given.tokens, given.positions
     sequence = torch.arange(tokens.shape[0], device=tokens.device) if rows is None else rows
     row = torch.arange(tokens.shape[1], device=tokens.device)
-    real = (row < num_rows.unsqueeze(1)) & (positions >= 0) & (positions < history.shape[1])
+    real = (row < given.num_rows.unsqueeze(1)) & (positions >= 0) & (positions < history.shape[1])
     real = real & (sequence >= 0).unsqueeze(1)
     # To select the real rows by a mask, the host would have to know their number. So every row adds: a real one the
     # difference to what is there, all others zero.
@@ -242,12 +244,11 @@ def _parts(batch: int, longest: int) -> int:
     return max(1, min(tiles, PROGRAMS // batch, MOST_PARTS))
 
 
-def _ngram_lookup(
-    history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
-    """:func:`ngram_lookup_reference` in one kernel."""
+def ngram_lookup_triton(given: NgramLookup) -> Tensor:
+    """:class:`NgramLookup` in one kernel."""
+    history, rows, length, count = given.history, given.rows, given.length, given.num_speculative_tokens
     batch = length.shape[0]
-    proposals = history.new_empty(batch, num_speculative_tokens)
+    proposals = history.new_empty(batch, count)
     counters = arrival_counters(history.device)  # even if not needed now: a later call may be captured
     if proposals.numel() == 0:
         return proposals
@@ -255,47 +256,47 @@ def _ngram_lookup(
     parts, pdl = _parts(batch, history.shape[1]), supports_pdl(history.device)
     _lookup_kernel[(parts, batch)](
         proposals, history.new_empty(batch, parts), counters, history, None if rows is None else rows.contiguous(),
-        length.contiguous(), history.stride(0), history.shape[1], num_speculative_tokens, MAX_NGRAM=max_ngram,
-        MIN_NGRAM=min_ngram, TILE=TILE, DRAFTS=triton.next_power_of_2(num_speculative_tokens), PDL=pdl, num_warps=4,
+        length.contiguous(), history.stride(0), history.shape[1], count, MAX_NGRAM=given.max_ngram,
+        MIN_NGRAM=given.min_ngram, TILE=TILE, DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip
     return proposals
 
 
-def _record_tokens(history: Tensor, rows: Tensor | None, tokens: Tensor, positions: Tensor, num_rows: Tensor) -> None:
-    """:func:`record_tokens_reference` in one kernel."""
+def record_tokens_triton(given: RecordTokens) -> None:
+    """:class:`RecordTokens` in one kernel."""
+    history, rows, tokens, positions = given.history, given.rows, given.tokens, given.positions
     batch, width = tokens.shape
     if tokens.numel() == 0:
         return
     block, pdl = min(triton.next_power_of_2(width), _RECORD_BLOCK), supports_pdl(history.device)
     _record_kernel[(batch, triton.cdiv(width, block))](
         history, None if rows is None else rows.contiguous(), tokens.contiguous(), positions.contiguous(),
-        num_rows.contiguous(), *history.stride(), history.shape[1], width, BLOCK=block, PDL=pdl, num_warps=1,
+        given.num_rows.contiguous(), *history.stride(), history.shape[1], width, BLOCK=block, PDL=pdl, num_warps=1,
         **launch_options(pdl),
     )  # fmt: skip
 
 
-def _ngram_lookup_cpu(
-    history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
-    """:func:`ngram_lookup_reference` on the accepted tokens alone, since a CPU may look at values.
+def ngram_lookup_cpu(given: NgramLookup) -> Tensor:
+    """:class:`NgramLookup` on the accepted tokens alone, since a CPU may look at values.
 
     After the last token, only the few places that have matched so far are compared further.
     """
+    history, length = given.history, given.length
     longest = max([1, *length.tolist()])
-    tokens, end = _sequences(history[:, :longest], rows, length)
+    tokens, end = _sequences(history[:, :longest], given.rows, length)
     last = tokens.gather(1, (end - 1).clamp(0, None))
     earlier = torch.arange(tokens.shape[1]) < end - 1
     sequence, place = (earlier & (tokens == last)).nonzero(as_tuple=True)
     score = torch.full((len(end),), -1, dtype=torch.int64)
-    for matched in range(1, max_ngram + 1):
-        if matched >= min_ngram:
+    for matched in range(1, given.max_ngram + 1):
+        if matched >= given.min_ngram:
             score.scatter_reduce_(0, sequence, matched * tokens.shape[1] + place, "amax")
         before = place >= matched
         sequence, place = sequence[before], place[before]
         equal = tokens[sequence, place - matched] == tokens[sequence, end[sequence, 0] - 1 - matched]
         sequence, place = sequence[equal], place[equal]
-    return _following(tokens, end, score.unsqueeze(1), num_speculative_tokens)
+    return _following(tokens, end, score.unsqueeze(1), given.num_speculative_tokens)
 
 
 def _check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
@@ -309,25 +310,42 @@ def _check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
         check_batch("rows", rows, batch)
 
 
-def _ngram_lookup_fake(
-    history: Tensor, rows: Tensor | None, length: Tensor, num_speculative_tokens: int, max_ngram: int, min_ngram: int
-) -> Tensor:
+def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
+    length, min_ngram, max_ngram = given.length, given.min_ngram, given.max_ngram
     require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
-    _check_rows(history, rows, length.shape[0])
+    _check_rows(given.history, given.rows, length.shape[0])
     require(
         1 <= min_ngram <= max_ngram,
         lambda: f"min_ngram must be at least 1 and at most max_ngram, not {min_ngram} with max_ngram {max_ngram}",
     )
-    return history.new_empty(length.shape[0], num_speculative_tokens)
+    return given.history.new_empty(length.shape[0], given.num_speculative_tokens)
 
 
-def _record_tokens_fake(
-    history: Tensor, rows: Tensor | None, tokens: Tensor, positions: Tensor, num_rows: Tensor
-) -> None:
+def _record_tokens_fake(given: RecordTokens) -> None:
+    tokens, positions = given.tokens, given.positions
     require(tokens.dim() == 2 and tokens.shape == positions.shape, lambda: "tokens and positions must both be [B, T]")
-    _check_rows(history, rows, tokens.shape[0])
-    check_batch("num_rows", num_rows, tokens.shape[0])
+    _check_rows(given.history, given.rows, tokens.shape[0])
+    check_batch("num_rows", given.num_rows, tokens.shape[0])
 
 
-register("ngram_lookup", cpu=_ngram_lookup_cpu, cuda=_ngram_lookup, fake=_ngram_lookup_fake)
-register("record_tokens", cpu=record_tokens_reference, cuda=_record_tokens, fake=_record_tokens_fake)
+NGRAM_LOOKUP = declare(
+    Op(
+        "ngram_lookup",
+        NgramLookup,
+        _ngram_lookup_fake,
+        (
+            Variant("triton", ngram_lookup_triton, row_independent=True),
+            Variant("cpu", ngram_lookup_cpu, row_independent=True),
+            Variant("reference", ngram_lookup_reference, row_independent=True),
+        ),
+    )
+)
+RECORD_TOKENS = declare(
+    Op(
+        "record_tokens",
+        RecordTokens,
+        _record_tokens_fake,
+        triton_or_reference(record_tokens_triton, record_tokens_reference, moves_only=True),
+        mutates=("history",),
+    )
+)

@@ -1,7 +1,7 @@
 """The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
 
 The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``.
-See :mod:`specgraph.kernels.verify.residual` for the tables of rows that these functions read.
+See :mod:`specgraph.kernels.verify.triton_residual` for the tables of rows that these functions read.
 """
 
 # Triton functions carry no types.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.sampling.constants import TL_STREAM_RESIDUAL
 from specgraph.kernels.sampling.gumbel import (
     LOG2E,
     NO_TOKEN,
@@ -24,10 +25,7 @@ from specgraph.kernels.sampling.gumbel import (
     noise_key,
     token_noise,
 )
-from specgraph.kernels.sampling.sample import STREAM_RESIDUAL
 from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, write_logprobs
-
-_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 
 
 @triton.jit
@@ -99,7 +97,7 @@ def _race_split(
         if NOISE:
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
-            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
+            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_RESIDUAL, start, start * 0 + key)
             four = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
             value = value / token_noise(four, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top

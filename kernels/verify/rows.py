@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.sampling.constants import TL_STREAM_ACCEPT
 from specgraph.kernels.sampling.gumbel import (
     LOG2E,
     clean,
@@ -21,9 +22,7 @@ from specgraph.kernels.sampling.gumbel import (
     philox,
     uniform,
 )
-from specgraph.kernels.sampling.sample import STREAM_ACCEPT
 
-_ACCEPT = tl.constexpr(STREAM_ACCEPT)
 _FIXED = tl.constexpr(2.0**40)
 """Fixed point of sums over splits: a row's sum of exponentials is below 2**22, so 64 bits hold it."""
 
@@ -134,7 +133,7 @@ def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE: tl.c
     u = tl.full(row.shape, 0.5, tl.float32)
     if NOISE:
         start = tl.load(positions_ptr + batch * width)
-        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
+        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_ACCEPT, start, row)
         word, _, _, _ = philox((row * 0).to(tl.uint32), c1, c2, c3, k0, k1)
         u = uniform(word)
     return u

@@ -19,6 +19,7 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
 from specgraph.config.load import drafter_options
+from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.step import ngram
 
 BLOCK_SIZE = 16
@@ -68,7 +69,7 @@ class Case:
 def bench_kernels(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[KernelRow]:
-    """A row for every kernel that this installation has, at every shape."""
+    """A row for every kernel at every shape."""
     for case in cases(sizes, options, device, dtype):
         copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
         made = [case.make() for _ in range(copies)]
@@ -92,38 +93,23 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):
-        if _has("linear", "linear.linear"):
-            # Of a chunk only the last rows meet the vocabulary.
-            named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
-            yield from (_linear(place, name, *size, rows) for name, size in named.items())
-            yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
-            yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
-        if sizes.experts and _has("expert_linear", "linear.experts"):
+        # Of a chunk only the last rows meet the vocabulary.
+        named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
+        yield from (_linear(place, name, *size, rows) for name, size in named.items())
+        yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
+        yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
+        if sizes.experts:
             width = sizes.experts.intermediate
             yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
             yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
-        if _has("rms_norm", "linear.norm"):
-            yield _norm(place, sizes.hidden, rows)
-        if not sizes.experts and _has("gated_activation", "linear.activation"):
-            yield _activation(place, sizes.intermediate, rows)
+        yield _norm(place, sizes.hidden, rows)
     for batch, width in [*shapes, (1, chunk)]:
-        if _has("paged_attention", "attention.attention"):
-            yield _attention(place, sizes, batch, width, options.prompt_length)
+        yield _attention(place, sizes, batch, width, options.prompt_length)
     for batch, width in shapes:
-        if width > 1 and _has("verify", "verify.verify"):
+        if width > 1:
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
-        if width > 1 and _has("ngram_lookup", "step.ngram"):
             yield _record_tokens(place, batch, width + 1, options.prompt_length)
             yield _ngram_lookup(place, options, batch, width - 1)
-
-
-def _has(op: str, module: str) -> bool:
-    """Whether a kernel of that name is installed; its module registers it."""
-    try:
-        importlib.import_module(f"specgraph.kernels.{module}")
-    except ImportError:
-        return False
-    return hasattr(torch.ops.specgraph, op)
 
 
 @dataclass(frozen=True)
@@ -238,20 +224,6 @@ def _norm(place: _Place, width: int, rows: int) -> Case:
     return Case("rms_norm", f"{width} wide, {rows} rows", place.size(2 * rows * width, width), make)
 
 
-def _activation(place: _Place, width: int, rows: int) -> Case:
-    def make() -> tuple[Call, dict[str, Call]]:
-        x = place.random(1, rows, 2 * width)
-
-        def separate() -> Tensor:
-            gate, up = x.chunk(2, dim=-1)
-            return functional.silu(gate) * up
-
-        ours: Call = lambda: torch.ops.specgraph.gated_activation(x, activation="silu")  # noqa: E731
-        return ours, {"torch silu, mul": separate}
-
-    return Case("gated_activation", f"{width} wide, {rows} rows", place.size(3 * rows * width), make)
-
-
 def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:
     """``rows`` new rows of each sequence after ``context`` cached ones; libraries read dense keys and values."""
     length = context + rows
@@ -331,7 +303,7 @@ def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
         positions = torch.arange(context, context + count, device=place.device).repeat(batch, 1)
         given = (history, None, tokens, positions, num_rows)
         ours: Call = lambda: torch.ops.specgraph.record_tokens(*given)  # noqa: E731
-        return ours, {"torch, separate": lambda: ngram.record_tokens_reference(*given)}
+        return ours, {"torch, separate": lambda: ngram.RECORD_TOKENS.form("reference")(*given)}
 
     # Tokens and positions are read, the history is written: 8 bytes each.
     return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
@@ -346,7 +318,7 @@ def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Ca
         history = torch.randint(1000, (batch, length), device=place.device)
         given = (history, None, place.full([batch], length), k, draft.max_ngram, draft.min_ngram)
         ours: Call = lambda: torch.ops.specgraph.ngram_lookup(*given)  # noqa: E731
-        return ours, {"torch, separate": lambda: ngram.ngram_lookup_reference(*given)}
+        return ours, {"torch, separate": lambda: ngram.NGRAM_LOOKUP.form("reference")(*given)}
 
     return Case("ngram_lookup", f"batch {batch}, K = {k}, {length} tokens", 8 * batch * (length + k), make)
 

@@ -43,9 +43,9 @@ class HeadLoader:
     ignored: re.Pattern[str] = re.compile(r"$^")
     shown: Callable[[str], str] = str
 
-    def add_biases(self, module: nn.Module) -> None:
-        """Biases are where the file has them, whatever its configuration says."""
-        owners = dict(module.named_modules())
+    def add_biases(self, module: nn.Module, without: Sequence[str] = ()) -> None:
+        """Biases are where the file has them, whatever its configuration says; modules ``without`` one have none."""
+        owners = {name: owner for name, owner in module.named_modules() if name not in without}
         for name in self.stored:
             owner = owners.get(name.removesuffix(".bias"))
             if name.endswith(".bias") and isinstance(owner, nn.Linear):

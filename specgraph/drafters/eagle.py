@@ -200,8 +200,7 @@ def load_head(checkpoint: Checkpoint, options: EagleDraftConfig, model: PreTrain
         raise loader.unfit(f"it has the hidden size {layers.hidden_size}", f"has {info.hidden_size}")
     with torch.device("meta"):
         module = Eagle(layers)
-    loader.add_biases(module.layers)
-    loader.add_biases(module)
+    loader.add_biases(module, without=("lm_head",))
     loader.check(module)
     with torch.device("cpu"):
         module.rotary = type(module.rotary)(layers).to(info.device)

@@ -18,7 +18,6 @@ from specgraph.errors import ConfigError
 from specgraph.ir.graphs import export_module
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
-from specgraph.kernels.step.ngram import ngram_lookup
 
 
 @dataclass
@@ -59,7 +58,10 @@ class NGram(nn.Module):
         Returns:
             int64 ``[B, K]``, -1 where there is no proposal.
         """
-        return ngram_lookup(history, None, length, self.num_speculative_tokens, self.max_ngram, self.min_ngram)
+        drafts: Tensor = torch.ops.specgraph.ngram_lookup(
+            history, None, length, self.num_speculative_tokens, self.max_ngram, self.min_ngram
+        )
+        return drafts
 
 
 @dataclass(frozen=True, eq=False)

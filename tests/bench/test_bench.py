@@ -196,7 +196,7 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(name in shown for name in KERNEL_COLUMNS.values())
     found = json.loads(written.read_text())["rows"]
     assert {row["kernel"] for row in found} == {
-        "linear", "rms_norm", "gated_activation", "paged_attention", "verify", "record_tokens", "ngram_lookup"
+        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup"
     }  # fmt: skip
     assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
     rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
@@ -205,7 +205,6 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
     assert rows["linear", "down with residual, next norm, 64x192, 2 rows"] == 4 * (64 * 192 + 2 * 192 + 64 + 3 * 2 * 64)
     assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
-    assert rows["gated_activation", "192 wide, 6 rows"] == 4 * 6 * 3 * 192
     for how in ("greedy", "temperature 0.8", "temperature 0.8, top-p 0.9"):
         assert rows["verify", f"batch 2, K = 2, 512 tokens, {how}"] == 4 * 2 * 3 * 512
     attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
@@ -229,7 +228,7 @@ def test_experts_are_in_the_place_of_the_feed_forward_part() -> None:
     layer = 128 * 3 * 768 * 2048 + sum(i * o for name, (i, o) in sizes.linears.items() if name != "lm_head")
     assert 48 * layer + 2 * sizes.hidden * sizes.vocab == pytest.approx(30.5e9, rel=2e-3)
     found = {case.kernel for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)}
-    assert "expert_linear" in found and "gated_activation" not in found
+    assert "expert_linear" in found
 
 
 def test_only_experts_that_are_met_count() -> None:
@@ -245,7 +244,7 @@ def test_only_experts_that_are_met_count() -> None:
 def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
     for case in cases(sizes, small_options(), torch.device("cpu"), torch.float32):
         ours, libraries = case.make()
-        if case.kernel in ("linear", "rms_norm", "gated_activation", "expert_linear"):
+        if case.kernel in ("linear", "rms_norm", "expert_linear"):
             for call in libraries.values():
                 assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
         if case.kernel == "ngram_lookup":

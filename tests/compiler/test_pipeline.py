@@ -218,10 +218,10 @@ def test_an_unexpected_number_of_matches_is_loud_and_tells_why(matches: int, exp
 @pytest.mark.parametrize("pass_", [Negate(raises=True), Negate(matches=0)], ids=["raises", "wrong count"])
 def test_a_pass_that_fails_leaves_the_program_as_it_was(pass_: Negate):
     program = toy()
-    before = everything(program), dict(program.inputs), dict(program.options), program.facts
+    before = everything(program), dict(program.inputs), program.facts
     with pytest.raises(PassError):
         run_passes(program, [pass_])
-    assert (everything(program), program.inputs, program.options, program.facts) == before
+    assert (everything(program), program.inputs, program.facts) == before
     assert program.step()(x=torch.ones(1, 4)).tolist() == [[3.0] * 4]
 
 
@@ -230,10 +230,10 @@ def test_no_stage_changes_when_later_passes_run():
         kept = []
         program = first(drafter)
         for pass_ in every_pass("block"):
-            kept.append((program, everything(program), dict(program.inputs), dict(program.options)))
+            kept.append((program, everything(program), dict(program.inputs)))
             program = last(program, [pass_])
-        for earlier, nodes, inputs, options in kept:
-            assert (everything(earlier), earlier.inputs, earlier.options) == (nodes, inputs, options)
+        for earlier, nodes, inputs in kept:
+            assert (everything(earlier), earlier.inputs) == (nodes, inputs)
 
 
 def test_a_trace_serves_any_number_of_programs():
@@ -259,9 +259,9 @@ def test_a_copy_is_independent_and_shares_its_tensors():
     copy.placeholder("more", Buffer(("B",)))
     copy.set_output(copy.input("start"))
     copy.modules["new"] = copy.modules.pop("lm_head")
-    copy.options["new"] = copy.facts = frozenset({"new"})
+    copy.facts = frozenset({"new"})
     assert everything(program) == before and program.inputs == inputs
-    assert program.options == {} and program.facts == {"traced"} and "lm_head" in program.modules
+    assert program.facts == {"traced"} and "lm_head" in program.modules
     assert not any(hasattr(m, "extra") for m in program.modules.values())
     assert len(program.with_role("logits")) == 1
 

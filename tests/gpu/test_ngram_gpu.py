@@ -43,7 +43,7 @@ def test_lookups_of_many_shapes(batch: int, longest: int, alphabet: int) -> None
         for rows in chosen_rows(batch):
             of = length if rows is None else length[: len(rows)]
             found = torch.ops.specgraph.ngram_lookup(history, rows, of, *options)
-            assert torch.equal(found, ngram.ngram_lookup_reference(history, rows, of, *options))
+            assert torch.equal(found, ngram.NGRAM_LOOKUP.form("reference")(history, rows, of, *options))
     assert not arrival_counters(DEVICE).any()
 
 
@@ -55,7 +55,7 @@ def test_every_length_around_the_borders_of_tiles(longest: int) -> None:
     for row in (0, 1):
         rows = torch.full_like(length, row)
         found = torch.ops.specgraph.ngram_lookup(history, rows, length, 4, 4, 1)
-        assert torch.equal(found, ngram.ngram_lookup_reference(history, rows, length, 4, 4, 1))
+        assert torch.equal(found, ngram.NGRAM_LOOKUP.form("reference")(history, rows, length, 4, 4, 1))
 
 
 def test_one_place_in_a_long_history_is_found_wherever_it_is() -> None:
@@ -83,7 +83,7 @@ def test_recording_of_many_shapes(batch: int, width: int) -> None:
         given = (tokens[:n], positions[:n], count[:n])
         found, expected = history.clone(), history.cpu()
         record_tokens_(found, *given, rows)
-        ngram.record_tokens_reference(expected, None if rows is None else rows.cpu(), *(t.cpu() for t in given))
+        ngram.RECORD_TOKENS.form("reference")(expected, None if rows is None else rows.cpu(), *(t.cpu() for t in given))
         assert torch.equal(found.cpu(), expected)
 
 
@@ -115,8 +115,8 @@ def steps_by_reference(longest: int, seed: int, count: int, monkeypatch: pytest.
     """The drafts of all steps and the last history, by plain PyTorch."""
     state, out = state_of(longest, seed), torch.zeros(count, 4, 4, dtype=torch.int64, device=DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.specgraph, "ngram_lookup", ngram.ngram_lookup_reference)
-        patch.setattr(torch.ops.specgraph, "record_tokens", ngram.record_tokens_reference)
+        patch.setattr(torch.ops.specgraph, "ngram_lookup", ngram.NGRAM_LOOKUP.form("reference"))
+        patch.setattr(torch.ops.specgraph, "record_tokens", ngram.RECORD_TOKENS.form("reference"))
         run_steps(state, out, count)
     return out, state["history"]
 

@@ -12,12 +12,12 @@ from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.sampling.sample import RULES
 from specgraph.kernels.state import Buffer, per_call
-from specgraph.kernels.verify import verify_reference
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
 from tests.compiler.test_pipeline import body, everything, first, last, text
+from tests.kernels.verify import definition
 
 STATE = ("next_window", "start", "num_rows", "num_forced")
 
@@ -152,7 +152,7 @@ def test_the_step_emits_what_the_reference_says_about_a_dense_forward(rule: str,
         begin = state["num_forced"].clamp(max=2)
         needed = logits.gather(1, (begin.unsqueeze(1) + torch.arange(3)).unsqueeze(2).expand(-1, -1, 101))
         keep = state.get("draft_logits")
-        expected = verify_reference(
+        expected = definition.verified(
             needed, window[:, 1:], None if keep is None else keep.clone(), temperature=state["temperature"],
             seeds=state["seeds"], positions=torch.arange(1, 6).expand(4, 5).contiguous(), rule=rule,
             num_rows=state["num_rows"].clone(), num_forced=state["num_forced"].clone(),

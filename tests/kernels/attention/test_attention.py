@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specgraph.kernels.attention.attention import PADDING_SLOT, attention_reference, paged_attention_reference, rotate
+from specgraph.kernels.attention.arguments import PADDING_SLOT
+from specgraph.kernels.attention.attention import ATTENTION, PAGED_ATTENTION, rotate
 
 attention = torch.ops.specgraph.attention
 paged_attention = torch.ops.specgraph.paged_attention
@@ -120,7 +121,7 @@ def test_dense_equals_the_oracle(options: dict[str, Any], groups: int):
 @pytest.mark.parametrize("size", range(1, 12))
 def test_chunks_of_any_size_equal_dense(options: dict[str, Any], size: int):
     qkv = rows(11, 2)
-    expected = attention_reference(*qkv, scale=0.4, **options)
+    expected = ATTENTION.form("reference")(*qkv, scale=0.4, **options)
     torch.testing.assert_close(in_chunks(qkv, size, Pages([11, 11]), scale=0.4, **options), expected, **EXACT)
 
 
@@ -250,7 +251,8 @@ def test_rotation_comes_before_the_cache(sequences: int):
         return torch.cat([y.real, y.imag], -1)
 
     _, _, _, *fresh = paged_arguments()
-    torch.testing.assert_close(out, paged_attention_reference(turned(q), turned(k), v, *fresh, scale=0.4), **EXACT)
+    expected = PAGED_ATTENTION.form("reference")(turned(q), turned(k), v, *fresh, scale=0.4)
+    torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(rest[0], fresh[0], **EXACT)
     assert torch.equal(rest[1], fresh[1])
 

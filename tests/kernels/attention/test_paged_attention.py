@@ -6,7 +6,6 @@ Without a GPU the kernels run in Triton's interpreter, with pieces and blocks sm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -14,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.attention import PADDING_SLOT
+from specgraph.kernels.attention.arguments import PADDING_SLOT
+from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
 from specgraph.kernels.attention.paged import (
     Tiling,
     block_rows,
-    paged_attention_triton,
-    rotary_attention_triton,
     suits_prefill,
 )
 
@@ -63,7 +61,7 @@ class Case:
         random = torch.Generator().manual_seed(self.seed)
         merged = torch.randn(batch, self.length, sum(sizes), generator=random).to(self.dtype)
         self.sizes = sizes
-        self.op: Callable[..., Tensor] = rotary_attention_triton if self.rotary else paged_attention_triton
+        self.op = ROTARY_ATTENTION if self.rotary else PAGED_ATTENTION
         self.merged = merged.to(DEVICE)
         angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
         angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
@@ -130,9 +128,10 @@ class Case:
             slots[i, lead : lead + n] = self.slots(positions[i, lead : lead + n], b)
         q, k, v = self.heads_of(merged)
         places = (*self.written, slots, self.table[chosen], positions)
-        options = {"scale": 0.3, "tiling": tiling, **options}
+        options = {"scale": 0.3, **options}
         angles = (cos, sin) if self.rotary else ()
-        return self.op(q, k, v, *angles, *places, **options)
+        out: Tensor = self.op.form("triton", tiling=tiling)(q, k, v, *angles, *places, **options)
+        return out
 
     def expected(
         self,

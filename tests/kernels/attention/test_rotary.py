@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.rotary import LAYOUTS, rotary_angles, rotary_angles_reference
+from specgraph.kernels.attention.rotary import LAYOUTS, ROTARY_ANGLES
 
+rotary_angles, rotary_angles_reference = (ROTARY_ANGLES.form(name) for name in ("triton", "reference"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FURTHEST = 131071
 

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from specgraph.drafters.ngram import NGram
 from specgraph.kernels import step
 from specgraph.kernels.sampling import sample
-from specgraph.kernels.verify import verify
+from specgraph.kernels.verify import invert_vocabulary
+from specgraph.kernels.verify.verify import VERIFY
 
 EOS = 7
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -75,12 +76,12 @@ def _drawing() -> dict[str, Case]:
     knobs = (_ids(0, 5, 0), torch.tensor([1.0, 0.9, 1.0]), torch.tensor([0.0, 0.0, 0.05]))
     temperature, seeds, vocabulary = torch.tensor([0.0, 1.0, 0.7]), _ids(1, 2, 3), torch.arange(40) + 5
     drafts, positions = _ids([5, 6, 7], [5, -1, 7], [44, 6, 3]), _ids([4, 5, 6, 7]).expand(3, -1).contiguous()
-    rows, forced, back = _ids(4, 4, 0), _ids(0, 2, 0), verify.invert_vocabulary(vocabulary, 50)
+    rows, forced, back = _ids(4, 4, 0), _ids(0, 2, 0), invert_vocabulary(vocabulary, 50)
     cases: dict[str, Case] = {}
     for rule in sample.RULES:
         verified = (logits, drafts, draft_logits, temperature, seeds, positions, *knobs, rows, forced, back)
         options = {"rule": rule, "logprobs": "raw"}
-        cases[f"verify, {rule}"] = (verify._verify, verified, options)
+        cases[f"verify, {rule}"] = (VERIFY.form("reference"), verified, options)
         drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
         options = {"row": 1, "rule": rule, "target_vocab_size": 44, "draft_to_target": vocabulary}
         cases[f"propose_, {rule}"] = (step.propose_, drawn, options)

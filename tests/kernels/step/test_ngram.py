@@ -16,14 +16,14 @@ NONE = -1
 Lookup = Callable[[Tensor, Tensor | None, Tensor, int, int, int], Tensor]
 Record = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 LOOKUPS: dict[str, tuple[str, Lookup]] = {
-    "reference": ("cpu", ngram.ngram_lookup_reference),
-    "cpu": ("cpu", ngram._ngram_lookup_cpu),
-    "triton": (DEVICE, ngram._ngram_lookup),
-    "op": (DEVICE, ngram.ngram_lookup),
+    "reference": ("cpu", ngram.NGRAM_LOOKUP.form("reference")),
+    "cpu": ("cpu", ngram.NGRAM_LOOKUP.form("cpu")),
+    "triton": (DEVICE, ngram.NGRAM_LOOKUP.form("triton")),
+    "op": (DEVICE, torch.ops.specgraph.ngram_lookup),
 }
 RECORDS: dict[str, tuple[str, Record]] = {
-    "reference": ("cpu", ngram.record_tokens_reference),
-    "triton": (DEVICE, ngram._record_tokens),
+    "reference": ("cpu", ngram.RECORD_TOKENS.form("reference")),
+    "triton": (DEVICE, ngram.RECORD_TOKENS.form("triton")),
     "op": (DEVICE, lambda history, rows, *rest: record_tokens_(history, *rest, rows)),
 }
 
@@ -222,7 +222,7 @@ def test_programs_that_share_a_sequence_leave_their_counters_at_zero(monkeypatch
     monkeypatch.setattr(ngram, "TILE", 16)
     history = (torch.arange(300) % 7).repeat(5, 1).to(DEVICE)
     length = ids(300, 120, 17, 16, 0).to(DEVICE)
-    results = [ngram._ngram_lookup(history, None, length, 4, 4, 1) for _ in range(3)]
+    results = [ngram.NGRAM_LOOKUP.form("triton")(history, None, length, 4, 4, 1) for _ in range(3)]
     assert all(torch.equal(result, results[0]) for result in results)
     assert not arrival_counters(history.device).any()
 
@@ -300,7 +300,7 @@ def test_no_tokens_write_nothing(form: str) -> None:
 def test_a_history_of_any_strides_is_written() -> None:
     history = torch.zeros(6, 4, dtype=torch.int64, device=DEVICE)
     given = (t.to(DEVICE) for t in (ids([1, 2], [3, 4]), ids([1, 2], [4, 5]), ids(2, 2)))
-    ngram._record_tokens(history.T, ids(3, 0).to(DEVICE), *given)
+    ngram.RECORD_TOKENS.form("triton")(history.T, ids(3, 0).to(DEVICE), *given)
     assert history.T.tolist() == [[0, 0, 0, 0, 3, 4], [0] * 6, [0] * 6, [0, 1, 2, 0, 0, 0]]
 
 
@@ -309,7 +309,7 @@ def test_what_was_recorded_is_found() -> None:
     tokens = ids([4, 5, 6, 4, 5], [1, 1, 9, 9, 9]).to(DEVICE)
     positions = torch.arange(5, device=DEVICE).repeat(2, 1)
     record_tokens_(history, tokens, positions, ids(5, 2).to(DEVICE), rows)
-    found = ngram.ngram_lookup(history, rows, ids(5, 2).to(DEVICE), 3, 4, 1)
+    found = torch.ops.specgraph.ngram_lookup(history, rows, ids(5, 2).to(DEVICE), 3, 4, 1)
     assert found.tolist() == [[6, 4, 5], [1, NONE, NONE]]
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from specgraph.kernels import step
-from specgraph.kernels.step import rows
+from specgraph.kernels.ops import OPS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NONE, EOS = -1, 7
+REFERENCE, TRITON = ({name: op.form(form) for name, op in OPS.items() if op.on("cuda")[0].name == "triton"}
+                     for form in ("reference", "triton"))  # fmt: skip
 
 
 def ids(*values: object) -> Tensor:
@@ -32,7 +34,7 @@ def same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(("batch", "width", "count"), [(1, 1, 1), (3, 5, 2), (2, 300, 2), (5, 4, 0), (2, 0, 2)])
 def test_positions(batch: int, width: int, count: int):
     start = torch.arange(batch) * 11
-    same(rows._row_positions(there(start), width, count), rows.row_positions_reference(start, width, count))
+    same(TRITON["row_positions"](there(start), width, count), REFERENCE["row_positions"](start, width, count))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -44,9 +46,9 @@ def test_taken_rows_are_copied_whatever_their_width(dtype: torch.dtype, together
     for part in (values[..., :width], values.transpose(0, 1)[:5, :5, 3:]):
         for count in (1, 3, 5) if together else (1, 5, 9):
             first = ids(0, 3, 1, 5, 9) if together else ids(-4, 0, 3, 5, 99)
-            found = rows._take_rows(there(part), there(first), count, together)
+            found = TRITON["take_rows"](there(part), there(first), count, together)
             torch.testing.assert_close(
-                found.cpu(), rows.take_rows_reference(part, first, count, together), rtol=0, atol=0, equal_nan=True
+                found.cpu(), REFERENCE["take_rows"](part, first, count, together), rtol=0, atol=0, equal_nan=True
             )
 
 
@@ -59,8 +61,8 @@ def test_mask_rows(dtype: torch.dtype, width: int, count: int):
     hidden = torch.randn(4, 3, width, generator=generator).to(dtype) if width else None
     mask = torch.randn(width, generator=generator).to(dtype) if width else None
     args, options = (tokens, num_rows, hidden, mask), {"mask_token_id": 5, "count": count}
-    found = rows._expand_rows(*there(args), **options)
-    expected = rows.expand_rows_reference(*args, **options)
+    found = TRITON["expand_rows"](*there(args), **options)
+    expected = REFERENCE["expand_rows"](*args, **options)
     same(found, expected)
     assert (expected[0] == 5).sum(1).tolist() == [count] * 4
 
@@ -86,14 +88,14 @@ def test_settling_is_what_the_functions_it_stands_for_give(seed: int):
         [step.chain_positions(start, count, i) for i in range(chain)],
     )  # fmt: skip
     same(step.settle(*args, **options), expected)
-    same(rows._settle(*there(args), **options), expected)
+    same(TRITON["settle"](*there(args), **options), expected)
 
 
 def test_settling_a_wide_block_and_an_empty_one():
     tokens = torch.arange(600).view(2, 300) % 11
     args, options = (tokens, tokens, ids(0, 9), ids(300, 299), ids(EOS)), {"shifted": False, "vocab_size": 11}
     for case in (args, (tokens[:0], tokens[:0], ids(), ids(), ids(EOS))):
-        same(rows._settle(*there(case), **options, chain=2), rows.settle_reference(*case, **options, chain=2))
+        same(TRITON["settle"](*there(case), **options, chain=2), REFERENCE["settle"](*case, **options, chain=2))
 
 
 def test_rows_that_need_no_selection_are_the_block_itself():

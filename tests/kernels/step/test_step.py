@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step import step
+from specgraph.kernels.step.rows import ROW_SLOTS
+from specgraph.kernels.step.tokens import ADVANCE, CUT_AT_EOS, NAN_ROWS
 from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
 NONE = -1
@@ -116,7 +118,7 @@ def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
             taken = step.needed_rows(hidden, ids(forced), count)
             bad = step.nan_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
             assert bad.tolist() == [forced <= row < forced + count]
-            in_triton = step._nan_rows(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
+            in_triton = NAN_ROWS.form("triton")(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
             assert torch.equal(in_triton.cpu(), bad)
 
 
@@ -281,7 +283,7 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     slots = (draw(-9, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
     emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, num_eos), draw(0, 3, batch)
     emitted[:, width // 2 :] = NONE
-    cut = step.cut_at_eos_reference(emitted, forced, eos_ids)
+    cut = CUT_AT_EOS.form("reference")(emitted, forced, eos_ids)
     state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)
     given = (cut, step.count_emitted(cut))
     drafts = list(draw(-1, 9, batch, count).split(1 + seed % 2, dim=1))
@@ -290,12 +292,12 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     def there(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to(DEVICE, copy=True) for tensor in tensors]
 
-    found = step._row_slots(*there(slots), block_size=4)
-    assert torch.equal(found.cpu(), step.row_slots_reference(*slots, block_size=4))
-    assert torch.equal(step._cut_at_eos(*there((emitted, forced, eos_ids))).cpu(), cut)
+    found = ROW_SLOTS.form("triton")(*there(slots), block_size=4)
+    assert torch.equal(found.cpu(), ROW_SLOTS.form("reference")(*slots, block_size=4))
+    assert torch.equal(CUT_AT_EOS.form("triton")(*there((emitted, forced, eos_ids))).cpu(), cut)
     moved_state = there(state)
-    step._advance(*moved_state, *there(given), there(drafts), *there(limits))
-    step.advance_reference(*state, *given, drafts, *limits)
+    ADVANCE.form("triton")(*moved_state, *there(given), there(drafts), *there(limits))
+    ADVANCE.form("reference")(*state, *given, drafts, *limits)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
 
 

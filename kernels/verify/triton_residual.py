@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.sampling.gumbel import GREEDY, LOG2E, exponent_scale, load_floors, split_size
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
+from specgraph.kernels.sampling.gumbel import LOG2E, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.scan import row_tokens
 from specgraph.kernels.verify.race import draft_prob, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify.rows import (
@@ -97,7 +98,7 @@ def _weigh_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
     scale = exponent_scale(temperature)
     ks = tl.arange(0, SPLITS)
     line = (batch * count + rows).to(tl.int64)
