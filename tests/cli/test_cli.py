@@ -250,10 +250,9 @@ def test_sweep_over_drafts_by_their_paths(
 
 MISTAKES = {
     "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle, eagle3, "
-    "medusa, ngram, "
-                   "none, peagle, or the path of a checkpoint.",
+                   "medusa, ngram, none, peagle, or the path of a checkpoint.",
     "draft=./nowhere/eagle3": "draft=./nowhere/eagle3: there is no such file or folder; draft is one of draft_model, "
-                              "eagle3, ngram, none, peagle, or the path of a checkpoint (",
+                              "eagle, eagle3, medusa, ngram, none, peagle, or the path of a checkpoint (",
     "draft=.": "There is no config.json; a checkpoint is ",
     "draft.num_speculative_token=3":
         "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",
