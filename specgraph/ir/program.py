@@ -13,6 +13,7 @@ from specgraph.errors import PassError
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.graphs import copy_graph, copy_module, new_module
 from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.source import render
 from specgraph.kernels.state import Input, buffers_of
 
 
@@ -170,8 +171,6 @@ class Program:
 
     def print_readable(self, module: str = "step") -> str:
         """Print and return the Python of the step graph, or of one module, with shapes and dtypes."""
-        from specgraph.ir.source import render
-
         text = render(self, module)
         print(text)
         return text

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute
-from specgraph.ir.program import Program
+from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 
 SIZES = {"B": 401_309, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479}
@@ -33,7 +33,7 @@ LISTED = 4
 _MISSING = object()
 
 
-def propagate(program: Program) -> None:
+def propagate(program: ProgramView) -> None:
     """Write ``node.meta["shape"]`` for the step graph and for every module that it calls.
 
     A module that is called several times keeps the strings of its first call. A module that is not called yet is run
@@ -100,7 +100,7 @@ def _sum(size: int) -> tuple[int, str] | None:
 class _Run:
     """One propagation: the fake tensors of parameters and what modules returned for which shapes."""
 
-    def __init__(self, program: Program, mode: FakeTensorMode) -> None:
+    def __init__(self, program: ProgramView, mode: FakeTensorMode) -> None:
         self.program = program
         self.mode = mode
         self.named: set[str] = set()

@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from specgraph.errors import ConfigError, VerificationError
-from specgraph.ir.program import Program
 from specgraph.ir.shapes import propagate
+from specgraph.ir.views import ProgramView
 
 WIDTH = 120
 
@@ -27,7 +27,7 @@ _OPERATORS: dict[object, str] = {
 }  # fmt: skip
 
 
-def render(program: Program, module: str = "step") -> str:
+def render(program: ProgramView, module: str = "step") -> str:
     """The Python of the step graph, or of one module: a class with ``forward``, one line per node.
 
     Every line ends with the shape of its value and the pass that made the node. Weights read as attributes
@@ -44,7 +44,7 @@ def render(program: Program, module: str = "step") -> str:
     return _Source(graph).text(module)
 
 
-def _ensure_shapes(program: Program) -> None:
+def _ensure_shapes(program: ProgramView) -> None:
     """Propagate shapes unless every node of the step and of what it calls has one."""
     called = [program.modules[n.target] for n in program.graph.nodes if n.op == "call_module"]
     nodes = [n for graph in (program.graph, *(m.graph for m in called)) for n in graph.nodes]
