@@ -105,8 +105,9 @@ class InsertVerify(Pass):
                        **vocabulary)  # fmt: skip
         token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                      rule=self.rule)  # fmt: skip
-        pair = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
-        tokens = call(operator.getitem, pair, 0, name="verified_tokens")
+        verified = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
+        tokens = call(operator.getitem, verified, 0, name="verified_tokens")
+        accepted_rows = call(operator.getitem, verified, 2, name="verified_rows")
         logprobs = call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
                         logprobs="none")  # fmt: skip
         logprobs.meta["role"] = "logprobs"
@@ -114,6 +115,8 @@ class InsertVerify(Pass):
         bad.meta["role"] = "bad"
         emitted = call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
         count = call(step.count_emitted, emitted, name="num_emitted_tokens")
+        kept = call(step.cut_rows, accepted_rows, emitted, name="emitted_rows")
+        kept.meta["role"] = "accepted_rows"
         for name, node in (("emitted", emitted), ("num_emitted", count)):
             program.input(name).replace_all_uses_with(node)
             program.drop_input(name)
