@@ -110,8 +110,9 @@ class InsertVerify(Pass):
                        **vocabulary)  # fmt: skip
         token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                      rule=self.rule)  # fmt: skip
-        pair = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
-        tokens = call(operator.getitem, pair, 0, name="verified_tokens")
+        verified = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
+        tokens = call(operator.getitem, verified, 0, name="verified_tokens")
+        accepted_rows = call(operator.getitem, verified, 2, name="verified_rows")
         logprobs = call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
                         logprobs="none")  # fmt: skip
         logprobs.meta["role"] = "logprobs"
@@ -121,7 +122,7 @@ class InsertVerify(Pass):
         count = call(step.count_emitted, emitted, name="num_emitted_tokens")
         computed = {"emitted": emitted, "num_emitted": count}
         if "path" in program.inputs:
-            computed["path"] = call(step.chain_path, emitted, name="path_rows")
+            computed["path"] = call(step.cut_rows, accepted_rows, emitted, name="path_rows")
         for name, node in computed.items():
             program.input(name).replace_all_uses_with(node)
             program.drop_input(name)

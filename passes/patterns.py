@@ -49,11 +49,11 @@ def producer(value: Any, *targets: object) -> fx.Node | None:
     return None if keywords else value
 
 
-class _Dispatched(TorchDispatchMode):
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the ops that PyTorch's dispatcher calls."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Any] = []
 
     def __torch_dispatch__(
@@ -81,7 +81,8 @@ def dispatched(node: fx.Node) -> list[Any]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(fake, n.meta["val"]))
     with torch.no_grad(), _Dispatched() as noted:
         node.target(*args, **kwargs)
-    return noted.ops
+    found: list[Any] = noted.ops
+    return found
 
 
 def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:
