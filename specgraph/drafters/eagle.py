@@ -36,10 +36,8 @@ from specgraph.ir.model_info import ModelInfo
 
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
 """Tensors that are computed anew."""
-OURS = ("fc.weight", "layers.0.self_attn.q_proj.weight")
-"""Tensors that every EAGLE head has."""
 OTHERS = ("hidden_norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")
-"""Norms of DFlash and EAGLE-3 heads; an EAGLE head has none in front of its first layer."""
+"""Norms of DFlash heads, EAGLE-3 heads and whole decoders; an EAGLE head has none in front of its first layer."""
 
 
 @dataclass
@@ -103,13 +101,17 @@ class EagleDrafter(ShiftedDrafter):
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
-        """By the names of its tensors: its configuration is that of any Llama."""
+        """By the names of its tensors, since its configuration is that of any Llama.
+
+        It has a decoder layer without a norm in front, and is still known if it lacks its ``fc`` or has a last norm,
+        but not both: that is the inside of a causal LM whose layers norm only their outputs.
+        """
         names = files.tensors
-        if not all(name in names for name in OURS) or any(name in names for name in OTHERS):
+        layer = "layers.0.self_attn.q_proj.weight" in names and not any(name in names for name in OTHERS)
+        if not layer or "speculators_model_type" in files.config:
             return None
-        if "speculators_model_type" in files.config:
-            return None
-        return Checkpoint.of(files, cls.kind, "eagle", "eagle")
+        whole = "norm.weight" in names and "fc.weight" not in names
+        return None if whole else Checkpoint.of(files, cls.kind, "eagle", "eagle")
 
     @classmethod
     def choices(
