@@ -6,7 +6,6 @@ Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,10 +18,9 @@ if not torch.cuda.is_available():
 
 import specgraph.compiler.compile
 import specgraph.drafters.draft_model
+import specgraph.drafters.shifted
 
 torch.set_num_threads(1)
-# By its path: the package's attribute of that name is the function.
-eagle3 = importlib.import_module("specgraph.drafters.eagle3")
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -37,7 +35,8 @@ def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return cached
 
 
-_TRACE, _EXPORT = _once_per_object(specgraph.compiler.compile.trace), _once_per_object(eagle3.export_shifted)
+_TRACE = _once_per_object(specgraph.compiler.compile.trace)
+_EXPORT = _once_per_object(specgraph.drafters.shifted.export_shifted)
 
 
 @pytest.fixture(scope="module")
@@ -48,5 +47,5 @@ def cached_traces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specgraph.compiler.compile, "trace", _TRACE)
         patch.setattr(specgraph.drafters.draft_model, "trace", _TRACE)
-        patch.setattr(eagle3, "export_shifted", _EXPORT)
+        patch.setattr(specgraph.drafters.shifted, "export_shifted", _EXPORT)
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from specgraph.checkpoints.checkpoint import Checkpoint
-from specgraph.checkpoints.reading import layer_settings
+from specgraph.checkpoints.reading import Reader, layer_settings
+from specgraph.checkpoints.target import EMBEDDING, PROJECTION
 from specgraph.errors import ConfigError
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -29,6 +32,28 @@ class LayerShape:
     layer_type: str
     num_layers: int
     rope: dict[str, Any]
+
+
+def read_layers(reader: Reader, names: Collection[str], rope_theta: float | None) -> LayerShape:
+    """Count the decoder layers of a head and see of what kind they are; notes whose embedding and projection it has.
+
+    Args:
+        reader: keeps where every value is from.
+        names: the names of the head's tensors, its decoder layers being ``layers.0``, ``layers.1`` and so on.
+        rope_theta: the base of the rotary embedding that a user asks for; None takes what the checkpoint says.
+
+    Raises:
+        ConfigError: the rotary embedding is of a kind that is not supported.
+    """
+    for name in (EMBEDDING, PROJECTION):
+        reader.note(name.removesuffix(".weight"), "its own" if name in names else "the target's", "tensors")
+    indices = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
+    normed = "layers.0.self_attn.q_norm.weight" in names
+    return LayerShape(
+        layer_type=reader.note("layer_type", "qwen3" if normed else "llama", "tensors"),
+        num_layers=reader.note("num_layers", max(indices, default=0) + 1, "tensors"),
+        rope=reader.rope(rope_theta),
+    )
 
 
 def layer_config(checkpoint: Checkpoint, options: LayerShape, vocab_size: int) -> PretrainedConfig:

@@ -18,6 +18,8 @@ def name_unsupported(files: Files) -> str | None:
 def _declared(config: Mapping[str, Any]) -> str | None:
     """What the configuration says it is."""
     declared = config.get("speculators_model_type")
+    if declared == "eagle":
+        return "an EAGLE-1 head in the layout of speculators"
     if declared is not None:
         return f"a {declared} head"
     if "dflash_config" in config:

@@ -10,7 +10,6 @@ Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: P-EAGLE (Amazon, 2
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,21 +17,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.layers import LayerShape, layer_config, read_size
-from specgraph.checkpoints.loading import HeadLoader, shared_notes
+from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers, read_size
+from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.reading import Reader
 from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.vocabulary import read_vocabulary
 from specgraph.config import DraftConfig, ParallelDraftConfig
-from specgraph.drafters.base import Draft, DraftHead, Mask, Target, check_place
-from specgraph.drafters.chain import BODY, ChainDrafter
-from specgraph.drafters.plan import HeadPlan, plain_layer
-from specgraph.drafters.shifted import LAYERS, ShiftedHead, body_info, export_shifted
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3_module import Eagle3, Eagle3Config
+from specgraph.drafters.plan import HeadPlan
+from specgraph.drafters.shifted import ShiftedDrafter, fill_head
 from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
@@ -61,150 +60,13 @@ class Eagle3DraftConfig(ParallelDraftConfig):
     trains: ClassVar[tuple[str, ...]] = ("eagle3", "peagle")
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """The shape of an EAGLE-3 head.
-
-    Attributes:
-        layers: transformers' configuration of its decoder layers, of a ``model_type`` in :data:`LAYERS`;
-            ``vocab_size`` is what its embedding takes.
-        target_hidden_size: width of one target feature.
-        num_features: how many it reads.
-        draft_vocab_size: width of its logits.
-        norm_before_residual: the first layer's residual is the normed hidden state instead of the hidden state itself.
-        norm_before_fc: one norm of the concatenated features in front of the projection.
-        fc_norm: a norm of every single feature in front of the projection.
-        norm_output: what is fed on in the chain has gone through the last norm.
-        fc: project the features; without it there is one feature of the head's own width.
-        input_norm: norm the embedding in the first layer.
-        last_norm: norm in front of the vocabulary projection.
-    """
-
-    layers: PretrainedConfig
-    target_hidden_size: int
-    num_features: int
-    draft_vocab_size: int
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    fc: bool = True
-    input_norm: bool = True
-    last_norm: bool = True
-
-    @property
-    def feature_size(self) -> int:
-        """Width of the concatenated features."""
-        return self.num_features * self.target_hidden_size
-
-
-class FirstLayer(nn.Module):
-    """A decoder layer whose attention reads the embedding and the hidden state side by side."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        plain, norm = LAYERS[config.layers.model_type][0], LAYERS[config.layers.model_type][2]
-        layer: Any = plain(config.layers, 0)
-        size, eps = config.layers.hidden_size, config.layers.rms_norm_eps
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = layer.input_layernorm if config.input_norm else nn.Identity()
-        self.hidden_norm = norm(size, eps=eps)
-        self.self_attn = layer.self_attn
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow: nn.Linear = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
-
-    def forward(self, embedding: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """``[B, T, H]`` twice to ``[B, T, H]``; ``options`` go to the attention of transformers."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        joined = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
-        hidden = residual + self.self_attn(hidden_states=joined, **options)[0]
-        mixed: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return mixed
-
-
-class Eagle3(ShiftedHead):
-    """The head. Names of parameters are those of the speculators layout.
-
-    Buffers: ``draft_to_target`` int64 ``[Vd]`` or None; ``mask_hidden`` ``[A * Ht]`` is a parameter, or None.
-    """
-
-    def __init__(self, config: Eagle3Config, *, parallel: bool = False) -> None:
-        super().__init__()
-        # An unset implementation would run eager attention, which without a mask is not causal.
-        layers = copy.deepcopy(config.layers)
-        layers._attn_implementation = "sdpa"
-        config = replace(config, layers=layers)
-        width = config.feature_size
-        plain, rotary, norm = LAYERS[layers.model_type]
-        size, eps = layers.hidden_size, layers.rms_norm_eps
-        self.config = config
-        self.num_features, self.target_hidden_size = config.num_features, config.target_hidden_size
-        self.embed_tokens = nn.Embedding(layers.vocab_size, size)
-        self.input_norm = norm(width, eps=eps) if config.norm_before_fc else nn.Identity()
-        each = config.num_features if config.fc_norm else 0
-        self.fc_norm = nn.ModuleList(norm(config.target_hidden_size, eps=eps) for _ in range(each))
-        self.fc: nn.Module = nn.Linear(width, size, bias=False) if config.fc else nn.Identity()
-        self.layers = nn.ModuleList(
-            [FirstLayer(config), *(plain(layers, index) for index in range(1, layers.num_hidden_layers))]
-        )
-        self.norm = norm(size, eps=eps) if config.last_norm else nn.Identity()
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.rotary = rotary(layers)
-        self.mask_hidden = nn.Parameter(torch.zeros(width)) if parallel else None
-        self.register_buffer("draft_to_target", None)
-
-    def combine(self, *features: Tensor) -> Tensor:
-        """What the first layer reads of the target: ``[B, T, Ht]`` for each feature to ``[B, T, H]``."""
-        if self.config.fc_norm:
-            features = tuple(norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True))
-        combined: Tensor = self.fc(self.input_norm(torch.cat(features, dim=-1)))
-        return combined
-
-    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """Run rows: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, before the last norm.
-
-        ``options`` go to the attention layers of transformers: a mask, a cache.
-        """
-        embedding = self.embed_tokens(tokens)
-        options["position_embeddings"] = self.rotary(embedding, positions)
-        options.setdefault("attention_mask", None)
-        first, *others = self.layers
-        hidden = first(embedding, hidden, **options)
-        for layer in others:
-            hidden = layer(hidden, **options)
-        return hidden
-
-    def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, R, Vd]`` and the hidden state ``[B, R, H]`` that is fed on, of rows of :meth:`forward`."""
-        normed = self.norm(hidden)
-        return self.lm_head(normed), normed if self.config.norm_output else hidden
-
-    def feed_on(self, hidden: Tensor) -> Tensor:
-        """The hidden state before or after the last norm."""
-        normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
-        return normed
-
-    @torch.no_grad()
-    def match_scale(self, hidden: Tensor) -> None:
-        """Start the last norm at the scale of what the target's vocabulary projection reads, channel by channel.
-
-        From ones, a learning rate of 1e-3 would take thousands of steps to get there.
-        """
-        self.norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
-
-
 @dataclass(frozen=True, eq=False)
-class Eagle3Drafter(ChainDrafter):
+class Eagle3Drafter(ShiftedDrafter):
     """Runs an EAGLE-3 head, chained or in parallel."""
 
     kind: ClassVar[str] = "eagle3"
     Config: ClassVar[type[DraftConfig]] = Eagle3DraftConfig
     reads: ClassVar[str | None] = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
-    needs: ClassVar[str | None] = "head"
     head: ClassVar[type[nn.Module] | None] = Eagle3
 
     @classmethod
@@ -237,21 +99,11 @@ class Eagle3Drafter(ChainDrafter):
         return read_options(checkpoint, options, target_layers).sources
 
     @classmethod
-    def check_fit(
+    def load(
         cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> None:
-        """Make it, on whatever device the target is."""
-        load_head(checkpoint, options, model, info)
-
-    @classmethod
-    def make(cls, options: Eagle3DraftConfig, target: Target, given: Any) -> Draft:
-        """From a head, loaded or as a checkpoint."""
-        notes: tuple[str, ...] = ()
-        if isinstance(given, Checkpoint):
-            checkpoint, given = given, load_head(given, options, target.model, target.info)
-            notes = (checkpoint.about, *shared_notes(checkpoint, given.module, target.model))
-        check_place(given, given.module.lm_head.weight, target.info)
-        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
+    ) -> DraftHead:
+        """As :func:`load_head` does."""
+        return load_head(checkpoint, options, model, info)
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
@@ -265,57 +117,32 @@ class Eagle3Drafter(ChainDrafter):
         So is its vocabulary projection, unless it drafts only a part of the vocabulary: then it is a frozen
         copy of rows.
         """
-        parallel, embedding, projection = algorithm == "peagle", plan.embedding, plan.projection
+        parallel, full = algorithm == "peagle", len(plan.projection)
         config = Eagle3Config(
             layers=plan.layers,
-            target_hidden_size=embedding.shape[1],
+            target_hidden_size=plan.embedding.shape[1],
             num_features=len(plan.features),
-            draft_vocab_size=len(projection),
+            draft_vocab_size=full,
             norm_before_residual=plan.norm_before_residual,
         )
-        module = Eagle3(config, parallel=parallel).to(embedding.device)
-        if plan.vocabulary is not None:
-            module.register_buffer("draft_to_target", plan.vocabulary.to(embedding.device))
-        module.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
-        module.lm_head.weight = nn.Parameter(projection.detach(), requires_grad=False)
+        module = Eagle3(config, parallel=parallel).to(plan.embedding.device)
+        module.borrow(plan)
         if module.mask_hidden is not None:
             nn.init.normal_(module.mask_hidden)  # at zero, the norm behind it would blow its gradient up
         return DraftHead(module, plan.features, plan.mask_token_id if parallel else None, parallel)
 
     @classmethod
-    def random(cls, model: PreTrainedModel, options: Eagle3DraftConfig) -> DraftHead:
-        """One layer as wide as the target's. It drafts a random part of a large vocabulary, as published heads do."""
-        text: Any = model.config.get_text_config()
-        embedding, projection = (m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-        vocab = min(RANDOM_VOCAB, len(projection))
-        features = cls.feature_layers(text.num_hidden_layers)
-        config = Eagle3Config(plain_layer(text, len(embedding)), text.hidden_size, len(features), vocab)
-        head = Eagle3(config, parallel=bool(options.parallel))
-        if head.mask_hidden is not None:
-            nn.init.normal_(head.mask_hidden)
-        if vocab < len(projection):
-            head.draft_to_target = torch.randperm(len(projection))[:vocab].sort().values
-        head.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
-        mask = len(embedding) - 1 if options.parallel else None
-        return DraftHead(head.eval().requires_grad_(False), features, mask, bool(options.parallel))
+    def plan_random(cls, model: PreTrainedModel) -> HeadPlan:
+        """It drafts a random part of a large vocabulary, as published heads do."""
+        plan = super().plan_random(model)
+        full = len(plan.projection)
+        kept = torch.randperm(full)[:RANDOM_VOCAB].sort().values if full > RANDOM_VOCAB else None
+        return replace(plan, vocabulary=kept, mask_token_id=len(plan.embedding) - 1)
 
     @classmethod
     def save_head(cls, head: DraftHead, folder: str | Path, **record: Any) -> Path:
         """In the speculators layout."""
         return save_head(head, folder, **record)
-
-    @classmethod
-    @torch.no_grad()
-    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> Eagle3Drafter:
-        """The drafter that runs a loaded head."""
-        module: Eagle3 = head.module
-        mask = None
-        if head.mask_token_id is not None and module.mask_hidden is not None:
-            # Projected here, once, and not in every step.
-            parts = torch.split(module.mask_hidden.view(1, 1, -1), module.target_hidden_size, dim=-1)
-            mask = Mask(head.mask_token_id, module.combine(*parts).flatten())
-        return cls(num_speculative_tokens, export_shifted(module), {BODY: body_info(module, "Eagle3")}, head.features,
-                   module.draft_to_target, mask, head.parallel)  # fmt: skip
 
 
 def _has_names(names: Mapping[str, Any]) -> bool:
@@ -368,17 +195,11 @@ def read_options(checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_la
     names = {layer_name(name) for name in checkpoint.tensors}
     reader = Reader(checkpoint, default_features=default_features, default_source="default: 2, L // 2, L - 3")
     _refuse_variants(reader)
-    indices = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
-    for name in ("embed_tokens", "lm_head"):
-        reader.note(name, "its own" if f"{name}.weight" in names else "the target's", "tensors")
+    shape = read_layers(reader, names, overrides.rope_theta)
     fc = reader.flag("use_aux_hidden_state", True)
     return HeadOptions(
-        layer_type=reader.note(
-            "layer_type", "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama", "tensors"
-        ),
-        num_layers=reader.note("num_layers", max(indices, default=0) + 1, "tensors"),
+        **vars(shape),
         features=reader.features(overrides.feature_layers, target_layers, fc),
-        rope=reader.rope(overrides.rope_theta),
         fc=fc,
         input_norm=reader.flag("use_input_layernorm_in_first_layer", True),
         last_norm=reader.flag("use_last_layernorm", True),
@@ -447,12 +268,10 @@ class _Eagle3Loader:
         config = self._config(features)
         with torch.device("meta"):
             module = Eagle3(config, parallel="mask_hidden" in self.loader.stored)
-        self.loader.add_biases(module, without=("lm_head",))
+        self.loader.add_biases(module)
         self.loader.check(module, apart=("mask_hidden",))
         self._check_mask(module)
-        with torch.device("cpu"):
-            module.rotary = type(module.rotary)(config.layers).to(self.loader.target.info.device)
-        self.loader.fill(module)
+        fill_head(self.loader, module, config.layers)
         module.register_buffer("draft_to_target", read_vocabulary(self.loader, config.draft_vocab_size))
         return DraftHead(module.eval(), features, self.options.mask_token_id, self.checkpoint.parallel)
 

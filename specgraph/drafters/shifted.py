@@ -1,22 +1,29 @@
 """Heads whose row ``t`` takes token ``t + 1`` beside a hidden state of row ``t``: the EAGLE family.
 
-:class:`ShiftedHead` is what their modules have in common, :func:`export_shifted` makes the graphs that
-:class:`~specgraph.drafters.chain.ChainDrafter` joins.
+:class:`ShiftedHead` is what their modules have in common, :class:`ShiftedDrafter` what their drafters have in common:
+a head of this family adds its module, its configuration, and how its checkpoints are recognised, loaded and saved.
+:func:`export_shifted` makes the graphs that :class:`~specgraph.drafters.chain.ChainDrafter` joins.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from specgraph.drafters.chain import BODY, FEATURES, HEAD
+from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.loading import HeadLoader, shared_notes
+from specgraph.drafters.base import Draft, DraftHead, Mask, Target, check_place
+from specgraph.drafters.chain import BODY, FEATURES, HEAD, ChainDrafter
+from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.frontend.tracing import export_hooked
 from specgraph.ir.model_info import ModelInfo
 
@@ -25,6 +32,14 @@ LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
     "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RotaryEmbedding, modeling_qwen3.Qwen3RMSNorm),
 }
 """Decoder layer, rotary embedding and norm by ``model_type``; ``qwen3`` has norms of queries and keys."""
+
+
+def causal_layers(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the configuration of decoder layers, whose attention is causal where it is given no mask."""
+    copied = copy.deepcopy(config)
+    # An unset implementation would run eager attention, which without a mask is not causal.
+    copied._attn_implementation = "sdpa"
+    return copied
 
 
 class ShiftedHead(nn.Module):
@@ -66,6 +81,11 @@ class ShiftedHead(nn.Module):
     @abstractmethod
     def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[B, R, Vd]`` and the hidden state ``[B, R, H]`` that is fed on, of rows of :meth:`forward`."""
+
+    def masked(self) -> Tensor:
+        """What the first layer reads in the place of the target for a mask token, ``[1, 1, H]``."""
+        assert self.mask_hidden is not None  # a parallel head has one
+        return self.combine(*self.mask_hidden.view(1, 1, self.num_features, -1).unbind(2))
 
     def feed_on(self, hidden: Tensor) -> Tensor:
         """What :meth:`predict` feeds on, without the logits."""
@@ -114,15 +134,20 @@ class ShiftedHead(nn.Module):
     def _at_once(self, tokens: Tensor, hidden: Tensor, steps: int, mask_token_id: int) -> Iterator[Tensor]:
         """All steps in one call, as in decoding: no step waits for the one before."""
         length = tokens.shape[1]
-        assert self.mask_hidden is not None  # a parallel head has one
-        masked = self.combine(*self.mask_hidden.view(1, 1, self.num_features, -1).unbind(2))
-        masked = masked.expand(len(tokens), (steps - 1) * length, -1)
+        masked = self.masked().expand(len(tokens), (steps - 1) * length, -1)
         unknown = tokens.new_full((len(tokens), (steps - 1) * length), mask_token_id)
         positions = torch.cat([_positions(tokens) + step for step in range(steps)], dim=1)
         rows: Tensor = self(torch.cat([tokens.roll(-1, dims=1), unknown], dim=1), positions,
                             torch.cat([hidden, masked.to(hidden.dtype)], dim=1),
                             attention_mask=chain_mask(length, steps, tokens.device))  # fmt: skip
         yield from rows.chunk(steps, dim=1)
+
+    def borrow(self, plan: HeadPlan) -> None:
+        """Take the target's embedding, and its projection of the vocabulary that is drafted, as frozen parameters."""
+        self.embed_tokens.weight = nn.Parameter(plan.embedding.detach(), requires_grad=False)
+        self.lm_head.weight = nn.Parameter(plan.projection.detach(), requires_grad=False)
+        if plan.vocabulary is not None:
+            self.register_buffer("draft_to_target", plan.vocabulary.to(plan.embedding.device))
 
     def match_scale(self, hidden: Tensor) -> None:
         """Adapt a new head to the size of what the target's vocabulary projection reads, ``[B, S, Ht]``."""
@@ -189,3 +214,71 @@ def body_info(head: ShiftedHead, name: str) -> ModelInfo:
     weight = head.lm_head.weight
     return ModelInfo(name, head.lm_head.out_features, len(head.layers), head.hidden_size, weight.dtype, weight.device,
                      None, head.embed_tokens.num_embeddings)  # fmt: skip
+
+
+def fill_head(loader: HeadLoader, module: ShiftedHead, layers: PretrainedConfig) -> None:
+    """Give values to a checked module that was made on the device ``meta``; ``layers`` configures its layers."""
+    # No file holds the frequencies of the rotary embedding, and those that were made on ``meta`` have no values.
+    with torch.device("cpu"):
+        module.rotary = type(module.rotary)(layers).to(loader.target.info.device)
+    loader.fill(module)
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedDrafter(ChainDrafter):
+    """Runs a :class:`ShiftedHead` as a chain, or in parallel if it has a ``mask_hidden``."""
+
+    needs: ClassVar[str | None] = "head"
+
+    @classmethod
+    @abstractmethod
+    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+        """Build the head of a checkpoint on the target's device and in its dtype.
+
+        A tensor of the target that the checkpoint lacks, or that equals the checkpoint's, is the target's own and not a
+        copy. ``options`` are an instance of :attr:`Config`.
+
+        Raises:
+            ConfigError: the checkpoint does not fit the target or itself.
+        """
+
+    @classmethod
+    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
+        """Load the head onto whatever device the target is on: ``meta``, where only shapes count."""
+        cls.load(checkpoint, options, model, info)
+
+    @classmethod
+    def make(cls, options: Any, target: Target, given: Any) -> Draft:
+        """From a head, loaded or as a checkpoint."""
+        notes: tuple[str, ...] = ()
+        if isinstance(given, Checkpoint):
+            checkpoint, given = given, cls.load(given, options, target.model, target.info)
+            notes = (checkpoint.about, *shared_notes(checkpoint, given.module, target.model))
+        check_place(given, given.module.lm_head.weight, target.info)
+        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
+
+    @classmethod
+    @torch.no_grad()
+    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> ShiftedDrafter:
+        """The drafter that runs a loaded head."""
+        module: ShiftedHead = head.module
+        mask = None
+        if head.mask_token_id is not None and module.mask_hidden is not None:
+            # Projected here, once, and not in every step.
+            mask = Mask(head.mask_token_id, module.masked().flatten())
+        models = {BODY: body_info(module, type(module).__name__)}
+        return cls(num_speculative_tokens, export_shifted(module), models, head.features, module.draft_to_target, mask,
+                   head.parallel)  # fmt: skip
+
+    @classmethod
+    def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
+        """A head as :meth:`plan_random` plans it; ``draft.parallel`` asks for one that can draft in parallel."""
+        head = cls.new_head(cls.called(bool(getattr(options, "parallel", None))), cls.plan_random(model))
+        head.module.eval().requires_grad_(False)
+        return head
+
+    @classmethod
+    def plan_random(cls, model: PreTrainedModel) -> HeadPlan:
+        """One layer as wide as the target's, which drafts the whole vocabulary."""
+        text: Any = model.config.get_text_config()
+        return random_plan(model, cls.feature_layers(text.num_hidden_layers), 1)

@@ -24,11 +24,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "dflash": ({"dflash_config": {}}, ["fc.weight"], "a DFlash head"),
     "dflash by its tensors": ({}, ["fc.weight", "hidden_norm.weight"], "a DFlash head"),
     "dspark": ({"speculators_model_type": "dspark"}, ["fc.weight"], "a dspark head"),
-    "eagle": (
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-        ["fc.weight", "layers.0.self_attn.q_proj.weight"],
-        "an EAGLE-1 or EAGLE-2 head",
-    ),
     "mla": (
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
         ["layers.0.hidden_norm.weight"],
@@ -43,7 +38,7 @@ def test_unsupported_kinds_are_named(case: str, tmp_path: Path) -> None:
     config, names, message = UNSUPPORTED[case]
     Written(config, {name: torch.zeros(1) for name in names}).save(tmp_path / "head")
     with pytest.raises(
-        ConfigError, match=rf"is {message}, which specgraph does not read; it reads EAGLE-3 and P-EAGLE"
+        ConfigError, match=rf"is {message}, which specgraph does not read; it reads EAGLE-1 and EAGLE-2 heads, EAGLE-3"
     ):
         open_checkpoint(tmp_path / "head")
 

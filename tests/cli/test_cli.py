@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from specgraph.cli import commands, main
 from specgraph.cli.config import COMMANDS, describe
 from specgraph.compiler.build_passes import build_passes
-from specgraph.config import Config, default_config, load_config
+from specgraph.config import Config, default_config, group_choices, load_config
 from specgraph.errors import PassError
 from tests.models import make_model
 
@@ -248,11 +248,12 @@ def test_sweep_over_drafts_by_their_paths(
     )
 
 
+DRAFTS = ", ".join(group_choices("draft"))
 MISTAKES = {
-    "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle, eagle3, "
-                   "medusa, ngram, none, peagle, or the path of a checkpoint.",
-    "draft=./nowhere/eagle3": "draft=./nowhere/eagle3: there is no such file or folder; draft is one of draft_model, "
-                              "eagle, eagle3, medusa, ngram, none, peagle, or the path of a checkpoint (",
+    "draft=eagl3": f"There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of {DRAFTS}, or the path of a "
+                   "checkpoint.",
+    "draft=./nowhere/eagle3": f"draft=./nowhere/eagle3: there is no such file or folder; draft is one of {DRAFTS}, or "
+                              "the path of a checkpoint (",
     "draft=.": "There is no config.json; a checkpoint is ",
     "draft.num_speculative_token=3":
         "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",

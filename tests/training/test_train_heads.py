@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specgraph.cli import main
+from specgraph.config.draft import trained_by
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3, Eagle3Drafter
 from specgraph.drafters.shifted import chain_mask
@@ -323,10 +324,7 @@ def test_feature_layers() -> None:
     ("changes", "message"),
     [
         ({"data": ""}, "data is not set: give data=path/to/questions.jsonl."),
-        (
-            {"algorithm": "dflash"},
-            "draft=dflash cannot be trained: use draft=eagle or draft=eagle3 or draft=peagle or ",
-        ),
+        ({"algorithm": "ngram"}, f"draft=ngram cannot be trained: use draft={' or draft='.join(trained_by())}."),
         ({"eval_drafts": 9}, "eval_drafts=9 is more than chain.steps=2"),
         ({"heldout": 12}, "heldout=12 of 12 documents is out of range"),
         ({"head": HeadConfig(model_type="gpt2")}, "head.model_type='gpt2' is not known: use llama or qwen3."),
@@ -383,8 +381,8 @@ def assert_sentence(error: SpecgraphError, message: str) -> None:
     ("overrides", "message"),
     [
         (
-            ["draft=dflash"],
-            "There is no draft=dflash to train; draft is draft_model (a small model with its target, the",
+            ["draft=ngram"],
+            "There is no draft=ngram to train; draft is draft_model (a small model with its target, the",
         ),
         (["draft=eagl3"], "There is no draft=eagl3 to train (did you mean 'eagle3'?)"),
         (["draft=eagle3"], "model is not set: give model=PATH"),
@@ -403,7 +401,7 @@ def test_command_line_mistakes(overrides: list[str], message: str, capsys: pytes
 def test_help_and_configuration_of_a_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "draft=peagle", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "usage: python -m specgraph train draft=eagle|eagle3|peagle|medusa model=PATH" in shown
+    assert f"usage: python -m specgraph train draft={'|'.join(trained_by())} model=PATH" in shown
     assert "optim.learning_rate" in shown and "At the end of the warm-up." in shown
     assert main(["train", "draft=peagle", "--cfg", "job"]) == 0
     assert "algorithm: peagle" in capsys.readouterr().out

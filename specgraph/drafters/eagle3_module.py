@@ -1,0 +1,151 @@
+"""EAGLE-3's module: a decoder over the target's features and the token that followed them.
+
+The layouts of its checkpoints, and how it drafts, are in :mod:`specgraph.drafters.eagle3`.
+
+Source: Li et al. 2025 (arXiv 2503.01840); the variants are those of speculators and of NVIDIA's Model-Optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from specgraph.drafters.shifted import LAYERS, ShiftedHead, causal_layers
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The shape of an EAGLE-3 head.
+
+    Attributes:
+        layers: transformers' configuration of its decoder layers, of a ``model_type`` in :data:`LAYERS`;
+            ``vocab_size`` is what its embedding takes.
+        target_hidden_size: width of one target feature.
+        num_features: how many it reads.
+        draft_vocab_size: width of its logits.
+        norm_before_residual: the first layer's residual is the normed hidden state instead of the hidden state itself.
+        norm_before_fc: one norm of the concatenated features in front of the projection.
+        fc_norm: a norm of every single feature in front of the projection.
+        norm_output: what is fed on in the chain has gone through the last norm.
+        fc: project the features; without it there is one feature of the head's own width.
+        input_norm: norm the embedding in the first layer.
+        last_norm: norm in front of the vocabulary projection.
+    """
+
+    layers: PretrainedConfig
+    target_hidden_size: int
+    num_features: int
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fc: bool = True
+    input_norm: bool = True
+    last_norm: bool = True
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the concatenated features."""
+        return self.num_features * self.target_hidden_size
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer whose attention reads the embedding and the hidden state side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        plain, norm = LAYERS[config.layers.model_type][0], LAYERS[config.layers.model_type][2]
+        layer: Any = plain(config.layers, 0)
+        size, eps = config.layers.hidden_size, config.layers.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = layer.input_layernorm if config.input_norm else nn.Identity()
+        self.hidden_norm = norm(size, eps=eps)
+        self.self_attn = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow: nn.Linear = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(self, embedding: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """``[B, T, H]`` twice to ``[B, T, H]``; ``options`` go to the attention of transformers."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        joined = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        hidden = residual + self.self_attn(hidden_states=joined, **options)[0]
+        mixed: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return mixed
+
+
+class Eagle3(ShiftedHead):
+    """The head. Names of parameters are those of the speculators layout.
+
+    Buffers: ``draft_to_target`` int64 ``[Vd]`` or None; ``mask_hidden`` ``[A * Ht]`` is a parameter, or None.
+    """
+
+    def __init__(self, config: Eagle3Config, *, parallel: bool = False) -> None:
+        super().__init__()
+        layers = causal_layers(config.layers)
+        config = replace(config, layers=layers)
+        width = config.feature_size
+        plain, rotary, norm = LAYERS[layers.model_type]
+        size, eps = layers.hidden_size, layers.rms_norm_eps
+        self.config = config
+        self.num_features, self.target_hidden_size = config.num_features, config.target_hidden_size
+        self.embed_tokens = nn.Embedding(layers.vocab_size, size)
+        self.input_norm = norm(width, eps=eps) if config.norm_before_fc else nn.Identity()
+        each = config.num_features if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(norm(config.target_hidden_size, eps=eps) for _ in range(each))
+        self.fc: nn.Module = nn.Linear(width, size, bias=False) if config.fc else nn.Identity()
+        self.layers = nn.ModuleList(
+            [FirstLayer(config), *(plain(layers, index) for index in range(1, layers.num_hidden_layers))]
+        )
+        self.norm = norm(size, eps=eps) if config.last_norm else nn.Identity()
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rotary = rotary(layers)
+        self.mask_hidden = nn.Parameter(torch.zeros(width)) if parallel else None
+        self.register_buffer("draft_to_target", None)
+
+    def combine(self, *features: Tensor) -> Tensor:
+        """What the first layer reads of the target: ``[B, T, Ht]`` for each feature to ``[B, T, H]``."""
+        if self.config.fc_norm:
+            features = tuple(norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True))
+        combined: Tensor = self.fc(self.input_norm(torch.cat(features, dim=-1)))
+        return combined
+
+    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """Run rows: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, before the last norm.
+
+        ``options`` go to the attention layers of transformers: a mask, a cache.
+        """
+        embedding = self.embed_tokens(tokens)
+        options["position_embeddings"] = self.rotary(embedding, positions)
+        options.setdefault("attention_mask", None)
+        first, *others = self.layers
+        hidden = first(embedding, hidden, **options)
+        for layer in others:
+            hidden = layer(hidden, **options)
+        return hidden
+
+    def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, R, Vd]`` and the hidden state ``[B, R, H]`` that is fed on, of rows of :meth:`forward`."""
+        normed = self.norm(hidden)
+        return self.lm_head(normed), normed if self.config.norm_output else hidden
+
+    def feed_on(self, hidden: Tensor) -> Tensor:
+        """The hidden state before or after the last norm."""
+        normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return normed
+
+    @torch.no_grad()
+    def match_scale(self, hidden: Tensor) -> None:
+        """Start the last norm at the scale of what the target's vocabulary projection reads, channel by channel.
+
+        From ones, a learning rate of 1e-3 would take thousands of steps to get there.
+        """
+        self.norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
