@@ -464,6 +464,7 @@ BUGS: dict[str, Callable[[Program], int]] = {
     "window instead of emitted": lambda p: _replace(p, step.draft_inputs, _window_instead),
     "proposals from the row before": lambda p: _replace(p, step.take_rows, _row_before),
     "raw logits kept": lambda p: _replace(p, step.propose_, _raw_logits_kept),
+    "the last row of the window": lambda p: _replace(p, step.last_row, _rejected_rows_too),
     # Shifted drafters, chained
     "features in another order": _features_swapped,
     "window instead of emitted, shifted": _window_shifted,

@@ -1,4 +1,4 @@
-"""Reads the map from a reduced draft vocabulary to the target's."""
+"""Reads the map from a reduced draft vocabulary to the target's: as offsets, or as the target ids themselves."""
 
 from __future__ import annotations
 
@@ -19,25 +19,46 @@ def read_vocabulary(loader: HeadLoader, size: int) -> Tensor | None:
     Raises:
         ConfigError: ``d2t`` is missing or damaged, or made for another target.
     """
-    vocab, path, stored = loader.target.info.vocab_size, loader.checkpoint.path, loader.stored
-    if "d2t" not in stored:
+    vocab = loader.target.info.vocab_size
+    if "d2t" not in loader.stored:
         if size != vocab:
             raise loader.unfit(f"it has no d2t and a draft vocabulary of {size}", f"has a vocabulary of {vocab}")
         return None
-    offsets = stored["d2t"]
-    if offsets.shape != (size,) or offsets.dtype.is_floating_point or offsets.dtype == torch.bool:
-        raise ConfigError(f"d2t of {path} is {offsets.dtype} {list(offsets.shape)}; it is int64 {[size]}.")
-    ids = torch.arange(size) + offsets.read().to(torch.int64)
-    outside = ids[(ids < 0) | (ids >= vocab)]
+    ids = torch.arange(size) + _integers(loader, "d2t", size)
+    checked = _checked(loader, "d2t", ids)
+    _cross_check(loader, ids)
+    return checked
+
+
+def read_target_ids(loader: HeadLoader, name: str) -> Tensor | None:
+    """The map in the tensor ``name``, which holds the target ids themselves; otherwise as :func:`read_vocabulary`."""
+    return _checked(loader, name, _integers(loader, name))
+
+
+def _integers(loader: HeadLoader, name: str, size: int | None = None) -> Tensor:
+    """A tensor of the file as int64, if it is one of integers and has the shape ``[size]``."""
+    stored = loader.stored[name]
+    fits = len(stored.shape) == 1 if size is None else stored.shape == (size,)
+    if not fits or stored.dtype.is_floating_point or stored.dtype == torch.bool:
+        needed = "[Vd]" if size is None else [size]
+        raise ConfigError(
+            f"{name} of {loader.checkpoint.path} is {stored.dtype} {list(stored.shape)}; it is int64 {needed}."
+        )
+    return stored.read().to(torch.int64)
+
+
+def _checked(loader: HeadLoader, name: str, ids: Tensor) -> Tensor | None:
+    """``ids`` on the target's device, or None if every draft id is its own target id."""
+    info, path = loader.target.info, loader.checkpoint.path
+    outside = ids[(ids < 0) | (ids >= info.vocab_size)]
     if len(outside):
         raise ConfigError(
-            f"d2t of {path} names the target id {int(outside[0])}, outside the target's vocabulary of {vocab}; "
-            "the head was made for another target."
+            f"{name} of {path} names the target id {int(outside[0])}, outside the target's vocabulary of "
+            f"{info.vocab_size}; the head was made for another target."
         )
-    if len(set(ids.tolist())) != size:
-        raise ConfigError(f"d2t of {path} gives two draft ids the same target id; the file is damaged.")
-    _cross_check(loader, ids)
-    return None if size == vocab and not offsets.read().any() else ids.to(loader.target.info.device)
+    if len(set(ids.tolist())) != len(ids):
+        raise ConfigError(f"{name} of {path} gives two draft ids the same target id; the file is damaged.")
+    return None if torch.equal(ids, torch.arange(info.vocab_size)) else ids.to(info.device)
 
 
 def _cross_check(loader: HeadLoader, ids: Tensor) -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, StoredTensor
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.target import TargetTensors
+from specgraph.checkpoints.vocabulary import read_target_ids
 from specgraph.checkpoints.writing import write_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
@@ -35,14 +36,12 @@ from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 
 PREFIX = "medusa_head."
-"""In front of every name where the heads lie inside a whole model."""
-NAMES = (
-    (re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)$"), r"blocks.\1.\2.\3"),
-    (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$"), r"blocks.\1.\2.\3"),
-    (re.compile(r"(\d+)\.\d+\.weight$"), r"lm_heads.\1.weight"),
-    (re.compile(r"lm_heads\.(\d+)\.weight$"), r"lm_heads.\1.weight"),
-)
-"""Names in files, of the released form and of the repacked one, and the module's."""
+"""In front of every name where the heads lie among the tensors of a whole model."""
+RELEASED = re.compile(r"^(\d+)\.(\d+)\.(?:weight|(linear)\.(weight|bias))$")
+"""Head, layer, and for a layer that is a residual block its tensor; these are the names of :class:`Medusa`, too."""
+BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
+PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
+"""The same in the repacked form."""
 TOKEN_MAP = "token_map"
 """int64 ``[Vd]``, the target ids of a reduced vocabulary."""
 
@@ -56,74 +55,74 @@ class MedusaDraftConfig(DraftConfig):
     trains: ClassVar[tuple[str, ...]] = ("medusa",)
 
 
-class Medusa(nn.Module):
-    """The heads: ``blocks[i]`` are the residual blocks of head ``i``, ``lm_heads[i]`` is its vocabulary projection.
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)``."""
+
+    def __init__(self, size: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size, bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` to the same shape."""
+        return hidden + F.silu(self.linear(hidden))
+
+
+class Medusa(nn.ModuleList):
+    """The heads, each of them residual blocks and a vocabulary projection; a slice of it has some of the heads.
 
     Buffer: ``draft_to_target`` int64 ``[Vd]``, the target id of every draft id, or None.
     """
 
-    def __init__(self, num_heads: int, num_blocks: int, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        size = hidden_size
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(size, size) for _ in range(num_blocks)) for _ in range(num_heads)
-        )
-        self.lm_heads = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(num_heads))
+    def __init__(self, heads: Iterable[nn.Module] = ()) -> None:
+        super().__init__(heads)
         self.draft_to_target: Tensor | None
         self.register_buffer("draft_to_target", None)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[B, 1, H]`` to logits ``[B, K, Vd]`` of all heads."""
-        return torch.cat([self.step_logits(self.refine(hidden, i), i) for i in range(len(self.lm_heads))], dim=1)
+    @classmethod
+    def of(cls, num_heads: int, num_blocks: int, hidden_size: int, vocab_size: int, bias: bool = True) -> Medusa:
+        """Heads with as many blocks each; ``vocab_size`` is ``Vd``, ``bias`` is that of the blocks."""
+        blocks = [[ResidualBlock(hidden_size, bias) for _ in range(num_blocks)] for _ in range(num_heads)]
+        return cls(nn.Sequential(*some, nn.Linear(hidden_size, vocab_size, bias=False)) for some in blocks)
 
     @property
-    def weight(self) -> Tensor:
-        """The projection ``[Vd, H]`` of the first head."""
-        first = self.lm_heads[0]
-        assert isinstance(first, nn.Linear)
-        return first.weight
-
-    @property
-    def num_blocks(self) -> int:
-        """Residual blocks of every head."""
-        first = self.blocks[0]
-        assert isinstance(first, nn.ModuleList)
-        return len(first)
-
-    def refine(self, hidden: Tensor, head: int) -> Tensor:
-        """What the blocks of one head make of ``[..., H]``."""
-        blocks = self.blocks[head]
-        assert isinstance(blocks, nn.ModuleList)
-        for block in blocks:
-            hidden = hidden + F.silu(block(hidden))
-        return hidden
+    def projection(self) -> Tensor:
+        """The vocabulary projection ``[Vd, H]`` of the first head."""
+        return cast(nn.Linear, cast(nn.Sequential, self[0])[-1]).weight
 
     # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
 
     def step_logits(self, hidden: Tensor, step: int) -> Tensor:
-        """Logits ``[..., Vd]`` of draft number ``step``."""
-        logits: Tensor = self.lm_heads[step](hidden)
+        """Logits ``[R, Vd]`` of rows ``[R, H]`` that :meth:`unroll` gave for draft number ``step``."""
+        head: Any = self[step]
+        logits: Tensor = head[-1](hidden)
         return logits
 
     def unroll(
         self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
     ) -> Iterator[Tensor]:
         """The rows ``[B, S, H]`` in front of every head's projection; no head depends on the one before."""
-        (hidden,) = features
-        return (self.refine(hidden, step) for step in range(steps))
+        heads: Any = self
+        return (heads[step][:-1](features[0]) for step in range(steps))
 
     def match_scale(self, hidden: Tensor) -> None:
-        """Nothing: a new head's blocks change nothing, and its projection is a copy of the target's."""
+        """Nothing: a new head reads and gives what the target's projection reads."""
+
+
+class _Together(nn.Module):
+    """The heads as they are called."""
+
+    def __init__(self, heads: nn.ModuleList) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[B, 1, H]`` to the logits ``[B, K, Vd]`` of all heads."""
+        return torch.cat([head(hidden) for head in self.heads], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
 class MedusaDrafter(Drafter):
-    """Calls all heads once, on the hidden state of the last accepted row.
-
-    Attributes:
-        vocab_size: ``Vd``.
-        dtype: of the logits.
-    """
+    """Calls all heads once, on the last accepted row's hidden state; each gives ``vocab_size`` logits of ``dtype``."""
 
     vocab_size: int = 0
     dtype: torch.dtype = torch.float32
@@ -139,43 +138,37 @@ class MedusaDrafter(Drafter):
         (hidden,) = step.features()
         last = step.call(functions.last_row, step.num_emitted, name="last")
         row = step.call(functions.take_rows, step.along_path(hidden, "path_hidden"), last, 1, name="last_hidden")
-        logits = step.draft(hidden=row, name="draft_logits_0")
+        logits = step.draft(hidden=row, name="head_logits")
         step.draw(logits, 0, self.vocab_size, self.dtype, name="proposals")
         return 1
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
-        """By the names of its tensors, or by keys of its configuration."""
-        ours = [name for name in files.tensors if module_name(name) is not None]
-        if not any(name.startswith("lm_heads.") for name in map(module_name, ours) if name):
+        """By the names of its tensors, or by a key of its configuration."""
+        stored = StoredHeads.of(files.tensors)
+        if not stored.num_heads and "medusa_num_heads" not in files.config:
             return None
-        layout = "repacked" if any(name.startswith(("blocks.", "lm_heads.")) for name in ours) else "medusa"
-        return Checkpoint.of(files, cls.kind, layout, "medusa")
+        return Checkpoint.of(files, cls.kind, "repacked" if stored.repacked else "medusa", "medusa")
 
     @classmethod
-    def choices(
-        cls, checkpoint: Checkpoint, options: MedusaDraftConfig, target_layers: int | None
-    ) -> tuple[Choice, ...]:
+    def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
         """What is counted: configurations are often wrong about it."""
-        heads, blocks = _counts(_stored(checkpoint))
-        reduced = TOKEN_MAP in checkpoint.tensors
-        return (Choice("num_heads", heads, "tensors"), Choice("num_blocks", blocks, "tensors"),
-                Choice("reduced vocabulary", reduced, "tensors"))  # fmt: skip
+        stored = StoredHeads.of(checkpoint.tensors)
+        found = {"num_heads": stored.num_heads, "num_blocks": stored.num_blocks, TOKEN_MAP: TOKEN_MAP in stored.tensors}
+        return tuple(Choice(name, value, "tensors") for name, value in found.items())
 
     @classmethod
-    def check_fit(
-        cls, checkpoint: Checkpoint, options: MedusaDraftConfig, model: PreTrainedModel, info: ModelInfo
-    ) -> None:
+    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
         """Make them, on whatever device the target is."""
         load_heads(checkpoint, model, info)
 
     @classmethod
     def make(cls, options: MedusaDraftConfig, target: Target, given: Any) -> Draft:
-        """From heads, loaded or as a checkpoint."""
+        """From heads, loaded or as a checkpoint, of which no more are read than there are drafts."""
         notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
-            given, notes = load_heads(given, target.model, target.info), (given.about,)
-        check_place(given, given.module.weight, target.info)
+            given, notes = load_heads(given, target.model, target.info, options.num_speculative_tokens), (given.about,)
+        check_place(given, given.module.projection, target.info)
         return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
 
     @classmethod
@@ -187,38 +180,41 @@ class MedusaDrafter(Drafter):
             ConfigError: there are fewer.
         """
         module: Medusa = head.module
-        count, weight = len(module.lm_heads), module.weight
+        count, weight = len(module), module.projection
         if num_speculative_tokens > count:
             raise ConfigError(
                 f"draft.num_speculative_tokens is {num_speculative_tokens}, but there are {count} Medusa heads, one "
                 f"for each token; set it to {count} or less."
             )
-        first = _first(module, num_speculative_tokens)
-        hidden = weight.new_zeros(3, 1, weight.shape[1])
-        graph = export_module(first, (hidden,), {"hidden": {0: torch.export.Dim("batch", min=1)}}, "draft")
+        hidden, dims = weight.new_zeros(3, 1, weight.shape[1]), {0: torch.export.Dim("batch", min=1)}
+        graph = export_module(_Together(module[:num_speculative_tokens]), (hidden,), {"hidden": dims}, "draft")
         return cls(num_speculative_tokens, {"draft": graph}, {}, head.features, module.draft_to_target,
                    vocab_size=len(weight), dtype=weight.dtype)  # fmt: skip
 
     @classmethod
+    @torch.no_grad()
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
-        """A head with one block for every step: the block changes nothing yet, the projection is the target's."""
+        """A head for every step: a block for every layer of the plan, zeros, and a copy of the target's projection."""
+        if len(plan.features) != 1:
+            raise ConfigError(
+                f"Medusa heads read one hidden state, and head.feature_layers names {len(plan.features)}; leave it out."
+            )
         rows, size = plan.projection.shape
-        module = Medusa(plan.steps, 1, size, rows).to(plan.projection.device)
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(plan.projection if name.startswith("lm_heads.") else torch.zeros(()))
+        module = Medusa.of(plan.steps, plan.layers.num_hidden_layers, size, rows).to(plan.projection.device)
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.zeros(()) if ".linear." in name else plan.projection)
         if plan.vocabulary is not None:
-            module.register_buffer("draft_to_target", plan.vocabulary.to(plan.projection.device))
+            module.draft_to_target = plan.vocabulary.to(plan.projection.device)
         return DraftHead(module, plan.features)
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MedusaDraftConfig) -> DraftHead:
-        """As many heads as there are drafts."""
+        """As many heads as there are drafts, one block each."""
         text: Any = model.config.get_text_config()
-        features = cls.feature_layers(text.num_hidden_layers)
-        head = cls.new_head(cls.kind, random_plan(model, features, options.num_speculative_tokens))
-        head.module.eval().requires_grad_(False)
-        return head
+        plan = random_plan(model, cls.feature_layers(text.num_hidden_layers), options.num_speculative_tokens)
+        rows, size = plan.projection.shape
+        module = Medusa.of(plan.steps, 1, size, rows).to(plan.projection)
+        return DraftHead(module.eval().requires_grad_(False), plan.features)
 
     @classmethod
     def save_head(
@@ -227,80 +223,75 @@ class MedusaDrafter(Drafter):
     ) -> Path:  # fmt: skip
         """With the released names, as safetensors."""
         module: Medusa = head.module
-        blocks = module.num_blocks
-        tensors: dict[str, Tensor] = {}
-        for name, value in module.named_parameters():
-            kind, index, *rest = name.split(".")
-            released = f"{index}.{rest[0]}.linear.{rest[1]}" if kind == "blocks" else f"{index}.{blocks}.weight"
-            tensors[released] = value
+        tensors: dict[str, Tensor] = dict(module.named_parameters())
         if module.draft_to_target is not None:
             tensors[TOKEN_MAP] = module.draft_to_target
-        config = {"medusa_num_heads": len(module.lm_heads), "medusa_num_layers": blocks,
+        config = {"medusa_num_heads": len(module), "medusa_num_layers": len(cast(nn.Sequential, module[0])) - 1,
                   "base_model_name_or_path": target_name}  # fmt: skip
         return write_checkpoint(folder, config, tensors)
 
 
-def module_name(name: str) -> str | None:
-    """The module's name for a tensor of a file; None for a tensor that is not a head's."""
-    for pattern, ours in NAMES:
-        found = pattern.fullmatch(name.removeprefix(PREFIX))
-        if found is not None:
-            return found.expand(ours)
-    return None
+@dataclass(frozen=True, eq=False)
+class StoredHeads:
+    """The heads in a file.
+
+    Attributes:
+        tensors: those of the heads, by the names of :class:`Medusa`; whatever else is beside them keeps its name.
+        num_heads, num_blocks: heads, and residual blocks of each: the highest index counts.
+        prefix, repacked: how the file names them.
+    """
+
+    tensors: dict[str, StoredTensor]
+    num_heads: int
+    num_blocks: int
+    prefix: str
+    repacked: bool
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor]) -> StoredHeads:
+        """Those of a checkpoint. Where names have the prefix, the tensors without it are another model's."""
+        prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        blocks = [int(match[2]) + 1 for name in own if (match := BLOCK.match(name))]
+        repacked = bool(blocks) or any(map(PROJECTION.match, own))
+        if repacked:
+            last = rf"\1.{max(blocks, default=0)}.weight"
+            own = {BLOCK.sub(r"\1.\2.linear.\3", PROJECTION.sub(last, name)): own[name] for name in own}
+        found = [match for name in own if (match := RELEASED.match(name))]
+        num_heads = max((int(match[1]) + 1 for match in found), default=0)
+        num_blocks = max((int(match[2]) + bool(match[3]) for match in found), default=0)
+        return cls(own, num_heads, num_blocks, prefix, repacked)
+
+    def shown(self, name: str) -> str:
+        """A parameter's name as the file spells it, or would spell it."""
+        match = RELEASED.match(name)
+        if self.repacked and match is not None:
+            head, layer, block, leaf = match.groups()
+            name = f"blocks.{head}.layers.{layer}.{leaf}" if block else f"lm_heads.{head}.weight"
+        return self.prefix + name
 
 
-def load_heads(checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
-    """Build the heads on the target's device and in its dtype.
+def load_heads(checkpoint: Checkpoint, model: PreTrainedModel, info: ModelInfo, count: int | None = None) -> DraftHead:
+    """Build the heads, or the first ``count`` of them, on the target's device and in its dtype.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
     """
-    stored, spelled = _stored(checkpoint), _spelled(checkpoint)
-    loader = HeadLoader(checkpoint, stored, TargetTensors.of(model, info), "Medusa heads",
-                        shown=lambda name: spelled.get(name, name))  # fmt: skip
-    (heads, blocks), mapped = _counts(stored), checkpoint.tensors.get(TOKEN_MAP)
-    vocab = info.vocab_size if mapped is None else mapped.shape[0]
-    with torch.device("meta"):
-        module = Medusa(heads, blocks, info.hidden_size, vocab)
-    loader.check(module)
-    loader.fill(module)
-    if mapped is not None:
-        module.register_buffer("draft_to_target", _token_map(loader, mapped))
-    return DraftHead(module.eval(), (info.num_layers,))
-
-
-def _stored(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The heads' tensors by the module's names."""
-    named = ((module_name(name), tensor) for name, tensor in checkpoint.tensors.items())
-    return {name: tensor for name, tensor in named if name is not None}
-
-
-def _spelled(checkpoint: Checkpoint) -> dict[str, str]:
-    """The file's name of every tensor, by the module's."""
-    return {ours: name for name in checkpoint.tensors if (ours := module_name(name)) is not None}
-
-
-def _counts(stored: Mapping[str, object]) -> tuple[int, int]:
-    """Heads, and the residual blocks of each."""
-    heads = [int(name.split(".")[1]) for name in stored if name.startswith("lm_heads.")]
-    blocks = [int(name.split(".")[2]) for name in stored if name.startswith("blocks.")]
-    return max(heads, default=-1) + 1, max(blocks, default=-1) + 1
-
-
-def _token_map(loader: HeadLoader, mapped: StoredTensor) -> Tensor:
-    """The target ids of a reduced vocabulary, int64 ``[Vd]``."""
-    ids, info = mapped.read().long(), loader.target.info
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
+    stored = StoredHeads.of(checkpoint.tensors)
+    if not stored.num_heads:
         raise ConfigError(
-            f"{TOKEN_MAP} of {loader.checkpoint.path} names ids outside the target's vocabulary of {info.vocab_size}; "
-            "the heads were made for another target."
+            f"{checkpoint.path} holds no Medusa heads, whose tensors have names such as 0.0.linear.weight; give the "
+            "path of the file that does, which is often medusa_lm_head.pt."
         )
-    return ids.to(info.device)
-
-
-def _first(module: Medusa, count: int) -> Medusa:
-    """The first heads alone, with the same parameters."""
+    loader = HeadLoader(checkpoint, stored.tensors, TargetTensors.of(model, info), "a set of Medusa heads",
+                        ignored=re.compile(TOKEN_MAP), shown=stored.shown)  # fmt: skip
+    ids = read_target_ids(loader, TOKEN_MAP) if TOKEN_MAP in stored.tensors else None
+    vocab = info.vocab_size if ids is None else len(ids)
+    biases = any(name.endswith(".bias") for name in stored.tensors)  # the repacked form may have none
     with torch.device("meta"):
-        part = Medusa(0, 0, 1, 1)
-    part.blocks, part.lm_heads = module.blocks[:count], module.lm_heads[:count]
-    return part.eval()
+        module = Medusa.of(stored.num_heads, stored.num_blocks, info.hidden_size, vocab, biases)
+    loader.check(module)
+    first = cast(Medusa, module[:count])
+    loader.fill(first)
+    first.draft_to_target = ids
+    return DraftHead(first.eval(), (info.num_layers,))

@@ -17,8 +17,6 @@ from tests.checkpoints.layouts import DRAFT_VOCAB, VOCAB, Written
 from tests.checkpoints.running import load, target
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "medusa": ({"medusa_num_heads": 2}, ["0.0.linear.weight"], "a Medusa head"),
-    "medusa by its tensors": ({}, ["0.0.linear.weight", "0.1.weight"], "a Medusa head"),
     "mtp": ({"speculators_model_type": "mtp"}, ["mtp_layers.0.input_proj.weight"], "a mtp head"),
     "mtp by its tensors": ({"model_type": "qwen3"}, ["mtp.fc.weight"], "an MTP head"),
     "dflash": ({"dflash_config": {}}, ["fc.weight"], "a DFlash head"),
