@@ -134,7 +134,7 @@ class EagleDrafter(ShiftedDrafter):
             raise loader.unfit(f"it has the hidden size {layers.hidden_size}", f"has {info.hidden_size}")
         with torch.device("meta"):
             module = Eagle(layers)
-        loader.add_biases(module)
+        loader.add_biases(module, without=("lm_head",))
         loader.check(module)
         fill_head(loader, module, layers)
         return DraftHead(module.eval(), cls.feature_layers(info.num_layers))

@@ -268,7 +268,7 @@ class _Eagle3Loader:
         config = self._config(features)
         with torch.device("meta"):
             module = Eagle3(config, parallel="mask_hidden" in self.loader.stored)
-        self.loader.add_biases(module)
+        self.loader.add_biases(module, without=("lm_head",))
         self.loader.check(module, apart=("mask_hidden",))
         self._check_mask(module)
         fill_head(self.loader, module, config.layers)
