@@ -19,18 +19,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.linear import library
 from specgraph.kernels.registration import register
 from specgraph.kernels.sampling.sample import require
 
 torch.library.define(
     "specgraph::expert_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, *, bool transposed=False) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, *, bool transposed=False, bool bitwise=True) -> Tensor",
 )
 
 
 def expert_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False,
+    bitwise: bool = True,
+) -> Tensor:  # fmt: skip
     """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``.
 
     Args:
@@ -38,6 +40,8 @@ def expert_linear_reference(
         weight: ``[E, O, I]``, or ``[E, I, O]`` if ``transposed``.
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
+        bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
+            :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
 
     Returns:
         ``[S, O]`` in the dtype of ``x``.
@@ -132,9 +136,12 @@ def _expert_linear_kernel(
 
 
 def expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False
-) -> Tensor:
-    """:func:`expert_linear_reference` in two kernels, which read ids on the device."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False,
+    bitwise: bool = True,
+) -> Tensor:  # fmt: skip
+    """:func:`expert_linear_reference` in two kernels of ours, which read ids on the device, or by a library."""
+    if not bitwise and library.is_faster_for_experts(x, weight, transposed):
+        return library.expert_linear(x, weight, bias, expert_ids, transposed=transposed)
     (experts, inner, outer), (stride_e, stride_k, stride_o) = weight.shape, weight.stride()
     if not transposed:
         inner, outer, stride_k, stride_o = outer, inner, stride_o, stride_k
@@ -158,8 +165,9 @@ def expert_linear(
 
 
 def _expert_linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False,
+    bitwise: bool = True,
+) -> Tensor:  # fmt: skip
     inner, outer = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
     require(x.shape[1] == inner, lambda: f"x has {x.shape[1]} features, the experts take {inner}")
     require(expert_ids.shape == x.shape[:1], lambda: "expert_ids must give one expert per row of x")

@@ -38,13 +38,13 @@ from specgraph.kernels.sampling.sample import require
 torch.library.define(
     "specgraph::linear",
     "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
-    "float norm_eps=0.0, str activation='none', bool constant_weight=True) -> Tensor",
+    "float norm_eps=0.0, str activation='none', bool constant_weight=True, bool bitwise=True) -> Tensor",
 )
 torch.library.define(
     "specgraph::linear_norm",
     "(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
-    "float norm_eps=0.0, float norm_offset=0.0, str activation='none', bool constant_weight=True) -> "
-    "(Tensor, Tensor, Tensor)",
+    "float norm_eps=0.0, float norm_offset=0.0, str activation='none', bool constant_weight=True, "
+    "bool bitwise=True) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "specgraph::norm_parts", "(Tensor x, Tensor norm_weight, *, float norm_offset=0.0) -> (Tensor, Tensor)"
@@ -77,6 +77,7 @@ def linear_reference(
     norm_eps: float = 0.0,
     activation: str = "none",
     constant_weight: bool = True,
+    bitwise: bool = True,
 ) -> Tensor:
     """``activation(x @ weight.T * scale + bias) + residual``, in float32 (float64 for float64), rounded once.
 
@@ -90,6 +91,8 @@ def linear_reference(
         activation: one of :data:`ACTIVATIONS`.
         constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
             it before the kernels in front have finished. Outside of graphs it makes no difference.
+        bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
+            :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
 
     Returns:
         ``[..., O]`` in the dtype of ``x``.
@@ -98,13 +101,16 @@ def linear_reference(
     out = functional.linear(x.to(exact), weight.to(exact))
     if squares is not None:
         out = out * torch.rsqrt(squares.to(exact).sum(-1, keepdim=True) / x.shape[-1] + norm_eps)
-    out = out if bias is None else out + bias.to(exact)
-    if activation in _GATED:
-        gate, up = out.chunk(2, -1)
-        out = _GATED[activation](gate) * up
-    else:
-        out = _PLAIN[activation](out)
+    out = activated(out if bias is None else out + bias.to(exact), activation)
     return (out if residual is None else out + residual.to(exact)).to(x.dtype)
+
+
+def activated(y: Tensor, activation: str) -> Tensor:
+    """``y`` after one of :data:`ACTIVATIONS`; the gated ones halve its last dimension."""
+    if activation not in _GATED:
+        return _PLAIN[activation](y)
+    gate, up = y.chunk(2, -1)
+    return _GATED[activation](gate) * up
 
 
 def norm_parts_reference(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -139,6 +145,7 @@ def linear_norm_reference(
     norm_offset: float = 0.0,
     activation: str = "none",
     constant_weight: bool = True,
+    bitwise: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`linear_reference`, then :func:`norm_parts_reference` of its result: ``(out, gained, squares)``."""
     out = linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
@@ -246,10 +253,11 @@ def linear(
     norm_eps: float = 0.0,
     activation: str = "none",
     constant_weight: bool = True,
+    bitwise: bool = True,
     tiling: Tiles | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """:func:`linear_reference` in one kernel; float64 takes the reference itself.
+    """:func:`linear_reference` in one kernel of ours, or by a library; float64 takes the reference itself.
 
     Args:
         tiling: in place of :func:`tiles`; one with another number of pieces may give other bits.
@@ -257,6 +265,11 @@ def linear(
     """
     if x.dtype == torch.float64:
         return linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
+    if not bitwise:
+        from specgraph.kernels.linear import library  # which is written in terms of this module
+
+        if library.is_faster_for(x, weight, activation):
+            return library.linear(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
     out = x.new_empty(_out_shape(x, weight, activation))
     if out.numel() > 0:
         product = _product(out, x, weight, bias, residual, squares, norm_eps, activation, constant_weight, None, pdl)
@@ -276,6 +289,7 @@ def linear_norm(
     norm_offset: float = 0.0,
     activation: str = "none",
     constant_weight: bool = True,
+    bitwise: bool = True,
     tiling: Tiles | None = None,
     pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,6 +299,14 @@ def linear_norm(
             x, weight, norm_weight, bias, residual, squares, norm_eps=norm_eps, norm_offset=norm_offset,
             activation=activation,
         )  # fmt: skip
+    if not bitwise:
+        from specgraph.kernels.linear import library
+
+        if library.is_faster_for(x, weight, activation):
+            return library.linear_norm(
+                x, weight, norm_weight, bias, residual, squares, norm_eps=norm_eps, norm_offset=norm_offset,
+                activation=activation,
+            )  # fmt: skip
     out = x.new_empty(_out_shape(x, weight, activation))
     parts = _empty_parts(out)
     if out.numel() > 0:
@@ -356,7 +378,7 @@ def _launch_tiles(product: Product, cut: Tiles, groups: int) -> None:
     early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
     scale, squares = None, product.squares
     if squares is not None and not early:
-        scale, squares = _scale(squares, rows, in_features, groups, product.norm_eps, pdl), None
+        scale, squares = norm_scale(squares, in_features, product.norm_eps, pdl), None
     # The groups of large tiles cross warps: a launch of its own is cheaper then.
     joined = product.following if cut.block_o * cut.block_n <= 4096 else None
     norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
@@ -382,12 +404,14 @@ def _launch_tiles(product: Product, cut: Tiles, groups: int) -> None:
         _launch_norm_parts(_as_rows(out), product.following, pdl)
 
 
-def _scale(squares: Tensor, rows: int, features: int, groups: int, norm_eps: float, pdl: bool) -> Tensor:
-    """``[rows]``: what the product of every row is multiplied by."""
+def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool | None = None) -> Tensor:
+    """``rsqrt(sum(squares) / features + norm_eps)`` ``[rows]`` of ``squares`` ``[..., groups]``, in one kernel."""
+    groups = squares.shape[-1]
+    rows, pdl = squares.numel() // groups, supports_pdl(squares.device) if pdl is None else pdl
     scale = squares.new_empty(rows)
     norm_scale_kernel[(triton.cdiv(rows, 4),)](
-        scale, squares, rows, features, norm_eps, GROUPS=groups, BLOCK_N=4, PDL=pdl, num_warps=1,
-        enable_fp_fusion=False, **launch_options(pdl),
+        scale, squares, rows, features, norm_eps, GROUPS=triton.next_power_of_2(groups), BLOCK_N=4, PDL=pdl,
+        num_warps=1, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     return scale
 
@@ -419,6 +443,7 @@ def _bulk(weight: Tensor) -> bool:
 def _linear_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     squares: Tensor | None = None, *, norm_eps: float = 0.0, activation: str = "none", constant_weight: bool = True,
+    bitwise: bool = True,
 ) -> Tensor:  # fmt: skip
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
@@ -448,7 +473,7 @@ def _norm_parts_fake(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0
 def _linear_norm_fake(
     x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
     squares: Tensor | None = None, *, norm_eps: float = 0.0, norm_offset: float = 0.0, activation: str = "none",
-    constant_weight: bool = True,
+    constant_weight: bool = True, bitwise: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = _linear_fake(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
     return (out, *_norm_parts_fake(out, norm_weight, norm_offset=norm_offset))
