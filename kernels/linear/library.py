@@ -66,7 +66,10 @@ scale of the norm, which those figures lack. Other numbers of rows, and other sh
 
 
 def crossovers_of(device: torch.device) -> Crossovers | None:
-    """The table for ``device``; None if nothing was measured on its kind, and our kernels run."""
+    """The table for ``device``; None if nothing was measured on its kind, and our kernels run.
+
+    A new kind of GPU takes a table that ``bench linears`` prints there, and a line here.
+    """
     return HOPPER if is_hopper(device) else None
 
 

@@ -71,8 +71,8 @@ def crossovers(rows: Sequence[LinearRow]) -> dict[library.Kind, Table]:
     for product, wins in faster.items():
         weights[product.kind, product.weight][product.rows] = wins
     tables: dict[library.Kind, Table] = defaultdict(dict)
-    for (kind, weight), wins in weights.items():
-        tables[kind][weight] = changes(wins)
+    for (kind, weight), measured in weights.items():
+        tables[kind][weight] = changes(measured)
     return dict(tables)
 
 
