@@ -7,11 +7,11 @@ row's bits may depend on how many rows there are, and every launch rounds its re
 two launches and round once. With few rows that makes them faster; with many rows the product itself counts most.
 
 The choice is a table lookup (:class:`Crossovers`), by the kind of GPU, the shape of the weight and the number of rows.
-The tables were measured beforehand by ``python -m specgraph bench linears``, which times both forms with everything
-that a step joins to a product. Nothing is timed when a model is compiled, for two reasons. Near a crossover two
-measurements on one machine disagree, and the same program would then give other bits in its next run. And a table can
-be read, costs no time, and needs no idle GPU. The price is that a GPU or a shape without a table runs our kernels for
-every number of rows. This is what ``numerics: bitwise`` runs, so it is not slower than that.
+``python -m specgraph bench linears`` measures what a table holds: it times both forms with everything that a step joins
+to a product. Nothing is timed when a model is compiled, for two reasons. Near a crossover two measurements on one
+machine disagree, and the same program would then give other bits in its next run. And a table can be read, costs no
+time, and needs no idle GPU. The price is that a GPU or a shape without a table runs our kernels for every number of
+rows. This is what ``numerics: bitwise`` runs, so it is not slower than that.
 """
 
 from __future__ import annotations
