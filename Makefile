@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-TYPED := $(VENV)/typed
+COPY := $(VENV)/typed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test examples lint types format tables clean
+.PHONY: help install demo test examples lint imports types copy format tables clean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -32,7 +32,7 @@ test: install ## run every test this machine can run, a process per core
 examples: install ## run the examples
 	for file in quickstart batch_with_draft_model own_pass read_a_dump; do $(BIN)/python examples/$$file.py || exit 1; done
 
-lint: install ## check style
+lint: imports ## check style and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -40,11 +40,16 @@ format: install ## apply style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: install ## check types on an installed copy
-	rm -rf $(TYPED) build
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(TYPED) .
+imports: copy ## check who imports whom, on an installed copy
+	cd $(COPY) && ../bin/lint-imports --config ../../setup.cfg
+
+types: copy ## check types on an installed copy
+	cd $(COPY) && MYPYPATH=. ../bin/mypy --config-file ../../setup.cfg --python-executable ../bin/python -p specgraph
+
+copy: install # one folder, laid out as setup.cfg maps the folders of the sources: static tools need that
+	rm -rf $(COPY) build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(COPY) .
 	rm -rf build
-	cd $(TYPED) && MYPYPATH=. ../bin/mypy --config-file ../../setup.cfg --python-executable ../bin/python -p specgraph
 
 tables: install ## measure the acceptance tables of the model card again (about an hour on two cores)
 	$(BIN)/python examples/acceptance.py

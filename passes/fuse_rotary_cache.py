@@ -213,11 +213,11 @@ def _whole(value: Any) -> fx.Node | None:
 
 
 def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:
-    """The positions behind the clamp that ``insert_kv_cache`` puts in front of tables, and its limit."""
-    if positions.target is not aten.clamp.default or set(positions.kwargs) != {"max"} or len(positions.args) != 1:
+    """The positions behind the clamp that ``insert_kv_cache`` puts in front of tables, and its upper limit."""
+    if positions.target is not aten.clamp.default or set(positions.kwargs) != {"min", "max"}:
         return positions, None
     source, limit = positions.args[0], positions.kwargs["max"]
-    known = isinstance(source, fx.Node) and isinstance(limit, int)
+    known = isinstance(source, fx.Node) and positions.kwargs["min"] == 0 and isinstance(limit, int)
     return (source, limit) if known else (positions, None)  # type: ignore[return-value]
 
 

@@ -1,8 +1,11 @@
-"""``attention(q, k, v)`` becomes ``paged_attention(q, k, v, k_cache, v_cache, slots, ...)`` in every traced module.
+"""Traced modules get the memory that their layers ask for: ``attention(q, k, v)`` becomes ``paged_attention(q, k, v,
+k_cache, v_cache, slots, ...)``.
 
-A module's signature grows from ``(tokens, positions)`` to ``(tokens, positions, num_rows, block_table, max_length,
-caches)``; ``caches`` is one tuple ``(k_0, v_0, k_1, v_1, ...)``. Row ``r`` of a sequence is written when
-``r < num_rows`` and its position is below ``max_length``.
+The pass knows no kind of layer. An op that has a stateful form (:data:`~specgraph.kernels.state.STATEFUL`) says which
+buffers that form asks for and what its arguments are. A module's signature grows from ``(tokens, positions)`` to
+``(tokens, positions, num_rows, block_table, max_length, caches)``; ``caches`` is one tuple of all buffers, layer after
+layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position is 0 or more and below
+``max_length``.
 """
 
 from __future__ import annotations
@@ -12,16 +15,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+import specgraph.kernels.attention.attention  # noqa: F401  (registers the op and its stateful form)
 from specgraph.errors import ConfigError
-from specgraph.ir.graphs import calls, new_module
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.graphs import new_module
+from specgraph.ir.program import Program
+from specgraph.kernels.state import STATEFUL, Buffer
 from specgraph.kernels.step import row_slots
 from specgraph.passes.base import Pass, PassResult
 
-ATTENTION = torch.ops.specgraph.attention.default
-PAGED = torch.ops.specgraph.paged_attention.default
 STATE = {
     "num_rows": Buffer(("B",)),
     "block_table": Buffer(("B", "M"), fill=-1),
@@ -45,77 +48,70 @@ class InsertKVCache(Pass):
             raise ConfigError(f"insert_kv_cache: block_size must be at least 1, got {self.block_size!r}.")
 
     def apply(self, program: Program) -> PassResult:
-        """Rewrite every module that attends; the step graph passes the state to ``target``."""
-        matches = 0
+        """Rewrite every module that asks for state; the step graph passes the state to ``target``."""
+        matches, models = 0, program.models()
         for name, module in list(program.modules.items()):
-            nodes = list(calls(module.graph, ATTENTION))
+            nodes = [node for node in module.graph.nodes if node.target in STATEFUL]
             if nodes:
-                info = program.drafter.model if name != "target" and program.drafter.model else program.target
-                program.options[f"{name}_caches"] = self._page(module, nodes, info.max_positions)
+                self._give_state(module, nodes, models[name].max_positions)
                 matches += len(nodes)
-        program.options["block_size"] = self.block_size
-        if "target_caches" in program.options:
-            self._pass_state(program)
-        return PassResult(matches, expected=self._layers(program))
+        call = program.one("target")
+        call.kwargs = {**call.kwargs, **program.bind("target", "target")}
+        target = program.modules["target"]
+        program.modules["target"] = new_module(target, target.graph, "target")
+        return PassResult(matches, expected=sum(model.num_layers for model in models.values()))
 
-    def _layers(self, program: Program) -> int:
-        return program.target.num_layers + (program.drafter.model.num_layers if program.drafter.model else 0)
-
-    def _page(self, module: fx.GraphModule, nodes: list[fx.Node], limit: int | None) -> tuple[Buffer, ...]:
-        """Rewrite one module; returns the buffers of its caches. ``limit`` is the first position it does not know."""
+    def _give_state(self, module: fx.GraphModule, nodes: list[fx.Node], limit: int | None) -> None:
+        """Rewrite one module. ``limit`` is the first position it does not know."""
         graph = module.graph
-        positions = next(n for n in graph.nodes if n.op == "placeholder" and n.name == "positions")
-        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        with graph.inserting_after(last):
-            caches = graph.placeholder("caches")
-        state: list[fx.Node] = []
-        for name in reversed(STATE):
-            with graph.inserting_after(last):
-                state.insert(0, graph.placeholder(name))
-        num_rows, block_table, max_length = state
+        inputs = graph.find_nodes(op="placeholder")
+        positions = next(node for node in inputs if node.name == "positions")
+        num_rows, block_table, max_length, caches = self._add_inputs(graph, inputs[-1])
         with graph.inserting_after(caches):
             places = (positions, num_rows, block_table, max_length)
             slots = graph.call_function(row_slots, places, {"block_size": self.block_size})
             slots.name = "slots"
         if limit is not None:
-            self._stay_below(graph, positions, slots, limit)
+            self._stay_inside(graph, positions, slots, limit)
         buffers: list[Buffer] = []
         for layer, node in enumerate(nodes):
-            buffers += self._replace(graph, node, caches, layer, (slots, block_table, positions))
+            buffers += self._replace(graph, node, (caches, len(buffers), layer), (slots, block_table, positions))
+        caches.meta["state"] = tuple(buffers)
         graph.lint()
         module.recompile()
-        return tuple(buffers)
 
-    def _stay_below(self, graph: fx.Graph, positions: fx.Node, slots: fx.Node, limit: int) -> None:
-        """Rows that are not real may lie past the end of a table of learned positions: look up its last entry."""
+    def _add_inputs(self, graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
+        """The inputs that every module with state shares, and ``caches``, which is the module's own."""
+        added: list[fx.Node] = []
+        for name in (*STATE, "caches"):
+            with graph.inserting_after(added[-1] if added else last):
+                added.append(graph.placeholder(name))
+            if name in STATE:
+                added[-1].meta.update({"state": STATE[name], "shared": True})
+        return added
+
+    def _stay_inside(self, graph: fx.Graph, positions: fx.Node, slots: fx.Node, limit: int) -> None:
+        """Rows that are not real may lie outside of a table of learned positions: look up its first or last entry."""
         with graph.inserting_after(slots):
-            known = graph.call_function(torch.ops.aten.clamp.default, (positions,), {"max": limit - 1})
+            known = graph.call_function(torch.ops.aten.clamp.default, (positions,), {"min": 0, "max": limit - 1})
         known.name = "known_positions"
         sizes = torch.ops.aten.sym_size.int  # reads no position, and would keep the clamp where nothing else needs it
         positions.replace_all_uses_with(known, lambda user: user not in (slots, known) and user.target is not sizes)
 
     def _replace(
-        self, graph: fx.Graph, node: fx.Node, caches: fx.Node, layer: int, places: tuple[fx.Node, ...]
-    ) -> list[Buffer]:
-        q, k, v, *sinks = node.args
-        assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
+        self, graph: fx.Graph, node: fx.Node, place: tuple[fx.Node, int, int], rows: tuple[fx.Node, ...]
+    ) -> tuple[Buffer, ...]:
+        """The stateful form of one op; ``place`` is the tuple of buffers, where its own begin, and its layer."""
+        form, (caches, first, layer) = STATEFUL[node.target], place  # type: ignore[index]
+        values = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
+        buffers = form.buffers([value for value in values if isinstance(value, Tensor)], self.block_size)
         with graph.inserting_before(node):
-            cache = [graph.call_function(operator.getitem, (caches, 2 * layer + i)) for i in range(2)]
-            for part, prefix in zip(cache, "kv", strict=True):
-                part.name = f"{prefix}_cache_{layer}"
-            paged = graph.call_function(PAGED, (q, k, v, *cache, *places, *sinks), dict(node.kwargs))
+            state = [graph.call_function(operator.getitem, (caches, first + i)) for i in range(len(form.names))]
+            for part, name in zip(state, form.names, strict=True):
+                part.name = f"{name}_{layer}"
+            new = graph.call_function(form.op, form.arguments(node.args, state, rows), dict(node.kwargs))
         # A hidden state may be this very node; what a later pass reads from it must survive.
-        paged.meta.update({key: node.meta[key] for key in ("hidden_state",) if key in node.meta})
-        node.replace_all_uses_with(paged)
+        new.meta.update({key: node.meta[key] for key in ("hidden_state",) if key in node.meta})
+        node.replace_all_uses_with(new)
         graph.erase_node(node)
-        values = (k.meta["val"], v.meta["val"])
-        return [Buffer(("N", self.block_size, int(x.shape[1]), int(x.shape[3])), x.dtype) for x in values]
-
-    def _pass_state(self, program: Program) -> None:
-        caches = program.options["target_caches"]
-        call = program.one("target")
-        state = {name: program.placeholder(name, buffer) for name, buffer in STATE.items()}
-        state["caches"] = program.placeholder("target_caches", caches)
-        call.kwargs = {**call.kwargs, **state}
-        target = program.modules["target"]
-        program.modules["target"] = new_module(target, target.graph, "target")
+        return buffers

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from specgraph.drafters.step import SAMPLING
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import constant
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
+from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.base import Pass, PassResult, check_option_rule
-from specgraph.passes.insert_draft import SAMPLING
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class InsertVerify(Pass):
 
     name: ClassVar[str] = "insert_verify"
     requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "draft"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"verify"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"verify", "chain"})
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)
@@ -43,12 +44,7 @@ class InsertVerify(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Replace the inputs ``emitted`` and ``num_emitted`` by nodes that compute them."""
-        drawn_for = program.options.get("rule", self.rule)
-        if drawn_for != self.rule:
-            raise PassError(
-                f"insert_verify verifies by {self.rule!r}, but insert_draft drew its drafts for {drawn_for!r}; set "
-                "verify.rule, which gives both the same."
-            )
+        self._check_rule(program)
         logits = program.one("logits")
         self._select_rows(program, logits)
         drafts = program.with_role("drafts")
@@ -61,6 +57,15 @@ class InsertVerify(Pass):
         self._verify(program, logits, anchor, end)
         self._advance(program, drafts)
         return PassResult(1, expected=1)
+
+    def _check_rule(self, program: Program) -> None:
+        """Drafts must have been drawn for the rule that verifies them."""
+        rules = {str(node.kwargs["rule"]) for node in program.with_role("drafts") if "rule" in node.kwargs}
+        for drawn_for in sorted(rules - {self.rule}):
+            raise PassError(
+                f"insert_verify verifies by {self.rule!r}, but insert_draft drew its drafts for {drawn_for!r}; set "
+                "verify.rule, which gives both the same."
+            )
 
     def _select_rows(self, program: Program, logits: fx.Node) -> None:
         """Run the vocabulary projection for the rows whose next token is unknown, at most K + 1."""
@@ -77,7 +82,7 @@ class InsertVerify(Pass):
         state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
         for name in ("num_rows", "num_forced"):
             state[name] = program.placeholder(name, Buffer(("B",)))
-        state["eos_ids"] = program.placeholder("eos_ids", Buffer(("E",), fill=-1))
+        state["eos_ids"] = program.placeholder("eos_ids", per_call("E", fill=-1))
         draft_logits = program.input("draft_logits") if "draft_logits" in program.inputs else None
         rows = (state["num_rows"], state["num_forced"])
         options: dict[str, Any] = {
@@ -105,8 +110,9 @@ class InsertVerify(Pass):
                        **vocabulary)  # fmt: skip
         token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                      rule=self.rule)  # fmt: skip
-        pair = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
-        tokens = call(operator.getitem, pair, 0, name="verified_tokens")
+        verified = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
+        tokens = call(operator.getitem, verified, 0, name="verified_tokens")
+        accepted_rows = call(operator.getitem, verified, 2, name="verified_rows")
         logprobs = call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
                         logprobs="none")  # fmt: skip
         logprobs.meta["role"] = "logprobs"
@@ -114,7 +120,10 @@ class InsertVerify(Pass):
         bad.meta["role"] = "bad"
         emitted = call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
         count = call(step.count_emitted, emitted, name="num_emitted_tokens")
-        for name, node in (("emitted", emitted), ("num_emitted", count)):
+        computed = {"emitted": emitted, "num_emitted": count}
+        if "path" in program.inputs:
+            computed["path"] = call(step.cut_rows, accepted_rows, emitted, name="path_rows")
+        for name, node in computed.items():
             program.input(name).replace_all_uses_with(node)
             program.drop_input(name)
             node.meta["role"] = name

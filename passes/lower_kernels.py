@@ -24,11 +24,22 @@ import specgraph.kernels.linear.norm  # noqa: F401  (both register ops)
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
+from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.library import crossovers_of
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import aten, dtype_of, is_float, keep_meta, only_user, producer, replace, weight_name
+from specgraph.passes.patterns import (
+    aten,
+    dispatched,
+    dtype_of,
+    is_float,
+    keep_meta,
+    only_user,
+    producer,
+    replace,
+    weight_name,
+)
 from specgraph.passes.reductions import ONE_LAUNCH, ORDERED, lower_reductions
 
 LINEAR = torch.ops.specgraph.linear.default
@@ -38,6 +49,8 @@ NORM_PARTS = torch.ops.specgraph.norm_parts.default
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 PAIR = torch.ops.specgraph.rms_norm_pair.default
 NUMERICS = ("bitwise", "fast")
+PROMISED = "cuda"
+"""The device type that ``bitwise`` is a promise about; on a CPU, lowered programs run the reference, as tests do."""
 
 ROW_WISE = frozenset({
     # They move elements and compute none.
@@ -309,7 +322,9 @@ def _check_rows(name: str, module: fx.GraphModule) -> None:
 def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
     """The floating-point nodes whose rows may depend on their number."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and is_float(node) and not _row_wise(node.target):
+        if node.op != "call_function" or not is_float(node) or _row_wise(node.target):
+            continue
+        if not all(map(_row_wise, dispatched(node))):
             yield node
 
 
@@ -324,6 +339,8 @@ def _offer_library(module: fx.GraphModule, offered: Counter[str]) -> None:
 def _row_wise(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem or str(getattr(target, "__module__", "")).startswith("specgraph.")
+    own = ops.find(target)
+    if own is not None:
+        return own.row_independent(PROMISED)
     pointwise = torch.Tag.pointwise in target.tags or target.is_view
-    own = target.namespace == "specgraph"
-    return pointwise or own or target._schema.name.split("::")[1] in ROW_WISE
+    return pointwise or target._schema.name.split("::")[1] in ROW_WISE

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.drafters.base import Mask
 from specgraph.errors import PassError
+from specgraph.ir.drafter import Mask
 from specgraph.ir.graphs import calls, constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step
@@ -42,10 +42,10 @@ class ParallelDraft(Pass):
             return PassResult(0, notes=("drafts are chained",))
         if "verify" in program.facts:
             raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
-        if drafter.kind != "autoregressive":
+        if not drafter.chained:
             raise PassError(f"parallel_draft: {drafter.name} makes no chain of draft calls; set draft.parallel=false.")
         if drafter.mask is None:
-            missing = "mask_hidden and a mask token" if drafter.shifted else "mask token (draft.mask_token_id)"
+            missing = "mask_hidden and a mask token" if drafter.features else "mask token (draft.mask_token_id)"
             raise PassError(
                 f"parallel_draft: this {drafter.name} has no {missing}, so it was not trained to draft in parallel; "
                 "set draft.parallel=false or use a checkpoint that was."
@@ -89,7 +89,7 @@ class ParallelDraft(Pass):
         (rows,) = calls(draft.graph, step.take_rows)
         rows.args = (*rows.args[:2], count)
         output = draft.graph.output_node()
-        if program.drafter.shifted:
+        if program.drafter.features:
             both: Any = output.args[0]
             output.args = (both[0],)
         draft.graph.eliminate_dead_code()

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from specgraph.ir.graphs import calls, get_attribute
 from specgraph.ir.program import Program
@@ -43,6 +47,42 @@ def producer(value: Any, *targets: object) -> fx.Node | None:
         return None
     keywords = value.kwargs and value.target not in CASTS and getattr(value.target, "namespace", "") == "aten"
     return None if keywords else value
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the ops that PyTorch's dispatcher calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace != "prim":  # those ask a tensor for its device or its sizes
+            self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(node: fx.Node) -> list[Any]:
+    """The ops that run when ``node`` is called: its own, or those that PyTorch writes it in.
+
+    So an alias is seen through: ``concat`` runs ``cat``. Nothing is computed. A node that has inputs without ``val``
+    stands for itself.
+    """
+    inputs = node.all_input_nodes
+    if not isinstance(node.target, torch._ops.OpOverload) or any("val" not in n.meta for n in inputs):
+        return [node.target]
+    mode = detect_fake_mode([n.meta["val"] for n in inputs]) or FakeTensorMode()
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(fake, n.meta["val"]))
+    with torch.no_grad(), _Dispatched() as noted:
+        node.target(*args, **kwargs)
+    found: list[Any] = noted.ops
+    return found
 
 
 def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:

@@ -1,29 +1,65 @@
-"""Progress of long work, on standard error."""
+"""Progress of long work, on standard error, drawn by tqdm."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
+_LINE = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""How a line reads where no bar can be redrawn; tqdm puts a comma before the note."""
+
+Note = str | Callable[[], str]
+
 
 class Progress:
-    """A progress bar that appears only when work takes longer than two seconds.
+    """How far long work has come: a bar on a terminal, and in a log file a line every ten seconds."""
 
-    ``show`` None shows it on a terminal only.
-    """
+    def __init__(
+        self, what: str, total: int, show: bool | None = None, *, done: int = 0, after: float = 2.0, keep: bool = False
+    ) -> None:
+        """Begin; nothing is shown yet.
 
-    def __init__(self, what: str, total: int, show: bool | None = None) -> None:
-        hidden = not (sys.stderr.isatty() if show is None else show)
-        self._bar: Any = tqdm(desc=what, total=total, delay=2.0, leave=False, disable=hidden)
+        Args:
+            what: what is done, as a word or two.
+            total: how many units there are.
+            show: whether to show anything; None does so on a terminal only.
+            done: how many units were done earlier, by a run that this one continues.
+            after: seconds that must pass before anything is shown, so that short work shows nothing.
+            keep: leave the bar on the screen when the work ends; lines always stay.
+        """
+        terminal = sys.stderr.isatty()
+        hidden = not (terminal if show is None else show)
+        extent: dict[str, Any] = {"total": total, "initial": done, "miniters": 0}
+        style = _bar_style(keep) if terminal else _line_style()
+        self._bar: Any = tqdm(desc=what, disable=hidden, delay=after, **extent, **style)
 
-    def advance(self, count: int = 1, doing: str | None = None) -> None:
-        """Note that ``count`` more units are done, and what is done next."""
-        if doing is not None:
-            self._bar.set_postfix_str(doing)
-        self._bar.update(count)
+    def advance(self, count: int = 1, note: Note | None = None) -> None:
+        """Say that ``count`` more units are done.
+
+        Args:
+            count: may be 0, to change the note alone.
+            note: what is done next, or what was measured. A text is shown at once, and so is the end of the work. A
+                function is called only when the display is due, so that a note may cost something, such as waiting
+                for a GPU.
+        """
+        bar = self._bar
+        if bar.disable:
+            return
+        urgent = isinstance(note, str) or bar.n + count >= bar.total
+        if note is not None and self._due(0.0 if urgent else bar.mininterval):
+            bar.set_postfix_str(note if isinstance(note, str) else note(), refresh=False)
+        if not bar.update(count) and urgent and self._due(0.0):
+            bar.refresh()
+
+    def _due(self, interval: float) -> bool:
+        """Whether the first seconds are over and the display is older than ``interval`` seconds."""
+        bar, now = self._bar, time.time()
+        return bool(now >= bar.start_t + bar.delay and now - bar.last_print_t >= interval)
 
     def __enter__(self) -> Progress:
         return self
@@ -32,3 +68,28 @@ class Progress:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+
+
+def _bar_style(keep: bool) -> dict[str, Any]:
+    """How tqdm draws on a terminal."""
+    return {"mininterval": 0.1, "leave": keep}
+
+
+def _line_style() -> dict[str, Any]:
+    """How tqdm draws elsewhere; at the end there is nothing to wipe out."""
+    return {"mininterval": 10.0, "leave": False, "position": 0, "bar_format": _LINE, "file": _Lines(sys.stderr)}
+
+
+class _Lines:
+    """A file for tqdm that turns every drawing of a bar into a line of its own."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line:
+            self._file.write(line + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import specgraph.compiler.compile
-import specgraph.compiler.drafts
+import specgraph.drafters.draft_model
 
 torch.set_num_threads(1)
 # By its path: the package's attribute of that name is the function.
@@ -37,7 +37,7 @@ def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return cached
 
 
-_TRACE, _EXPORT = _once_per_object(specgraph.compiler.compile.trace), _once_per_object(eagle3._export)
+_TRACE, _EXPORT = _once_per_object(specgraph.compiler.compile.trace), _once_per_object(eagle3.export_shifted)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,6 @@ def cached_traces() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specgraph.compiler.compile, "trace", _TRACE)
-        patch.setattr(specgraph.compiler.drafts, "trace", _TRACE)
-        patch.setattr(eagle3, "_export", _EXPORT)
+        patch.setattr(specgraph.drafters.draft_model, "trace", _TRACE)
+        patch.setattr(eagle3, "export_shifted", _EXPORT)
         yield

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specgraph.kernels.sampling.sample import STREAM_DRAFT, STREAM_TARGET, gumbel
+from specgraph.kernels.sampling.constants import STREAM_DRAFT, STREAM_TARGET
+from specgraph.kernels.sampling.sample import gumbel
 from tests import harness
 from tests.harness import Run, fresh_start, slots_of
 
@@ -112,7 +113,7 @@ def check_slots(run: Run) -> None:
 
 def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
     """Slots of every cache write of the draft: the catch-up call, with mask rows or followed by K - 1 calls."""
-    if run.program.drafter.model is None:
+    if not run.program.drafter.models:
         return []
     masks = run.k - 1 if run.parallel else 0
     # Positions that the accepted prefix ends before: one more is run by a drafter that is not shifted.

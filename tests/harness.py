@@ -21,11 +21,12 @@ from torch import Tensor, fx
 from specgraph import SpeculativeDecoder
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
+from specgraph.ir.state import State, allocate
 from specgraph.kernels import step
 from specgraph.kernels.attention import attention
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Prefill, State, allocate, new_state
+from specgraph.runtime.state import Prefill, new_state
 
 GUARD_BLOCKS = 2
 """Blocks of a forced run's cache that no sequence owns."""
@@ -133,7 +134,7 @@ def scattered_table(blocks: Sequence[int], seed: int, guard: int = 0) -> Tensor:
 
 def blank_state(program: Program, limits: Sequence[int], seed: int, guard: int = GUARD_BLOCKS) -> State:
     """State for sequences of up to ``limits`` tokens in scattered blocks."""
-    size: int = program.options["block_size"]
+    size = program.block_size
     blocks = [-(-limit // size) for limit in limits]
     sizes = {"B": len(limits), "T": 1, "M": max(blocks), "N": sum(blocks) + guard, "S": max(limits), "E": 1}
     state = allocate(program, sizes, torch.device("cpu"))
@@ -234,7 +235,12 @@ def _call(
     state["start"].copy_(torch.tensor(ran[1]))
     state["num_rows"].copy_(torch.tensor(ran[2]))
     state["num_emitted"].copy_(torch.tensor(ran[3]))
-    given = {**state, "emitted": _rectangle([m.emitted for m in moves], width, -1)}
+    paths = [list(range(len(m.emitted))) for m in moves]
+    given = {
+        **state,
+        "emitted": _rectangle([m.emitted for m in moves], width, -1),
+        "path": _rectangle(paths, width, -1),
+    }
     with torch.no_grad(), slot_spy(state) as seen:
         outputs = module(window=_rectangle([m.window for m in moves], width, 0), **given)
     return outputs, ran, seen
@@ -261,7 +267,7 @@ def _poison(run: Run, accepted: Sequence[Sequence[int]]) -> None:
 
 def slots_of(run: Run, row: int, positions: Sequence[int]) -> list[int]:
     """The cache slots of a sequence's positions, computed without the product's functions."""
-    size: int = run.program.options["block_size"]
+    size = run.program.block_size
     table = run.block_table[row].tolist()
     return [table[p // size] * size + p % size for p in positions]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3 import Eagle3, Eagle3Config
 
 VOCAB = 101
 WINDOW = 6
@@ -48,7 +49,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 8},
     "stablelm": {},
     "mixtral": _MOE,
+    "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
     "qwen3_moe": {**_MOE, "head_dim": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "phimoe": _MOE,
     "deepseek_v3": {
         **_MOE, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
         "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,

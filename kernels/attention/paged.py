@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.attention.arguments import PagedAttention, RotaryAttention
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
 from specgraph.kernels.attention.tiles import (
     add_block,
@@ -297,32 +298,19 @@ def _paged_attention(
         store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
 
 
-def paged_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, block_table: Tensor,
-    positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
-    softcap: float | None = None, tiling: Tiling | None = None,
-) -> Tensor:  # fmt: skip
-    """``paged_attention_reference`` for one of float16, bfloat16 and float32 and head dims up to 256."""
-    places = (slots, block_table, positions)
-    return _launch(q, k, v, None, (k_cache, v_cache), places, sinks, scale, window, softcap, tiling or Tiling())
+def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = None) -> Tensor:
+    """:class:`PagedAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
+    return _launch(given, None, tiling or Tiling())
 
 
-def rotary_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    block_table: Tensor, positions: Tensor, sinks: Tensor | None = None, *, scale: float, window: int | None = None,
-    softcap: float | None = None, tiling: Tiling | None = None,
-) -> Tensor:  # fmt: skip
-    """``rotary_attention_reference`` for one of float16, bfloat16 and float32 and head dims up to 256."""
-    places = (slots, block_table, positions)
-    angles = (cos, sin)
-    return _launch(q, k, v, angles, (k_cache, v_cache), places, sinks, scale, window, softcap, tiling or Tiling())
+def rotary_attention_triton(given: RotaryAttention, *, tiling: Tiling | None = None) -> Tensor:
+    """:class:`RotaryAttention` for one of float16, bfloat16 and float32 and head dims up to 256."""
+    return _launch(given, (given.cos, given.sin), tiling or Tiling())
 
 
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, caches: tuple[Tensor, Tensor],
-    places: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scale: float, window: int | None,
-    softcap: float | None, tiling: Tiling,
-) -> Tensor:  # fmt: skip
+def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tensor] | None, tiling: Tiling) -> Tensor:
+    q, k, v, sinks, caches = given.q, given.k, given.v, given.sinks, (given.k_cache, given.v_cache)
+    scale, window, softcap = given.scale, given.window, given.softcap
     batch, heads, rows, dim = q.shape
     groups, value_dim = k.shape[1], v.shape[3]
     if max(dim, value_dim) > 256:
@@ -332,7 +320,7 @@ def _launch(
     if batch * rows == 0:
         return q.new_empty(batch, rows, heads, value_dim)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    slots, block_table, positions = (x.contiguous() for x in places)
+    slots, block_table, positions = (x.contiguous() for x in (given.slots, given.block_table, given.positions))
     sizes = {"D": dim, "DV": value_dim, "DP": _padded(dim), "DVP": _padded(value_dim), "HEADS": groups}
     pdl = supports_pdl(q.device)
     modes = {"ROTARY": angles is not None, "PDL": pdl}

@@ -7,58 +7,60 @@ so cosine and sine are the accurate ones, which reduce their argument; the hardw
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.registration import register
-from specgraph.kernels.sampling.sample import require
+from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 LAYOUTS = ("halves", "pairs", "once")
 """Where frequency ``i`` of ``F`` is found: in columns ``i`` and ``F + i``, ``2 * i`` and ``2 * i + 1``, or ``i``."""
 
-torch.library.define(
-    "specgraph::rotary_angles",
-    "(Tensor positions, Tensor inv_freq, *, ScalarType dtype, float scaling=1.0, str layout='halves', "
-    "int? max_position=None) -> (Tensor, Tensor)",
-)
 
-
-def rotary_angles_reference(
-    positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype, scaling: float = 1.0, layout: str = "halves",
-    max_position: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@dataclass(slots=True)
+class RotaryAngles:
     """``cos(positions * inv_freq) * scaling`` and the same with ``sin``.
 
-    Computed in float32 (float64 if ``inv_freq`` is) and rounded once.
+    Computed in float32 (float64 if ``inv_freq`` is) and rounded once. The results are two tensors ``[B, T, 2 * F]``;
+    ``[B, T, F]`` where the layout is ``once``.
 
-    Args:
+    Attributes:
         positions: int64 ``[B, T]``.
         inv_freq: ``[F]``.
         dtype: of the results.
-        layout: one of :data:`LAYOUTS`.
-        max_position: larger positions count as this one.
-
-    Returns:
-        Two tensors ``[B, T, 2 * F]``; ``[B, T, F]`` where the layout is ``once``.
-
-    Raises:
-        ValueError: the layout does not exist.
+        layout: one of :data:`LAYOUTS`; others raise ``ValueError``.
+        max_position: larger positions count as this one and negative ones as 0. Without it all count as they are.
     """
-    _check(positions, inv_freq, layout)
+
+    positions: Tensor
+    inv_freq: Tensor
+    _: KW_ONLY
+    dtype: torch.dtype
+    scaling: float = 1.0
+    layout: str = "halves"
+    max_position: int | None = None
+
+
+def rotary_angles_reference(given: RotaryAngles) -> tuple[Tensor, Tensor]:
+    """:class:`RotaryAngles` in plain PyTorch."""
+    _check(given)
+    positions, inv_freq, limit = given.positions, given.inv_freq, given.max_position
     exact = torch.promote_types(inv_freq.dtype, torch.float32)
-    positions = positions if max_position is None else positions.clamp(max=max_position)
+    positions = positions if limit is None else positions.clamp(0, limit)
     angles = positions.unsqueeze(2).to(exact) * inv_freq.to(exact)
-    if layout == "halves":
+    if given.layout == "halves":
         angles = torch.cat([angles, angles], dim=-1)
-    elif layout == "pairs":
+    elif given.layout == "pairs":
         angles = angles.repeat_interleave(2, dim=-1)
-    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+    return (angles.cos() * given.scaling).to(given.dtype), (angles.sin() * given.scaling).to(given.dtype)
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def _rotary_angles_kernel(
     inside = column < WIDTH
     position = tl.load(positions + row)
     if MAX is not None:
-        position = tl.minimum(position, MAX)
+        position = tl.minimum(tl.maximum(position, 0), MAX)
     frequency = column // 2 if PAIRS else column % FREQUENCIES
     angle = position.to(EXACT) * tl.load(inv_freq + frequency, mask=inside, other=0.0).to(EXACT)
     if INTERPRETED:
@@ -87,27 +89,26 @@ def _rotary_angles_kernel(
     tl.store(out_sin + place, (sin * SCALING).to(out_sin.dtype.element_ty), mask=inside)
 
 
-def rotary_angles(
-    positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype, scaling: float = 1.0, layout: str = "halves",
-    max_position: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`rotary_angles_reference` in one kernel, one program per row."""
-    cos, sin = _rotary_angles_fake(positions, inv_freq, dtype=dtype, layout=layout)
+def rotary_angles_triton(given: RotaryAngles) -> tuple[Tensor, Tensor]:
+    """:class:`RotaryAngles` in one kernel, one program per row."""
+    cos, sin = _rotary_angles_fake(given)
     if cos.numel() == 0:
         return cos, sin
+    positions, inv_freq = given.positions, given.inv_freq
     width, pdl = cos.shape[-1], supports_pdl(cos.device)
     _rotary_angles_kernel[(positions.numel(),)](
-        cos, sin, positions.contiguous(), inv_freq.contiguous(), SCALING=scaling, MAX=max_position,
-        FREQUENCIES=inv_freq.shape[0], WIDTH=width, PAIRS=layout == "pairs", BLOCK=triton.next_power_of_2(width),
-        EXACT=tl.float64 if inv_freq.dtype == torch.float64 else tl.float32, PDL=pdl, num_warps=4 if width > 64 else 2,
-        **launch_options(pdl),
+        cos, sin, positions.contiguous(), inv_freq.contiguous(), SCALING=given.scaling, MAX=given.max_position,
+        FREQUENCIES=inv_freq.shape[0], WIDTH=width, PAIRS=given.layout == "pairs",
+        BLOCK=triton.next_power_of_2(width), EXACT=tl.float64 if inv_freq.dtype == torch.float64 else tl.float32,
+        PDL=pdl, num_warps=4 if width > 64 else 2, **launch_options(pdl),
     )  # fmt: skip
     return cos, sin
 
 
-def _check(positions: Tensor, inv_freq: Tensor, layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}.")
+def _check(given: RotaryAngles) -> None:
+    positions, inv_freq = given.positions, given.inv_freq
+    if given.layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {given.layout!r}.")
     require(positions.dim() == 2, lambda: f"positions must be [B, T], not {positions.dim()}-d")
     require(
         inv_freq.dim() == 1 and inv_freq.dtype.is_floating_point,
@@ -115,13 +116,18 @@ def _check(positions: Tensor, inv_freq: Tensor, layout: str) -> None:
     )
 
 
-def _rotary_angles_fake(
-    positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype, scaling: float = 1.0, layout: str = "halves",
-    max_position: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(positions, inv_freq, layout)
-    shape = (*positions.shape, inv_freq.shape[0] * (1 if layout == "once" else 2))
+def _rotary_angles_fake(given: RotaryAngles) -> tuple[Tensor, Tensor]:
+    _check(given)
+    inv_freq, dtype = given.inv_freq, given.dtype
+    shape = (*given.positions.shape, inv_freq.shape[0] * (1 if given.layout == "once" else 2))
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-register("rotary_angles", cpu=rotary_angles_reference, cuda=rotary_angles, fake=_rotary_angles_fake)
+ROTARY_ANGLES = declare(
+    Op(
+        "rotary_angles",
+        RotaryAngles,
+        _rotary_angles_fake,
+        triton_or_reference(rotary_angles_triton, rotary_angles_reference),
+    )
+)

@@ -11,46 +11,58 @@ dimension every row meets the same blocks in the same order, whichever columns s
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
+from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.linear import library
-from specgraph.kernels.registration import register
-from specgraph.kernels.sampling.sample import require
-
-torch.library.define(
-    "specgraph::expert_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor expert_ids, *, bool transposed=False, bool bitwise=True) -> Tensor",
-)
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
 
 
-def expert_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False,
-    bitwise: bool = True,
-) -> Tensor:  # fmt: skip
-    """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``.
+@dataclass(slots=True)
+class ExpertLinear:
+    """``y[s] = weight[expert_ids[s]] @ x[s] + bias[expert_ids[s]]``, ``[S, O]`` in the dtype of ``x``.
 
-    Args:
+    Attributes:
         x: ``[S, I]``.
         weight: ``[E, O, I]``, or ``[E, I, O]`` if ``transposed``.
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
+        transposed: whether the weight's inputs come before its outputs.
         bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
             :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
-
-    Returns:
-        ``[S, O]`` in the dtype of ``x``.
     """
-    out = x.new_empty(x.shape[0], weight.shape[2] if transposed else weight.shape[1])
-    for expert in sorted(set(expert_ids.tolist())):
-        rows = expert_ids == expert
-        matrix = weight[expert].T if transposed else weight[expert]
-        out[rows] = torch.nn.functional.linear(x[rows], matrix, None if bias is None else bias[expert])
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    expert_ids: Tensor
+    _: KW_ONLY
+    transposed: bool = False
+    bitwise: bool = True
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of experts, and of the inputs and the outputs of each."""
+        experts, outer, inner = self.weight.shape
+        return (experts, outer, inner) if self.transposed else (experts, inner, outer)
+
+
+def expert_linear_reference(given: ExpertLinear) -> Tensor:
+    """:class:`ExpertLinear` in plain PyTorch."""
+    x, weight, bias, ids = given.x, given.weight, given.bias, given.expert_ids
+    out = x.new_empty(x.shape[0], given.sizes[2])
+    for expert in sorted(set(ids.tolist())):
+        rows = ids == expert
+        matrix = weight[expert].T if given.transposed else weight[expert]
+        out[rows] = functional.linear(x[rows], matrix, None if bias is None else bias[expert])
     return out
 
 
@@ -135,24 +147,21 @@ def _expert_linear_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False,
-    bitwise: bool = True,
-) -> Tensor:  # fmt: skip
-    """:func:`expert_linear_reference` in two kernels of ours, which read ids on the device, or by a library."""
-    if not bitwise and library.is_faster_for_experts(x, weight, transposed):
-        return library.expert_linear(x, weight, bias, expert_ids, transposed=transposed)
-    (experts, inner, outer), (stride_e, stride_k, stride_o) = weight.shape, weight.stride()
-    if not transposed:
-        inner, outer, stride_k, stride_o = outer, inner, stride_o, stride_k
+def expert_linear_triton(given: ExpertLinear) -> Tensor:
+    """:class:`ExpertLinear` in two kernels, which read ids on the device."""
+    x, weight, bias, ids = given.x, given.weight, given.bias, given.expert_ids
+    experts, inner, outer = given.sizes
+    stride_e, stride_o, stride_k = weight.stride()
+    if given.transposed:
+        stride_o, stride_k = stride_k, stride_o
     rows = x.shape[0]
     out = x.new_empty(rows, outer)
     if out.numel() == 0:
         return out
-    order, counts = expert_ids.new_empty((experts, rows), dtype=torch.int32), expert_ids.new_empty(experts)
+    order, counts = ids.new_empty((experts, rows), dtype=torch.int32), ids.new_empty(experts)
     pdl = supports_pdl(x.device)
     _group_kernel[(experts,)](
-        order, counts, expert_ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl)
+        order, counts, ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl)
     )
     cut = tiles(rows, experts, inner, x.element_size())
     _expert_linear_kernel[(triton.cdiv(outer, cut.block_o), experts)](
@@ -164,16 +173,42 @@ def expert_linear(
     return out
 
 
-def _expert_linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False,
-    bitwise: bool = True,
-) -> Tensor:  # fmt: skip
-    inner, outer = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
+def expert_linear_library(given: ExpertLinear) -> Tensor:
+    """:class:`ExpertLinear` by PyTorch's grouped product.
+
+    That product wants the rows sorted by expert, so they are gathered before it and put back after it. ``O``, ``I`` and
+    the strides of ``weight`` must be multiples of 16 bytes.
+    """
+    x, weight, bias, ids = given.x, given.weight, given.bias, given.expert_ids
+    sorted_ids, order = ids.sort()
+    every = torch.arange(weight.shape[0], device=x.device)
+    ends = torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
+    product = functional.grouped_mm(x[order], weight if given.transposed else weight.mT, offs=ends)
+    out = torch.empty_like(product).index_copy_(0, order, product)
+    return out if bias is None else out + bias[ids]
+
+
+def _library_covers(given: ExpertLinear) -> bool:
+    return not given.bitwise and library.is_faster_for_experts(given.x, given.weight, given.transposed)
+
+
+def _expert_linear_fake(given: ExpertLinear) -> Tensor:
+    x, (experts, inner, outer) = given.x, given.sizes
     require(x.shape[1] == inner, lambda: f"x has {x.shape[1]} features, the experts take {inner}")
-    require(expert_ids.shape == x.shape[:1], lambda: "expert_ids must give one expert per row of x")
-    if bias is not None:
-        require(bias.shape == (weight.shape[0], outer), lambda: "bias must be [E, O]")
+    require(given.expert_ids.shape == x.shape[:1], lambda: "expert_ids must give one expert per row of x")
+    if given.bias is not None:
+        require(given.bias.shape == (experts, outer), lambda: "bias must be [E, O]")
     return x.new_empty(x.shape[0], outer)
 
 
-register("expert_linear", cpu=expert_linear_reference, cuda=expert_linear, fake=_expert_linear_fake)
+EXPERT_LINEAR = declare(
+    Op(
+        "expert_linear",
+        ExpertLinear,
+        _expert_linear_fake,
+        (
+            Variant("library", expert_linear_library, row_independent=False, covers=_library_covers, opt_in=True),
+            *triton_or_reference(expert_linear_triton, expert_linear_reference),
+        ),
+    )
+)

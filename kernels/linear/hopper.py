@@ -16,7 +16,8 @@ time, in order, pieces added in theirs. So the bits are the same as those of tha
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,9 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgraph.kernels.launch import arrival_counters, launch_options
 from specgraph.kernels.linear import triton_form as linear_triton
-
-if TYPE_CHECKING:
-    from specgraph.kernels.linear.linear import Product
+from specgraph.kernels.linear.product import Product, norm_groups, num_pieces, pieces_of
 
 TILE_O = 64
 """Rows of the weight in a tile: what one matrix instruction of a warp group takes."""
@@ -294,6 +293,8 @@ class Ring(NamedTuple):
 _SHARED_BYTES = 224 * 1024
 """Of a multiprocessor, less what the programs' barriers take."""
 _MULTIPROCESSORS = 132
+MOST_ROWS = 256
+"""Of more rows than that, larger tiles are always better."""
 
 
 def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
@@ -304,7 +305,7 @@ def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
     half of the multiprocessors without work.
     """
     tiles_o = triton.cdiv(out_features, TILE_O)
-    if rows > 256 or (rows > 64 and (gated or 2 * tiles_o > _MULTIPROCESSORS)):
+    if rows > MOST_ROWS or (rows > 64 and (gated or 2 * tiles_o > _MULTIPROCESSORS)):
         return None
     split = rows <= 64 and pieces > 1
     block_n = max(8, triton.next_power_of_2(rows) // (1 if rows <= 64 else 2))
@@ -327,24 +328,63 @@ def _tiled(matrix: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, [count, width], strides, [rows, BLOCK_K], _layout(rows, matrix.dtype))
 
 
-def ring_for(product: Product, pieces: int, groups: int) -> Ring | None:
-    """How :func:`launch` should cut ``product``; None if it cannot, or larger tiles are better.
+class Plan(NamedTuple):
+    """How a product is launched; ``pieces`` and ``blocks`` decide its bits."""
+
+    cut: Ring
+    pieces: int
+    blocks: int
+    groups: int
+
+
+@functools.cache
+def _plan(rows: int, weight_rows: int, in_features: int, gated: bool) -> Plan | None:
+    """The plan for a shape, which is asked for several times in each call; None if larger tiles are better."""
+    pieces, blocks = pieces_of(in_features, num_pieces(weight_rows, in_features), BLOCK_K)
+    cut = ring(rows, weight_rows // 2 if gated else weight_rows, pieces, gated)
+    return None if cut is None else Plan(cut, pieces, blocks, norm_groups(in_features))
+
+
+def covers(x: Tensor, weight: Tensor, gated: bool, scaled: bool) -> bool:
+    """Whether :func:`launch` can compute a product, and larger tiles are not better; ``scaled``: by sums of squares.
 
     The matrix instruction wants 16-bit values, the accelerator rows that begin at multiples of 16 bytes.
     """
-    x, weight = product.x, product.weight
-    cut = ring(x.shape[0], product.out.shape[-1], pieces, product.gated)
-    if cut is None or x.dtype not in (torch.bfloat16, torch.float16) or x.shape[1] % 8:
-        return None
-    if product.squares is not None and groups * cut.block_n > 8192:  # more than the registers have room for
-        return None
-    places = all(m.data_ptr() % 16 == 0 and m.stride(0) % 8 == 0 and m.stride(0) >= m.shape[1] for m in (x, weight))
-    return cut if places else None
+    weight_rows, inner = weight.shape
+    rows = x.numel() // inner
+    if rows > MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or inner % 8:
+        return False
+    plan = _plan(rows, weight_rows, inner, gated)
+    if plan is None or (scaled and plan.groups * plan.cut.block_n > 8192):  # more than the registers have room for
+        return False
+    return _is_reachable(x) and _is_reachable(weight)
 
 
-def launch(product: Product, cut: Ring, pieces: int, blocks: int, groups: int) -> None:
-    """Fill the results of ``product`` in ``pieces`` of ``blocks`` times 128 entries."""
+def _is_reachable(x: Tensor) -> bool:
+    """Whether the accelerator can read the rows of ``x``, whose width is a multiple of 8, or a copy of them."""
+    apart = _distance(x)
+    return apart is None or (x.data_ptr() % 16 == 0 and apart % 8 == 0 and apart >= x.shape[-1])
+
+
+def _distance(x: Tensor) -> int | None:
+    """How far the rows of ``x`` lie apart, in elements; None where one distance does not describe them, so that the
+    launcher lays them out anew."""
+    if x.is_contiguous():
+        return x.shape[-1]
+    if x.stride(-1) != 1:
+        return None
+    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if any(outer != size * inner for (_, outer), (size, inner) in itertools.pairwise(sizes)):
+        return None
+    return sizes[-1][1] if sizes else x.shape[-1]
+
+
+def launch(product: Product) -> None:
+    """Fill the results of a product that :func:`covers` has agreed to."""
     out, x, weight, residual = product.out, product.x, product.weight, product.residual
+    plan = _plan(x.shape[0], weight.shape[0], x.shape[1], product.gated)
+    assert plan is not None, "covers has said that there is one"
+    cut, pieces, blocks, groups = plan
     rows, in_features = x.shape
     tiles_o, tiles_n = triton.cdiv(out.shape[-1], TILE_O), triton.cdiv(rows, cut.block_n)
     partial = counters = None

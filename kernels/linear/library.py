@@ -1,10 +1,11 @@
-"""The products that ``numerics: fast`` leaves to a library: for how many rows, and how the library computes them.
+"""For how many rows ``numerics: fast`` leaves a product to a library.
 
-A form here computes what :mod:`specgraph.kernels.linear.linear` or :mod:`specgraph.kernels.linear.experts` defines, one
-launch for each part: the scale of a norm in front, the product (cuBLAS, or PyTorch's grouped product), the activation,
-the residual, the two parts of a norm that follows. A library picks another kernel for another number of rows, so a
-row's bits may depend on how many rows there are, and every launch rounds its result. Our kernels do all of it in one or
-two launches and round once. With few rows that makes them faster; with many rows the product itself counts most.
+The variants named ``library`` compute what :mod:`specgraph.kernels.linear.linear` and
+:mod:`specgraph.kernels.linear.experts` define, one launch for each part: the scale of a norm in front, the product
+(cuBLAS, or PyTorch's grouped product), the activation, the residual, the two parts of a norm that follows. A library
+picks another kernel for another number of rows, so a row's bits may depend on how many rows there are, and every launch
+rounds its result. Our kernels do all of it in one or two launches and round once. With few rows that makes them faster;
+with many rows the product itself counts most.
 
 The choice is a table lookup (:class:`Crossovers`), by the kind of GPU, the shape of the weight and the number of rows.
 ``python -m specgraph bench linears`` measures what a table holds: it times both forms with everything that a step joins
@@ -24,10 +25,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specgraph.kernels.launch import is_hopper
-from specgraph.kernels.linear.linear import activated, norm_parts, norm_scale
 
 Kind = Literal["linear", "gated", "experts"]
 Shape = tuple[int, ...]
@@ -91,15 +90,15 @@ def _changes(known: Crossovers, kind: Kind, shape: Shape) -> tuple[int, ...]:
     return () if nearest is None or factors[nearest] > REACH else table[nearest]
 
 
-def is_faster_for(x: Tensor, weight: Tensor, activation: str) -> bool:
-    """Whether a linear of ``x`` ``[..., I]`` and ``weight`` should run :func:`linear` or :func:`linear_norm`."""
+def is_faster_for(x: Tensor, weight: Tensor, gated: bool) -> bool:
+    """Whether a linear of ``x`` ``[..., I]`` and ``weight`` should run its library's form."""
     rows = x.numel() // max(x.shape[-1], 1)
-    kind: Kind = "gated" if activation.endswith("_mul") else "linear"
+    kind: Kind = "gated" if gated else "linear"
     return is_faster(kind, tuple(weight.shape), rows, x.dtype, x.device)
 
 
 def is_faster_for_experts(x: Tensor, weight: Tensor, transposed: bool) -> bool:
-    """Whether the experts' linear of ``x`` ``[S, I]`` and ``weight`` should, and can, run :func:`expert_linear`."""
+    """Whether the experts' linear of ``x`` ``[S, I]`` and ``weight`` should, and can, run its library's form."""
     experts, outer, inner = weight.mT.shape if transposed else weight.shape
     faster = is_faster("experts", (experts, outer, inner), x.shape[0], x.dtype, x.device)
     return faster and outer % 8 == inner % 8 == 0 and _in_vectors(weight)
@@ -109,48 +108,3 @@ def _in_vectors(weight: Tensor) -> bool:
     """Whether the rows of every matrix begin at multiples of 16 bytes, as the grouped product demands."""
     places = (weight.data_ptr(), *(stride * weight.element_size() for stride in weight.stride()[:-1]))
     return weight.stride(-1) == 1 and not any(place % 16 for place in places)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    squares: Tensor | None = None, *, norm_eps: float = 0.0, activation: str = "none",
-) -> Tensor:  # fmt: skip
-    """:func:`specgraph.kernels.linear.linear.linear_reference` around a library's product.
-
-    The rows are scaled before the product and not after it: they are mostly the narrower side, and nothing needs more
-    than the dtype of ``x`` then.
-    """
-    x = x if squares is None else _scaled(x, squares, norm_eps)
-    out = activated(functional.linear(x, weight, bias), activation)
-    return out if residual is None else out + residual
-
-
-def _scaled(x: Tensor, squares: Tensor, norm_eps: float) -> Tensor:
-    """The normed rows, of the two parts of a norm. The product is taken in float32 and rounded as it is stored."""
-    scale = norm_scale(squares, x.shape[-1], norm_eps).view(*x.shape[:-1], 1)
-    return torch.mul(x, scale, out=x.new_empty(x.shape))
-
-
-def linear_norm(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    squares: Tensor | None = None, *, norm_eps: float = 0.0, norm_offset: float = 0.0, activation: str = "none",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """:func:`linear`, then the two parts of the norm that follows, in a launch of their own."""
-    out = linear(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
-    return (out, *norm_parts(out, norm_weight, norm_offset=norm_offset))
-
-
-def expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor, *, transposed: bool = False
-) -> Tensor:
-    """:func:`specgraph.kernels.linear.experts.expert_linear_reference` by PyTorch's grouped product.
-
-    That product wants the rows sorted by expert, so they are gathered before it and put back after it. ``O``, ``I`` and
-    the strides of ``weight`` must be multiples of 16 bytes.
-    """
-    sorted_ids, order = expert_ids.sort()
-    every = torch.arange(weight.shape[0], device=x.device)
-    ends = torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
-    product = functional.grouped_mm(x[order], weight if transposed else weight.mT, offs=ends)
-    out = torch.empty_like(product).index_copy_(0, order, product)
-    return out if bias is None else out + bias[expert_ids]

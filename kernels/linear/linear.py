@@ -21,34 +21,31 @@ order with the same result.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from types import ModuleType
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
-from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, runs_gluon, supports_pdl
-from specgraph.kernels.linear.triton_form import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
-from specgraph.kernels.registration import register
-from specgraph.kernels.sampling.sample import require
-
-torch.library.define(
-    "specgraph::linear",
-    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
-    "float norm_eps=0.0, str activation='none', bool constant_weight=True, bool bitwise=True) -> Tensor",
+from specgraph.kernels.checks import require
+from specgraph.kernels.launch import runs_gluon, supports_pdl
+from specgraph.kernels.linear import library
+from specgraph.kernels.linear.product import (
+    Following,
+    Product,
+    Tiles,
+    as_rows,
+    is_gated,
+    launch_norm_parts,
+    launch_tiles,
+    norm_scale,
+    tiles,
 )
-torch.library.define(
-    "specgraph::linear_norm",
-    "(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias=None, Tensor? residual=None, Tensor? squares=None, *, "
-    "float norm_eps=0.0, float norm_offset=0.0, str activation='none', bool constant_weight=True, "
-    "bool bitwise=True) -> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "specgraph::norm_parts", "(Tensor x, Tensor norm_weight, *, float norm_offset=0.0) -> (Tensor, Tensor)"
-)
+from specgraph.kernels.linear.triton_form import NORM_GROUP
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
 
 _GELU_TANH = functools.partial(functional.gelu, approximate="tanh")
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -67,271 +64,219 @@ ACTIVATIONS = (*_PLAIN, *_GATED)
 """What may follow the product; the last three take a weight of gate rows over up rows and give ``act(gate) * up``."""
 
 
-def linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    squares: Tensor | None = None,
-    *,
-    norm_eps: float = 0.0,
-    activation: str = "none",
-    constant_weight: bool = True,
-    bitwise: bool = True,
-) -> Tensor:
+@dataclass(slots=True)
+class Linear:
     """``activation(x @ weight.T * scale + bias) + residual``, in float32 (float64 for float64), rounded once.
 
-    Args:
+    The result is ``[..., O]`` in the dtype of ``x``.
+
+    Attributes:
         x: ``[..., I]``.
         weight: ``[O, I]``; for the gated activations ``[2 * O, I]``, gate rows first.
         bias: one per row of ``weight``, or None.
         residual: ``[..., O]`` or None.
-        squares: ``[..., ceil(I / 64)]`` from :func:`norm_parts_reference`, whose other result is ``x``; then
+        squares: ``[..., ceil(I / 64)]`` from :class:`NormParts`, whose other result is ``x``; then
             ``scale = rsqrt(sum(squares) / I + norm_eps)``, otherwise 1.
         activation: one of :data:`ACTIVATIONS`.
         constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
             it before the kernels in front have finished. Outside of graphs it makes no difference.
         bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
             :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
-
-    Returns:
-        ``[..., O]`` in the dtype of ``x``.
     """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    squares: Tensor | None = None
+    _: KW_ONLY
+    norm_eps: float = 0.0
+    activation: str = "none"
+    constant_weight: bool = True
+    bitwise: bool = True
+
+
+@dataclass(slots=True)
+class LinearNorm:
+    """:class:`Linear`, then :class:`NormParts` of its result: ``(out, gained, squares)``."""
+
+    x: Tensor
+    weight: Tensor
+    norm_weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    squares: Tensor | None = None
+    _: KW_ONLY
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
+    activation: str = "none"
+    constant_weight: bool = True
+    bitwise: bool = True
+
+
+@dataclass(slots=True)
+class NormParts:
+    """The two parts of ``x / sqrt(mean(x ** 2) + eps) * (norm_weight + norm_offset)`` that need no whole row.
+
+    They are ``x * (norm_weight + norm_offset)`` in the dtype of ``x``, and the sums of squares of 64 entries each,
+    ``[..., ceil(I / 64)]`` in float32 (float64 for float64).
+
+    Attributes:
+        x: ``[..., I]``.
+        norm_weight: ``[I]``.
+        norm_offset: 1.0 for gemma's norm, which stores the weight's distance from one.
+    """
+
+    x: Tensor
+    norm_weight: Tensor
+    _: KW_ONLY
+    norm_offset: float = 0.0
+
+
+def linear_reference(given: Linear | LinearNorm) -> Tensor:
+    """:class:`Linear` in plain PyTorch."""
+    x, bias, squares, residual = given.x, given.bias, given.squares, given.residual
     exact = torch.promote_types(x.dtype, torch.float32)
-    out = functional.linear(x.to(exact), weight.to(exact))
+    out = functional.linear(x.to(exact), given.weight.to(exact))
     if squares is not None:
-        out = out * torch.rsqrt(squares.to(exact).sum(-1, keepdim=True) / x.shape[-1] + norm_eps)
-    out = activated(out if bias is None else out + bias.to(exact), activation)
+        out = out * torch.rsqrt(squares.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
+    out = _activated(out if bias is None else out + bias.to(exact), given.activation)
     return (out if residual is None else out + residual.to(exact)).to(x.dtype)
 
 
-def activated(y: Tensor, activation: str) -> Tensor:
+def _activated(y: Tensor, activation: str) -> Tensor:
     """``y`` after one of :data:`ACTIVATIONS`; the gated ones halve its last dimension."""
-    if activation not in _GATED:
+    if not is_gated(activation):
         return _PLAIN[activation](y)
     gate, up = y.chunk(2, -1)
     return _GATED[activation](gate) * up
 
 
-def norm_parts_reference(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The two parts of ``x / sqrt(mean(x ** 2) + eps) * (norm_weight + norm_offset)`` that need no whole row.
-
-    Args:
-        x: ``[..., I]``.
-        norm_weight: ``[I]``.
-        norm_offset: 1.0 for gemma's norm, which stores the weight's distance from one.
-
-    Returns:
-        ``x * (norm_weight + norm_offset)`` in the dtype of ``x``, and the sums of squares of 64 entries each,
-        ``[..., ceil(I / 64)]`` in float32 (float64 for float64).
-    """
+def norm_parts_reference(given: NormParts) -> tuple[Tensor, Tensor]:
+    """:class:`NormParts` in plain PyTorch."""
+    x = given.x
     exact = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(exact)
     padded = functional.pad(rows, (0, -x.shape[-1] % NORM_GROUP))
     groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // NORM_GROUP, NORM_GROUP)
     squares = groups.square().sum(-1)
-    return (rows * (norm_weight.to(exact) + norm_offset)).to(x.dtype), squares
+    return (rows * (given.norm_weight.to(exact) + given.norm_offset)).to(x.dtype), squares
 
 
-def linear_norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    squares: Tensor | None = None,
-    *,
-    norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
-    activation: str = "none",
-    constant_weight: bool = True,
-    bitwise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`linear_reference`, then :func:`norm_parts_reference` of its result: ``(out, gained, squares)``."""
-    out = linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
-    return (out, *norm_parts_reference(out, norm_weight, norm_offset=norm_offset))
+def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`LinearNorm` in plain PyTorch."""
+    out = linear_reference(given)
+    return (out, *norm_parts_reference(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
-class Tiles(NamedTuple):
-    """How a product is cut. ``pieces`` decides the bits (``block_k`` too in float32), and never follows the rows."""
-
-    block_o: int  # rows of the weight in a tile, gate and up rows together
-    block_n: int  # rows of x in a tile
-    block_k: int
-    pieces: int
-    serial: bool  # one program goes through all pieces
-    warps: int
-    stages: int
+def _fill_by_tiles(product: Product, tiling: Tiles | None) -> None:
+    (outer, inner), rows = product.weight.shape, product.x.shape[0]
+    launch_tiles(product, tiling or tiles(rows, outer, inner, product.x.element_size()))
 
 
-_UNIT = 128
-"""Pieces begin at multiples of this, whatever the ``block_k``, which divides it."""
+@functools.cache
+def _hopper() -> ModuleType:
+    """Gluon is experimental: other releases of Triton may lack it, so it is imported where it runs."""
+    return importlib.import_module("specgraph.kernels.linear.hopper")
 
 
-def num_pieces(out_features: int, in_features: int) -> int:
-    """Of a weight ``[out_features, in_features]``: enough to give most of 132 multiprocessors a tile of 64 rows.
-
-    No more: they take their time to merge, and one program of its own has all the shared memory for what is on its way.
-    """
-    row_tiles, pieces = triton.cdiv(out_features, 64), 1
-    while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
-        pieces *= 2
-    return pieces
+def _fill_on_hopper(product: Product) -> None:
+    _hopper().launch(product)
 
 
-def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
-    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``: a plain table, measured on an H200 (see
-    docs/performance.md); nothing is timed at run time."""
-    pieces = num_pieces(out_features, in_features)
-    if itemsize == 4:  # no matrix instruction for exact float32: small tiles fit the registers
-        return Tiles(64, 16 if rows <= 16 else 32, 32, pieces, rows > 256, 4, 3)
-    few = out_features < 8192
-    if rows <= 16:
-        return Tiles(64, 16, 128, pieces, False, 4, 4) if few else Tiles(128, 16, 128, pieces, False, 4, 3)
-    if rows <= 32:
-        return Tiles(64, 32, 64, 1, False, 4, 8) if few and pieces == 1 else Tiles(64, 32, 128, pieces, False, 4, 4)
-    if rows <= 64:
-        if few:
-            return Tiles(64, 64, 128, pieces, False, 4, 4 if pieces == 1 else 3)
-        return Tiles(128, 64, 128, pieces, False, 8, 4)
-    return _wide_tiles(rows, out_features, in_features, pieces)
+def _hopper_covers(given: Linear | LinearNorm) -> bool:
+    """Few rows of 16-bit values: what its kernel was written for, and gives the bits of the tiles."""
+    if not runs_gluon(given.x.device) or given.x.numel() == 0:
+        return False
+    covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.squares is not None)
+    return covers
 
 
-def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> Tiles:
-    """The largest tiles of which there are about as many as multiprocessors."""
-    large = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128)
-    # Partial sums take 8 bytes for each row and piece, the weight 2 for each input.
-    if large < 96 and large * pieces >= 96 and 16 * rows * pieces < in_features:
-        return Tiles(128, 128, 64, pieces, False, 8, 5)
-    if large >= 1024:
-        return Tiles(128, 256, 64, pieces, True, 8, 3)
-    if large >= 96:
-        return Tiles(128, 128, 64, pieces, True, 8, 5)
-    if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= 96:
-        return Tiles(128, 64, 64, pieces, True, 8, 6)
-    return Tiles(64, 64, 64, pieces, True, 4, 6)
+def _library_covers(given: Linear | LinearNorm) -> bool:
+    return not given.bitwise and library.is_faster_for(given.x, given.weight, is_gated(given.activation))
 
 
-_Following = tuple[Tensor, float, Tensor, Tensor]
-"""A norm whose parts are wanted: its weight, its offset, where the two parts go."""
+def _not_float64(given: Linear | LinearNorm | NormParts) -> bool:
+    return given.x.dtype != torch.float64
 
 
-@dataclass(frozen=True)
-class Product:
-    """What a launch computes: the arguments of :func:`linear`, rows as matrices, and where its results go."""
-
-    out: Tensor
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    squares: Tensor | None
-    norm_eps: float
-    activation: str
-    constant_weight: bool
-    following: _Following | None
-    pdl: bool
-
-    @property
-    def gated(self) -> bool:
-        """Whether the weight is gate rows over up rows."""
-        return self.activation in _GATED
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    squares: Tensor | None = None,
-    *,
-    norm_eps: float = 0.0,
-    activation: str = "none",
-    constant_weight: bool = True,
-    bitwise: bool = True,
-    tiling: Tiles | None = None,
-    pdl: bool | None = None,
-) -> Tensor:
-    """:func:`linear_reference` in one kernel of ours, or by a library; float64 takes the reference itself.
-
-    Args:
-        tiling: in place of :func:`tiles`; one with another number of pieces may give other bits.
-        pdl: whether to use programmatic dependent launch; None uses it where it exists.
-    """
-    if x.dtype == torch.float64:
-        return linear_reference(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
-    if not bitwise:
-        from specgraph.kernels.linear import library  # which is written in terms of this module
-
-        if library.is_faster_for(x, weight, activation):
-            return library.linear(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
-    out = x.new_empty(_out_shape(x, weight, activation))
+def _linear(given: Linear, fill: Callable[[Product], None], pdl: bool | None) -> Tensor:
+    out = given.x.new_empty(_out_shape(given))
     if out.numel() > 0:
-        product = _product(out, x, weight, bias, residual, squares, norm_eps, activation, constant_weight, None, pdl)
-        _launch(product, tiling)
+        fill(_product(given, out, None, pdl))
     return out
 
 
-def linear_norm(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    squares: Tensor | None = None,
-    *,
-    norm_eps: float = 0.0,
-    norm_offset: float = 0.0,
-    activation: str = "none",
-    constant_weight: bool = True,
-    bitwise: bool = True,
-    tiling: Tiles | None = None,
-    pdl: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`linear_norm_reference`, as :func:`linear`; large tiles leave the parts of the norm to a second launch."""
-    if x.dtype == torch.float64:
-        return linear_norm_reference(
-            x, weight, norm_weight, bias, residual, squares, norm_eps=norm_eps, norm_offset=norm_offset,
-            activation=activation,
-        )  # fmt: skip
-    if not bitwise:
-        from specgraph.kernels.linear import library
-
-        if library.is_faster_for(x, weight, activation):
-            return library.linear_norm(
-                x, weight, norm_weight, bias, residual, squares, norm_eps=norm_eps, norm_offset=norm_offset,
-                activation=activation,
-            )  # fmt: skip
-    out = x.new_empty(_out_shape(x, weight, activation))
+def _linear_norm(given: LinearNorm, fill: Callable[[Product], None], pdl: bool | None) -> tuple[Tensor, Tensor, Tensor]:
+    out = given.x.new_empty(_out_shape(given))
     parts = _empty_parts(out)
     if out.numel() > 0:
-        following = (norm_weight, norm_offset, *parts)
-        product = _product(
-            out, x, weight, bias, residual, squares, norm_eps, activation, constant_weight, following, pdl
-        )
-        _launch(product, tiling)
+        fill(_product(given, out, (given.norm_weight, given.norm_offset, *parts), pdl))
     return (out, *parts)
 
 
-def norm_parts(
-    x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0, pdl: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`norm_parts_reference` in one Triton kernel, with the bits that :func:`linear_norm` gives."""
-    if x.dtype == torch.float64:
-        return norm_parts_reference(x, norm_weight, norm_offset=norm_offset)
-    parts = _empty_parts(x)
-    if x.numel() > 0:
-        _launch_norm_parts(_as_rows(x), (norm_weight, norm_offset, *parts), pdl)
+def linear_triton(given: Linear, *, tiling: Tiles | None = None, pdl: bool | None = None) -> Tensor:
+    """:class:`Linear` in one kernel.
+
+    Args:
+        tiling: in place of :func:`~specgraph.kernels.linear.product.tiles`; one with another number of pieces may give
+            other bits.
+        pdl: whether to use programmatic dependent launch; None uses it where it exists.
+    """
+    return _linear(given, functools.partial(_fill_by_tiles, tiling=tiling), pdl)
+
+
+def linear_hopper(given: Linear, *, pdl: bool | None = None) -> Tensor:
+    """:class:`Linear` by the kernel for few rows on Hopper, which gives the bits of :func:`linear_triton`."""
+    return _linear(given, _fill_on_hopper, pdl)
+
+
+def linear_norm_triton(
+    given: LinearNorm, *, tiling: Tiles | None = None, pdl: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`LinearNorm`, as :func:`linear_triton`; large tiles leave the parts of the norm to a second launch."""
+    return _linear_norm(given, functools.partial(_fill_by_tiles, tiling=tiling), pdl)
+
+
+def linear_norm_hopper(given: LinearNorm, *, pdl: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """:class:`LinearNorm`, as :func:`linear_hopper`."""
+    return _linear_norm(given, _fill_on_hopper, pdl)
+
+
+def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
+    """:class:`NormParts` in one kernel, with the bits that :func:`linear_norm_triton` gives."""
+    parts = _empty_parts(given.x)
+    if given.x.numel() > 0:
+        launch_norm_parts(as_rows(given.x), (given.norm_weight, given.norm_offset, *parts), pdl)
     return parts
 
 
-def _out_shape(x: Tensor, weight: Tensor, activation: str) -> tuple[int, ...]:
-    return (*x.shape[:-1], weight.shape[0] // 2 if activation in _GATED else weight.shape[0])
+def linear_library(given: Linear | LinearNorm) -> Tensor:
+    """:class:`Linear` around a library's product (cuBLAS), one launch for each part; every one of them rounds.
+
+    The rows are scaled before the product and not after it: they are mostly the narrower side, and nothing needs more
+    than the dtype of ``x`` then.
+    """
+    x = given.x if given.squares is None else _scaled(given.x, given.squares, given.norm_eps)
+    out = _activated(functional.linear(x, given.weight, given.bias), given.activation)
+    return out if given.residual is None else out + given.residual
+
+
+def _scaled(x: Tensor, squares: Tensor, norm_eps: float) -> Tensor:
+    """The normed rows, of the two parts of a norm. The product is taken in float32 and rounded as it is stored."""
+    scale = norm_scale(squares, x.shape[-1], norm_eps, supports_pdl(x.device)).view(*x.shape[:-1], 1)
+    return torch.mul(x, scale, out=x.new_empty(x.shape))
+
+
+def linear_norm_library(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`linear_library`, then the two parts of the norm that follows, in a launch of their own."""
+    out = linear_library(given)
+    return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
+
+
+def _out_shape(given: Linear | LinearNorm) -> tuple[int, ...]:
+    outer = given.weight.shape[0]
+    return (*given.x.shape[:-1], outer // 2 if is_gated(given.activation) else outer)
 
 
 def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
@@ -340,111 +285,22 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape), squares
 
 
-def _product(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, squares: Tensor | None,
-    norm_eps: float, activation: str, constant_weight: bool, following: _Following | None, pdl: bool | None,
-) -> Product:  # fmt: skip
+def _product(given: Linear | LinearNorm, out: Tensor, following: Following | None, pdl: bool | None) -> Product:
+    x, weight = given.x, given.weight
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
     rows = weight if weight.stride(1) == 1 else weight.contiguous()  # a copy is written just before
-    constant = constant_weight and rows is weight
-    added = None if residual is None else _as_rows(residual)
+    constant = given.constant_weight and rows is weight
+    added = None if given.residual is None else as_rows(given.residual)
     pdl = supports_pdl(x.device) if pdl is None else pdl
-    return Product(out, _as_rows(x), rows, bias, added, squares, norm_eps, activation, constant, following, pdl)
-
-
-def _launch(product: Product, tiling: Tiles | None) -> None:
-    """Fill the results of ``product``: few rows on Hopper by its own kernel, which gives the same bits."""
-    rows, (weight_rows, in_features) = product.x.shape[0], product.weight.shape
-    groups = triton.next_power_of_2(triton.cdiv(in_features, NORM_GROUP))
-    if tiling is None and runs_gluon(product.x.device):
-        from specgraph.kernels.linear import (
-            hopper as linear_hopper,  # Gluon is experimental: other releases of Triton may lack it
-        )
-
-        pieces, blocks = _pieces(in_features, num_pieces(weight_rows, in_features), linear_hopper.BLOCK_K)
-        cut = linear_hopper.ring_for(product, pieces, groups)
-        if cut is not None:
-            linear_hopper.launch(product, cut, pieces, blocks, groups)
-            return
-    _launch_tiles(product, tiling or tiles(rows, weight_rows, in_features, product.x.element_size()), groups)
-
-
-def _launch_tiles(product: Product, cut: Tiles, groups: int) -> None:
-    out, x, weight, added = product.out, product.x, product.weight, product.residual
-    rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
-    if product.gated and product.following:
-        cut = cut._replace(block_o=128)  # whole groups of the result
-    # 32 registers of a thread for each of the things that a tile is finished with.
-    early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
-    scale, squares = None, product.squares
-    if squares is not None and not early:
-        scale, squares = norm_scale(squares, in_features, product.norm_eps, pdl), None
-    # The groups of large tiles cross warps: a launch of its own is cheaper then.
-    joined = product.following if cut.block_o * cut.block_n <= 4096 else None
-    norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
-    pieces, blocks = _pieces(in_features, cut.pieces, cut.block_k)
-    tiles_o = triton.cdiv(weight_rows, cut.block_o)
-    num_tiles = tiles_o * triton.cdiv(rows, cut.block_n)
-    serial = cut.serial or num_tiles > MAX_COUNTERS
-    partial = counters = None
-    if pieces > 1 and not serial:
-        partial = x.new_empty(pieces, rows, tiles_o * cut.block_o, dtype=torch.float32)
-        counters = arrival_counters(x.device)
-    even = in_features % (cut.block_k * blocks * pieces) == 0
-    linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, x, weight, product.bias, added, squares, scale, norm_weight, gained, out_squares, partial, counters, rows,
-        out.shape[-1], in_features, x.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
-        product.norm_eps, norm_offset,
-        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces, GROUPS=groups,
-        SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
-        GATED=product.gated, EARLY=early, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
-    if product.following and not joined:
-        _launch_norm_parts(_as_rows(out), product.following, pdl)
-
-
-def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool | None = None) -> Tensor:
-    """``rsqrt(sum(squares) / features + norm_eps)`` ``[rows]`` of ``squares`` ``[..., groups]``, in one kernel."""
-    groups = squares.shape[-1]
-    rows, pdl = squares.numel() // groups, supports_pdl(squares.device) if pdl is None else pdl
-    scale = squares.new_empty(rows)
-    norm_scale_kernel[(triton.cdiv(rows, 4),)](
-        scale, squares, rows, features, norm_eps, GROUPS=triton.next_power_of_2(groups), BLOCK_N=4, PDL=pdl,
-        num_warps=1, enable_fp_fusion=False, **launch_options(pdl),
-    )  # fmt: skip
-    return scale
-
-
-def _launch_norm_parts(rows: Tensor, following: _Following, pdl: bool | None) -> None:
-    norm_weight, norm_offset, gained, squares = following
-    count, features = rows.shape
-    pdl = supports_pdl(rows.device) if pdl is None else pdl
-    block_o, block_n = 2 * NORM_GROUP, 1 if count <= 16 else 16
-    norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(count, block_n))](
-        gained, squares, rows, norm_weight, count, features, rows.stride(0), norm_offset,
-        BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
+    return Product(
+        out, as_rows(x), rows, given.bias, added, given.squares, given.norm_eps, given.activation, constant, following,
+        pdl,
     )  # fmt: skip
 
 
-def _pieces(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
-    """How many pieces there are, and how many blocks each of them has."""
-    unit = max(_UNIT, block_k)
-    units = triton.cdiv(in_features, unit)
-    pieces = min(wanted, units)
-    return pieces, triton.cdiv(units, pieces) * (unit // block_k)
-
-
-def _bulk(weight: Tensor) -> bool:
-    """Whether the rows of ``weight`` begin where the hardware's bulk copies may."""
-    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
-
-
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    squares: Tensor | None = None, *, norm_eps: float = 0.0, activation: str = "none", constant_weight: bool = True,
-    bitwise: bool = True,
-) -> Tensor:  # fmt: skip
+def _linear_fake(given: Linear | LinearNorm) -> Tensor:
+    x, weight, bias, residual, squares = given.x, given.weight, given.bias, given.residual, given.squares
+    activation = given.activation
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
     outer, inner = weight.shape
@@ -456,29 +312,54 @@ def _linear_fake(
         wanted = (*x.shape[:-1], -(-inner // NORM_GROUP))
         require(squares.shape == wanted, lambda: f"squares must be {wanted}, not {tuple(squares.shape)}")
         require(squares.is_contiguous(), lambda: "squares must be contiguous, as norm_parts and linear_norm give them")
-    if activation in _GATED:
+    if is_gated(activation):
         require(outer % 2 == 0, lambda: f"{activation} takes gate rows and as many up rows, not {outer} together")
-    shape = _out_shape(x, weight, activation)
+    shape = _out_shape(given)
     if residual is not None:
         require(residual.shape == shape, lambda: f"residual must be {shape}, not {tuple(residual.shape)}")
     return x.new_empty(shape)
 
 
-def _norm_parts_fake(x: Tensor, norm_weight: Tensor, *, norm_offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    inner = x.shape[-1]
-    require(norm_weight.shape == (inner,), lambda: f"norm_weight must be [{inner}], not {tuple(norm_weight.shape)}")
-    return _empty_parts(x)
+def _norm_parts_fake(given: NormParts) -> tuple[Tensor, Tensor]:
+    inner, weight = given.x.shape[-1], given.norm_weight
+    require(weight.shape == (inner,), lambda: f"norm_weight must be [{inner}], not {tuple(weight.shape)}")
+    return _empty_parts(given.x)
 
 
-def _linear_norm_fake(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    squares: Tensor | None = None, *, norm_eps: float = 0.0, norm_offset: float = 0.0, activation: str = "none",
-    constant_weight: bool = True, bitwise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out = _linear_fake(x, weight, bias, residual, squares, norm_eps=norm_eps, activation=activation)
-    return (out, *_norm_parts_fake(out, norm_weight, norm_offset=norm_offset))
+def _linear_norm_fake(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    out = _linear_fake(given)
+    return (out, *_norm_parts_fake(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
-register("linear", cpu=linear_reference, cuda=linear, fake=_linear_fake)
-register("linear_norm", cpu=linear_norm_reference, cuda=linear_norm, fake=_linear_norm_fake)
-register("norm_parts", cpu=norm_parts_reference, cuda=norm_parts, fake=_norm_parts_fake)
+LINEAR = declare(
+    Op(
+        "linear",
+        Linear,
+        _linear_fake,
+        (
+            Variant("library", linear_library, row_independent=False, covers=_library_covers, opt_in=True),
+            Variant("hopper", linear_hopper, row_independent=True, covers=_hopper_covers),
+            *triton_or_reference(linear_triton, linear_reference, covers=_not_float64),
+        ),
+    )
+)
+LINEAR_NORM = declare(
+    Op(
+        "linear_norm",
+        LinearNorm,
+        _linear_norm_fake,
+        (
+            Variant("library", linear_norm_library, row_independent=False, covers=_library_covers, opt_in=True),
+            Variant("hopper", linear_norm_hopper, row_independent=True, covers=_hopper_covers),
+            *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=_not_float64),
+        ),
+    )
+)
+NORM_PARTS = declare(
+    Op(
+        "norm_parts",
+        NormParts,
+        _norm_parts_fake,
+        triton_or_reference(norm_parts_triton, norm_parts_reference, covers=_not_float64),
+    )
+)

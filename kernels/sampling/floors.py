@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import (
-    GREEDY,
     INF_IMAGE,
     LARGEST,
     MINUS_INF_IMAGE,
@@ -68,7 +68,7 @@ def _applies(option_ptr, temperature_ptr, batch, vocab, MASS: tl.constexpr):
     """Whether the option cuts anything from rows of this sequence: it is on, and the row is not greedy."""
     option = tl.load(option_ptr + batch)
     on = option < 1 if MASS else (option > 0) & (option < vocab)
-    return on & (tl.load(temperature_ptr + batch).to(tl.float32) >= GREEDY)
+    return on & (tl.load(temperature_ptr + batch).to(tl.float32) >= TL_GREEDY_BELOW)
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def _raise_floors(
             floor = tl.maximum(floor, _smallest_with(value, image(found).to(tl.int64), temperature))
     if MIN:
         least = tl.load(min_p_ptr + batch)
-        if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= GREEDY):
+        if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= TL_GREEDY_BELOW):
             # A logarithm rounded once from float64, so that it is the reference's.
             value = processed_value(largest, temperature) + tl.log(least.to(tl.float64)).to(tl.float32)
             floor = tl.maximum(floor, _smallest_with(value, image(largest).to(tl.int64), temperature))

@@ -15,33 +15,35 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from specgraph.kernels.sampling.constants import (
+    STRIDE,
+    TL_EIGHTS,
+    TL_FIRST_EIGHT,
+    TL_GREEDY_BELOW,
+    TL_KEY_STEP_0,
+    TL_KEY_STEP_1,
+    TL_MULTIPLIER_0,
+    TL_MULTIPLIER_1,
+    TL_PHILOX_ROUNDS,
+    TL_STREAM_BITS,
+    TL_STRIDE,
+)
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 TILE = 1024
 WARPS = 4
 
-GREEDY = tl.constexpr(1e-30)
-"""``GREEDY_BELOW`` of the reference."""
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """What +inf counts as."""
-_FIRST_EIGHT = tl.constexpr(0x80000000)
-"""The first block of the eights' words; eights that share one are ``_STRIDE`` apart, within runs of ``_EIGHTS``."""
-_STRIDE = tl.constexpr(128)
-_EIGHTS = tl.constexpr(512)
-BLOCK_TOKENS = tl.constexpr(1024)
-"""Tokens of ``_STRIDE`` eights: how far those that share a block are apart."""
+BLOCK_TOKENS = tl.constexpr(8 * STRIDE)
+"""Tokens of ``STRIDE`` groups of eight: how far apart those are that share a block."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 MINUS_INF_IMAGE = tl.constexpr(-2139095041)
 INF_IMAGE = tl.constexpr(2139095040)
 """What :func:`image` gives for infinities."""
-_ROUNDS = tl.constexpr(7)
-"""``PHILOX_ROUNDS`` of the reference, which imports what imports this."""
-_EVEN = tl.constexpr(0xD2511F53)
-_ODD = tl.constexpr(0xCD9E8D57)
-_KEY_EVEN = tl.constexpr(0x9E3779B9)
-_KEY_ODD = tl.constexpr(0xBB67AE85)
 _ONE = tl.constexpr(0x3F800000)
 """1.0 as bits."""
 _ONE_LESS = tl.constexpr(1.0 - 2.0**-24)
@@ -61,7 +63,7 @@ def aligned(logits: Tensor) -> Tensor:
 @triton.jit
 def noise_key(seed, stream, place, line):
     """The key (2 words) and the counter behind the token's block (3 words) of one row, uint32."""
-    last = stream + ((place >> 32) << 8)
+    last = stream + ((place >> 32) << TL_STREAM_BITS)
     return (
         seed.to(tl.uint32), (seed >> 32).to(tl.uint32), place.to(tl.uint32), line.to(tl.uint32), last.to(tl.uint32),
     )  # fmt: skip
@@ -74,15 +76,15 @@ def philox(c0, c1, c2, c3, k0, k1):
     Products are 64 bits wide, one instruction each. Whatever is the same for a whole row should come as a scalar: a
     quarter of the first three rounds then is computed once.
     """
-    for _ in tl.static_range(_ROUNDS):
-        even = c0.to(tl.uint64) * _EVEN
-        odd = c2.to(tl.uint64) * _ODD
+    for _ in tl.static_range(TL_PHILOX_ROUNDS):
+        even = c0.to(tl.uint64) * TL_MULTIPLIER_0
+        odd = c2.to(tl.uint64) * TL_MULTIPLIER_1
         c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
         c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
         c1 = odd.to(tl.uint32)
         c3 = even.to(tl.uint32)
-        k0 = k0 + _KEY_EVEN
-        k1 = k1 + _KEY_ODD
+        k0 = k0 + TL_KEY_STEP_0
+        k1 = k1 + TL_KEY_STEP_1
     return c0, c1, c2, c3
 
 
@@ -105,13 +107,13 @@ def uniform(word):
 @triton.jit
 def inverse_temperature(temperature):
     """What logits are multiplied by in a softmax; 1 for a greedy row, whose temperature may be 0."""
-    return 1.0 / tl.where(temperature < GREEDY, 1.0, temperature)
+    return 1.0 / tl.where(temperature < TL_GREEDY_BELOW, 1.0, temperature)
 
 
 @triton.jit
 def exponent_scale(temperature):
     """What logits are multiplied by for ``exp2`` to give a softmax's weights: the same bits in every kernel."""
-    return LOG2E / tl.where(temperature < GREEDY, 1.0, temperature)
+    return LOG2E / tl.where(temperature < TL_GREEDY_BELOW, 1.0, temperature)
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def clean(x):
 def processed_value(x, temperature):
     """``x / temperature`` as ``process_logits`` rounds it, for blocks of one shape; the logit itself if greedy."""
     x = clean(x)
-    greedy = temperature < GREEDY
+    greedy = temperature < TL_GREEDY_BELOW
     scaled = tl.div_rn(x, tl.where(greedy, 1.0, temperature))
     return tl.where(scaled > LARGEST, LARGEST, scaled)
 
@@ -219,13 +221,13 @@ def exponential(eight_word, word, ids):
 def eight_words(eight, k0, k1, c1, c2, c3):
     """The words of the blocks that hold those of ``eight``; word ``eight_lane`` is its own."""
     eight = eight.to(tl.uint32)  # divisions of signed numbers take more instructions
-    block = eight // _EIGHTS * _STRIDE + eight % _STRIDE
-    return philox(block | _FIRST_EIGHT, c1, c2, c3, k0, k1)
+    block = eight // TL_EIGHTS * TL_STRIDE + eight % TL_STRIDE
+    return philox(block | TL_FIRST_EIGHT, c1, c2, c3, k0, k1)
 
 
 @triton.jit
 def eight_lane(eight):
-    return eight.to(tl.uint32) // _STRIDE % 4
+    return eight.to(tl.uint32) // TL_STRIDE % 4
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""``specgraph::sample``: draw tokens with counter-based noise, and the processing of logits before it.
+"""``specgraph::sample_draft``: draw tokens with counter-based noise, and the processing of logits before it.
 
 Noise is a pure function of (seed, stream, key, row, token id), never of a generator's state, so that a token's noise
 does not change with the batch, the number of drafts or the order of evaluation. It comes from Philox4x32-7 (Salmon et
@@ -19,22 +19,25 @@ has word ``e // 128 % 4`` of block ``2**31 + e // 512 * 128 + e % 128``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from specgraph.kernels.registration import register
+from specgraph.kernels.checks import require
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.sampling.arguments import SampleDraft
+from specgraph.kernels.sampling.constants import (
+    EIGHTS,
+    FIRST_EIGHT,
+    GREEDY_BELOW,
+    KEY_STEPS,
+    MULTIPLIERS,
+    PHILOX_ROUNDS,
+    STREAM_BITS,
+    STREAM_DRAFT,
+    STREAM_TARGET,
+    STRIDE,
+)
 from specgraph.kernels.sampling.triton_form import sample_draft_triton
-
-STREAM_TARGET = 0
-"""The target's own samples, keyed by the absolute position of the token; ``strict`` drafts share it."""
-STREAM_DRAFT = 1
-"""Draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
-STREAM_ACCEPT = 2
-"""Acceptance of drafts, keyed by the step and the draft's row."""
-STREAM_RESIDUAL = 3
-"""The token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
 
 SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
 """Rules whose drafts and next tokens use the target's own noise, keyed by position."""
@@ -42,42 +45,13 @@ STEP_NOISE_RULES = ("probabilistic", "block")
 """Rules whose noise is keyed by the step: noise of discarded rows has influenced acceptance and is never used again."""
 RULES = ("strict", "probabilistic", "block", "typical", "synthetic")
 
-GREEDY_BELOW = 1e-30
-"""Temperatures below this count as 0: dividing by them could overflow, and only exact ties tell the difference."""
-
-PHILOX_ROUNDS = 7
-"""With 10, the authors' choice with a margin, the scan of a row of logits takes a fifth longer."""
-
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_STREAM_BITS = 8
-_FIRST_EIGHT = 1 << 31
-"""The first block of the eights' words."""
-_STRIDE, _EIGHTS = 128, 512
-"""Eights that share a block are ``_STRIDE`` apart, within runs of ``_EIGHTS``."""
-
-torch.library.define(
-    "specgraph::sample",
-    "(Tensor processed, Tensor? seeds, Tensor key, Tensor? row=None, int stream=0, Tensor? token_ids=None) -> Tensor",
-)
-
-torch.library.define(
-    "specgraph::sample_draft",
-    "(Tensor logits, Tensor temperature, Tensor? seeds, Tensor key, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
-    "Tensor? draft_to_target, int row, str rule, int? target_vocab_size, bool return_processed) -> (Tensor, Tensor)",
-)
 
 
 def check_rule(rule: str) -> None:
     """Raise ``ValueError`` unless ``rule`` is one of :data:`RULES`."""
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}.")
-
-
-def require(condition: bool, message: Callable[[], str]) -> None:
-    """Raise ``ValueError`` with ``message()`` unless ``condition`` holds; understands symbolic shapes."""
-    torch._check_value(condition, message)  # type: ignore[no-untyped-call]
 
 
 def philox(
@@ -91,10 +65,10 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        even, odd = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = ((odd >> 32) & _WORD) ^ (c1 ^ k0), ((even >> 32) & _WORD) ^ (c3 ^ k1)
         c1, c3 = odd & _WORD, even & _WORD
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
 
 
@@ -102,7 +76,7 @@ def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: T
     """The four words ``[B, R, len(block)]`` of every block."""
     seed, place = seeds.view(-1, 1, 1), key.unsqueeze(-1)
     line = torch.zeros_like(place) if row is None else row.unsqueeze(-1)
-    last = (stream + ((place >> 32) << _STREAM_BITS)) & _WORD
+    last = (stream + ((place >> 32) << STREAM_BITS)) & _WORD
     return philox((block, place & _WORD, line & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
 
 
@@ -124,7 +98,7 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
 
     Args:
         seeds: int64 ``[B]``, all 64 bits count; None gives 0.5 everywhere.
-        stream: one of the ``STREAM_`` constants.
+        stream: one of the ``STREAM_`` constants of :mod:`specgraph.kernels.sampling.constants`.
         key: int64 ``[B, R]``, an absolute token position.
         row: int64 ``[B, R]`` in ``[0, 2**32)``, or None for 0.
 
@@ -155,13 +129,13 @@ def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
     """The word of every token's eight."""
     if isinstance(ids, Tensor):
         eight = ids // 8
-        block = _FIRST_EIGHT + eight // _EIGHTS * _STRIDE + eight % _STRIDE
-        return _picked_words(seeds, stream, key, row, block, eight // _STRIDE % 4)
+        block = FIRST_EIGHT + eight // EIGHTS * STRIDE + eight % STRIDE
+        return _picked_words(seeds, stream, key, row, block, eight // STRIDE % 4)
     count = (ids + 7) // 8
-    blocks = count if count <= _STRIDE else (count + _EIGHTS - 1) // _EIGHTS * _STRIDE
-    block = _FIRST_EIGHT + torch.arange(blocks, device=key.device)
+    blocks = count if count <= STRIDE else (count + EIGHTS - 1) // EIGHTS * STRIDE
+    block = FIRST_EIGHT + torch.arange(blocks, device=key.device)
     words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
-    runs = words.reshape(*words.shape[:-1], -1, min(blocks, _STRIDE))
+    runs = words.reshape(*words.shape[:-1], -1, min(blocks, STRIDE))
     eights = runs.transpose(-3, -2).flatten(-3)[..., :count]
     return eights.repeat_interleave(8, dim=-1)[..., :ids]
 
@@ -325,79 +299,50 @@ def sample_draft(
     return found
 
 
-def sample_draft_reference(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
-    return_processed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sample_draft_reference(given: SampleDraft) -> tuple[Tensor, Tensor]:
     """:func:`sample_draft` in plain PyTorch."""
-    check_rule(rule)
-    if target_vocab_size is not None:
-        ids = torch.arange(logits.shape[-1], device=logits.device) if draft_to_target is None else draft_to_target
-        logits = logits.masked_fill(ids >= target_vocab_size, -torch.inf)
-    processed = process_logits(logits, temperature, top_k, top_p, min_p)
-    number = (row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
-    start = key.unsqueeze(1).expand(logits.shape[:2])
-    if rule in SHARED_NOISE_RULES:
-        token = sample(processed, seeds, start + number, None, STREAM_TARGET, draft_to_target)
+    check_rule(given.rule)
+    logits, ids, limit = given.logits, given.draft_to_target, given.target_vocab_size
+    if limit is not None:
+        targets = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
+        logits = logits.masked_fill(targets >= limit, -torch.inf)
+    processed = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
+    number = (given.row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+    start = given.key.unsqueeze(1).expand(logits.shape[:2])
+    if given.rule in SHARED_NOISE_RULES:
+        token = sample(processed, given.seeds, start + number, None, STREAM_TARGET, ids)
     else:
-        token = sample(processed, seeds, start, number, STREAM_DRAFT, draft_to_target)
-    token = token if draft_to_target is None else draft_to_target[token]
-    return token, processed if return_processed else processed.new_empty((*token.shape, 0))
+        token = sample(processed, given.seeds, start, number, STREAM_DRAFT, ids)
+    token = token if ids is None else ids[token]
+    return token, processed if given.return_processed else processed.new_empty((*token.shape, 0))
 
 
-def _sample_draft_cuda(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
-    return_processed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The Triton form; float64 is the reference's."""
-    if logits.dtype == torch.float64:
-        return sample_draft_reference(
-            logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
-            return_processed,
-        )  # fmt: skip
-    check_rule(rule)
-    shared = rule in SHARED_NOISE_RULES
-    return sample_draft_triton(
-        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, target_vocab_size, shared=shared,
-        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=return_processed,
-    )  # fmt: skip
+def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tensor, Tensor]:
+    check_rule(given.rule)
+    shared = given.rule in SHARED_NOISE_RULES
+    return sample_draft_triton(given, shared=shared, stream=STREAM_TARGET if shared else STREAM_DRAFT, **tuning)  # type: ignore[arg-type]
 
 
-def _sample_draft_fake(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, rule: str, target_vocab_size: int | None,
-    return_processed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
+    logits, key, ids = given.logits, given.key, given.draft_to_target
     require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
     batch, rows, vocab = logits.shape
     require(key.shape == (batch,), lambda: f"key must be [B] = {(batch,)}, not {tuple(key.shape)}")
-    if draft_to_target is not None:
-        require(draft_to_target.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, vocab if return_processed else 0), dtype=exact)
+    if ids is not None:
+        require(ids.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
+    kept, exact = vocab if given.return_processed else 0, torch.promote_types(logits.dtype, torch.float32)
+    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, kept), dtype=exact)
 
 
-def _sample_fake(
-    processed: Tensor,
-    seeds: Tensor | None,
-    key: Tensor,
-    row: Tensor | None = None,
-    stream: int = STREAM_TARGET,
-    token_ids: Tensor | None = None,
-) -> Tensor:
-    require(processed.dim() == 3, lambda: f"processed must be [B, R, V], not {tuple(processed.shape)}")
-    rows = processed.shape[:2]
-    if seeds is not None:
-        require(seeds.shape == rows[:1], lambda: f"seeds must be [B] = {tuple(rows[:1])}, not {tuple(seeds.shape)}")
-    require(key.shape == rows, lambda: f"key must be [B, R] = {tuple(rows)}, not {tuple(key.shape)}")
-    if row is not None:
-        require(row.shape == rows, lambda: f"row must be [B, R] = {tuple(rows)}, not {tuple(row.shape)}")
-    if token_ids is not None:
-        require(token_ids.shape == processed.shape[2:], lambda: "token_ids must give one target id per entry")
-    return key.new_empty(rows)
+def _not_float64(given: SampleDraft) -> bool:
+    return given.logits.dtype != torch.float64
 
 
-register("sample", cpu=sample, cuda=sample, fake=_sample_fake)
-register("sample_draft", cpu=sample_draft_reference, cuda=_sample_draft_cuda, fake=_sample_draft_fake)
+SAMPLE_DRAFT = declare(
+    Op(
+        "sample_draft",
+        SampleDraft,
+        _sample_draft_fake,
+        triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=_not_float64),
+    )
+)

@@ -28,9 +28,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import (
     BLOCK_TOKENS,
-    GREEDY,
     INF_IMAGE,
     INTERPRETED,
     LARGEST,
@@ -289,7 +289,7 @@ def scan_split(
     that are not below ``limit`` are never drawn.
     """
     at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-    if temperature < GREEDY:
+    if temperature < TL_GREEDY_BELOW:
         best, token, second = _scan_values(
             row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, False, MAPPED
         )  # fmt: skip
@@ -327,7 +327,7 @@ def _exact_best(
     heat = tl.zeros_like(x) + temperature
     score = processed_value(x, heat)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
-        if temperature >= GREEDY:
+        if temperature >= TL_GREEDY_BELOW:
             score = gumbel_scores(x, heat, token_noise(four, lane, k0, k1, c1, c2, c3))
     return first_best(score, place)
 
@@ -410,7 +410,7 @@ def row_tokens(
     drawn = tl.where(lead > _MINUS_INF, first, NO_TOKEN)
     rivals = seconds
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
-        if temperature >= GREEDY:
+        if temperature >= TL_GREEDY_BELOW:
             rivals = tl.maximum(seconds, tl.where(tokens == first[:, None], _MINUS_INF, leads))
     rival = tl.max(rivals, 1)
     reach = _least_near(lead)

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.arguments import SampleDraft
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import (
-    GREEDY,
     NO_TOKEN,
     TILE,
     WARPS,
@@ -123,7 +124,7 @@ def _write_processed(
     chosen = tl.load(chosen_ptr + line)
     floor = load_floor(floors_ptr, line, FLOORED)
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    point = (tl.zeros_like(local) + temperature < GREEDY) | (local * 0 + chosen < 0)
+    point = (tl.zeros_like(local) + temperature < TL_GREEDY_BELOW) | (local * 0 + chosen < 0)
     for i in tl.static_range(SPLIT // TILE):
         place = split * SPLIT + i * TILE + local
         x = load_tile(logits_ptr + line.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)
@@ -139,23 +140,25 @@ def _write_processed(
 
 
 def sample_draft_triton(
-    logits: Tensor, temperature: Tensor, seeds: Tensor | None, key: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: Tensor | None, draft_to_target: Tensor | None, row: int, target_vocab_size: int | None, *, shared: bool,
-    stream: int, return_processed: bool, split: int | None = None, tile: int = TILE, warps: int = WARPS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``specgraph::sample_draft`` up to float32; ``split``, ``tile`` and ``warps`` are for tests and tuning."""
+    given: SampleDraft, *, shared: bool, stream: int, split: int | None = None, tile: int = TILE, warps: int = WARPS
+) -> tuple[Tensor, Tensor]:
+    """``specgraph::sample_draft`` up to float32; ``split``, ``tile`` and ``warps`` are for tests and tuning.
+
+    ``shared`` and ``stream`` say which noise the rule takes.
+    """
+    logits, seeds, row, return_processed = given.logits, given.seeds, given.row, given.return_processed
     batch, count, vocab = logits.shape
     token = torch.empty(batch, count, dtype=torch.int64, device=logits.device)
     out = logits.new_empty((batch, count, vocab if return_processed else 0), dtype=torch.float32)
     if token.numel() == 0:
         return token, out
-    logits, temperature, key = aligned(logits), temperature.contiguous(), key.contiguous()
-    mapped = draft_to_target is not None
-    ids = key if draft_to_target is None else draft_to_target.contiguous()
-    limit = 2**31 - 1 if target_vocab_size is None else target_vocab_size
+    logits, temperature, key = aligned(logits), given.temperature.contiguous(), given.key.contiguous()
+    mapped = given.draft_to_target is not None
+    ids = key if given.draft_to_target is None else given.draft_to_target.contiguous()
+    limit = 2**31 - 1 if given.target_vocab_size is None else given.target_vocab_size
     floors = find_floors(
-        logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab), ids=ids if mapped else None,
-        limit=target_vocab_size,
+        logits, temperature, given.top_k, given.top_p, given.min_p, split=split or split_size(vocab),
+        ids=ids if mapped else None, limit=given.target_vocab_size,
     )  # fmt: skip
     split = split or scan_size(vocab, batch * count)
     splits = triton.cdiv(vocab, split)

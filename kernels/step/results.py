@@ -12,6 +12,7 @@ the prompt's own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,29 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.registration import register
+from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 NUM_COUNTS = 3
 
-torch.library.define(
-    "specgraph::pack_results",
-    "(Tensor emitted, Tensor num_emitted, Tensor logprobs, Tensor bad, Tensor num_rows, int width) -> Tensor",
-)
+
+@dataclass(slots=True)
+class PackResults:
+    """What a step returns, to be packed as the module says.
+
+    Attributes:
+        emitted: int64 ``[B, T]``, each row's first ``num_emitted`` ``[B]`` are tokens.
+        logprobs: float ``[B, T]`` beside them, or ``[B, 0]`` for none, which come out as 0.
+        bad: bool ``[B]``.
+        num_rows: int64 ``[B]``, as the step leaves it.
+        width: ``W``, at most ``T``.
+    """
+
+    emitted: Tensor
+    num_emitted: Tensor
+    logprobs: Tensor
+    bad: Tensor
+    num_rows: Tensor
+    width: int
 
 
 class Unpacked(NamedTuple):
@@ -43,15 +59,7 @@ class Unpacked(NamedTuple):
 def pack_results(
     emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
 ) -> Tensor:
-    """Pack what a step returns, see above.
-
-    Args:
-        emitted: int64 ``[B, T]``, each row's first ``num_emitted`` ``[B]`` are tokens.
-        logprobs: float ``[B, T]`` beside them, or ``[B, 0]`` for none, which come out as 0.
-        bad: bool ``[B]``.
-        num_rows: int64 ``[B]``, as the step leaves it.
-        width: ``W``, at most ``T``.
-    """
+    """Pack what a step returns, int32 ``[B, 2 W + 3]``: the op, whose arguments :class:`PackResults` describes."""
     packed: Tensor = torch.ops.specgraph.pack_results(emitted, num_emitted, logprobs, bad, num_rows, width)
     return packed
 
@@ -70,18 +78,17 @@ def unpack_results(packed: Tensor) -> Unpacked:
     )
 
 
-def pack_results_reference(
-    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
-) -> Tensor:
-    """:func:`pack_results` in plain PyTorch."""
+def pack_results_reference(given: PackResults) -> Tensor:
+    """:class:`PackResults` in plain PyTorch."""
+    emitted, num_emitted, width = given.emitted, given.num_emitted, given.width
     row = torch.arange(width, device=emitted.device) + (num_emitted - width).clamp_min(0).unsqueeze(1)
     real = row < num_emitted.unsqueeze(1)
     row = row.clamp(max=emitted.shape[1] - 1)
     tokens = torch.where(real, emitted.gather(1, row), -1).int()
     values = torch.zeros(tokens.shape, dtype=torch.float32, device=emitted.device)
-    if logprobs.shape[1]:
-        values = torch.where(real, logprobs.gather(1, row).float(), values)
-    counts = torch.stack([num_emitted, bad.long(), num_rows], dim=1).int()
+    if given.logprobs.shape[1]:
+        values = torch.where(real, given.logprobs.gather(1, row).float(), values)
+    counts = torch.stack([num_emitted, given.bad.long(), given.num_rows], dim=1).int()
     return torch.cat([tokens, values.view(torch.int32), counts], dim=1)
 
 
@@ -112,28 +119,32 @@ def _pack_results_kernel(
     tl.store(out + 2 * WIDTH + 2, left.to(tl.int32))
 
 
-def _pack_results(
-    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
-) -> Tensor:
-    """:func:`pack_results_reference` in one kernel."""
-    batch, rows = emitted.shape
-    packed = torch.empty(batch, 2 * width + NUM_COUNTS, dtype=torch.int32, device=emitted.device)
+def pack_results_triton(given: PackResults) -> Tensor:
+    """:class:`PackResults` in one kernel."""
+    packed = _pack_results_fake(given)
+    batch, rows = given.emitted.shape
     if batch == 0:
         return packed
-    bits = logprobs.float().contiguous().view(torch.int32)
-    pdl = supports_pdl(emitted.device)
+    bits = given.logprobs.float().contiguous().view(torch.int32)
+    pdl = supports_pdl(packed.device)
     _pack_results_kernel[(batch,)](
-        packed, emitted.contiguous(), num_emitted.contiguous(), bits, bad.contiguous().view(torch.uint8),
-        num_rows.contiguous(), rows, WIDTH=width, BLOCK=triton.next_power_of_2(width), LOGPROBS=bits.shape[1] > 0,
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+        packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
+        given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), rows, WIDTH=given.width,
+        BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0, PDL=pdl, num_warps=1,
+        **launch_options(pdl),
     )  # fmt: skip
     return packed
 
 
-def _pack_results_fake(
-    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
-) -> Tensor:
-    return emitted.new_empty(emitted.shape[0], 2 * width + NUM_COUNTS, dtype=torch.int32)
+def _pack_results_fake(given: PackResults) -> Tensor:
+    return given.emitted.new_empty(given.emitted.shape[0], 2 * given.width + NUM_COUNTS, dtype=torch.int32)
 
 
-register("pack_results", cpu=pack_results_reference, cuda=_pack_results, fake=_pack_results_fake)
+PACK_RESULTS = declare(
+    Op(
+        "pack_results",
+        PackResults,
+        _pack_results_fake,
+        triton_or_reference(pack_results_triton, pack_results_reference, moves_only=True),
+    )
+)

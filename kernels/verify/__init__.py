@@ -1,7 +1,7 @@
 """Verification of drafts: the definition, and its kernels."""
 
-from specgraph.kernels.verify.verify import (
-    LOSSLESS_RULES,
+from specgraph.kernels.verify.arguments import Verified, Verify
+from specgraph.kernels.verify.pieces import (
     accept,
     acceptance_chances,
     emit,
@@ -9,11 +9,13 @@ from specgraph.kernels.verify.verify import (
     residual,
     sample_next,
     token_logprobs,
-    verify_reference,
 )
+from specgraph.kernels.verify.verify import LOSSLESS_RULES, verify_reference
 
 __all__ = [
     "LOSSLESS_RULES",
+    "Verified",
+    "Verify",
     "accept",
     "acceptance_chances",
     "emit",

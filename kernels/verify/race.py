@@ -1,7 +1,7 @@
 """The draw of ``probabilistic`` and ``block``: what is left of ``w * p - q`` in one row, and who wins the race for it.
 
 The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponential, which is that of ``log(v) + gumbel``.
-See :mod:`specgraph.kernels.verify.residual` for the tables of rows that these functions read.
+See :mod:`specgraph.kernels.verify.triton_residual` for the tables of rows that these functions read.
 """
 
 # Triton functions carry no types.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.sampling.constants import TL_STREAM_RESIDUAL
 from specgraph.kernels.sampling.gumbel import (
     LOG2E,
     NO_TOKEN,
@@ -24,10 +25,7 @@ from specgraph.kernels.sampling.gumbel import (
     noise_key,
     token_noise,
 )
-from specgraph.kernels.sampling.sample import STREAM_RESIDUAL
 from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, write_logprobs
-
-_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 
 
 @triton.jit
@@ -35,6 +33,14 @@ def target_prob(x, place, floor, largest, total, scale, point):
     """Probabilities of the target's tokens at ``place``; ``point`` is the only one of a point mass, or -1."""
     x = clean(tl.where(x < floor, -float("inf"), x))
     return tl.where(point >= 0, tl.where(place == point, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
+
+
+@triton.jit
+def drawn_rows(points_ptr, batch, drawn):
+    """How many drafts of a sequence have logits: of ``drawn`` none, if the sequence's drafts are point masses."""
+    if points_ptr is not None:
+        drawn = tl.where(tl.load(points_ptr + batch) != 0, 0, drawn)
+    return drawn
 
 
 @triton.jit
@@ -56,8 +62,8 @@ def draft_prob(
 
 @triton.jit
 def left_over(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row, begin,
-    vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
+    begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
     """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
@@ -73,16 +79,16 @@ def left_over(
     x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
     p = target_prob(x, place, floor, largest, total, scale, point)
     q = draft_prob(
-        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0), row < drawn, draft, draft_largest,
-        draft_total, own_vocab, DRAWN, MAPPED,
+        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0),
+        row < drawn_rows(points_ptr, batch, drawn), draft, draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
     )  # fmt: skip
     return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
 
 
 @triton.jit
 def _race_split(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr, integers_ptr,
-    batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+    integers_ptr, batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -93,13 +99,13 @@ def _race_split(
     turn = tl.zeros((TILE // 4, 4), tl.int32)
     for i in range(SPLIT // TILE):
         value, _ = left_over(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line,
-            first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
+            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
+            line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         if NOISE:
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
-            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _RESIDUAL, start, start * 0 + key)
+            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_RESIDUAL, start, start * 0 + key)
             four = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
             value = value / token_noise(four, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top
@@ -110,8 +116,8 @@ def _race_split(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def race(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
-    floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
+    num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -127,9 +133,9 @@ def race(
         last = last_row(accepted, first, count)
         own = 1 - tl.load(integers_ptr + lines + batch * count + last)
         best, place = _race_split(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab,
-            own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
+            reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
+            own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         tl.store(best_ptr + program, best)
         tl.store(place_ptr + program, place)
@@ -139,9 +145,9 @@ def race(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def finish_race(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
-    num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
-    emitted_ptr, num_emitted_ptr, logprobs_ptr,
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    num_rows_ptr, num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
@@ -163,9 +169,9 @@ def finish_race(
     while split < splits:
         # Rounding has left nothing of the difference: the target's own distribution.
         found, spot = _race_split(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab, 1,
-            SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
+            reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
+            own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         token = tl.where(found > best, spot, token)
         best = tl.maximum(best, found)
@@ -173,8 +179,8 @@ def finish_race(
     token = tl.where(token < vocab, token, 0)
     lay_out(
         load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
-        num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride, COLUMNS,
-        RAW or PROCESSED,
+        num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride,
+        COLUMNS, RAW or PROCESSED,
     )  # fmt: skip
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]

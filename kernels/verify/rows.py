@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specgraph.kernels.sampling.constants import TL_STREAM_ACCEPT
 from specgraph.kernels.sampling.gumbel import (
     LOG2E,
     clean,
@@ -21,9 +22,7 @@ from specgraph.kernels.sampling.gumbel import (
     philox,
     uniform,
 )
-from specgraph.kernels.sampling.sample import STREAM_ACCEPT
 
-_ACCEPT = tl.constexpr(STREAM_ACCEPT)
 _FIXED = tl.constexpr(2.0**40)
 """Fixed point of sums over splits: a row's sum of exponentials is below 2**22, so 64 bits hold it."""
 
@@ -134,7 +133,7 @@ def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE: tl.c
     u = tl.full(row.shape, 0.5, tl.float32)
     if NOISE:
         start = tl.load(positions_ptr + batch * width)
-        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), _ACCEPT, start, row)
+        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_ACCEPT, start, row)
         word, _, _, _ = philox((row * 0).to(tl.uint32), c1, c2, c3, k0, k1)
         u = uniform(word)
     return u
@@ -165,24 +164,27 @@ def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: t
 
 @triton.jit
 def lay_out(
-    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
-    count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
+    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token, more,
+    first, count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    """Accepted drafts, the next token, -1; log-probabilities of rows without logits are 0. ``drafts`` are the first
-    ``COLUMNS`` of :func:`load_drafts`.
+    """Accepted drafts, the next token, -1, and the rows that gave them; log-probabilities of rows without logits are 0.
+    ``drafts`` are the first ``COLUMNS`` of :func:`load_drafts`.
     """
+    emitted = accepted + more.to(tl.int32)
     begin = width * 0
     while begin < width:
         column = begin + tl.arange(0, COLUMNS)
         out = tl.where(column < accepted, drafts, -1)
         out = tl.where((column == accepted) & more, next_token.to(tl.int64), out)
         tl.store(emitted_ptr + batch * width + column, out, mask=column < width)
+        row = tl.where(column < emitted, column, -1).to(tl.int64)
+        tl.store(rows_ptr + batch * width + column, row, mask=column < width)
         if LOGPROBS:
             outside = (column < first) | (column >= first + count)
             tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
         begin += COLUMNS
         drafts = load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS)
-    tl.store(num_emitted_ptr + batch, (accepted + more.to(tl.int32)).to(tl.int64))
+    tl.store(num_emitted_ptr + batch, emitted.to(tl.int64))
 
 
 @triton.jit

@@ -5,9 +5,10 @@ program per row and split of the vocabulary and leaves what :mod:`specgraph.kern
 request, sums of exponentials. ``_finish`` has a program per sequence: it draws every row's token from that, accepts,
 and lays out tokens and log-probabilities as the reference does.
 
-``probabilistic`` and ``block`` take the sums of ``_scan_rows`` and go on in :mod:`specgraph.kernels.verify.residual`.
-Top-k, top-p and min-p are floors that :mod:`specgraph.kernels.sampling.floors` finds first. Rows that cannot matter
-(padding, forced, inactive) are not read by the scans.
+``probabilistic`` and ``block`` take the sums of ``_scan_rows`` and go on in
+:mod:`specgraph.kernels.verify.triton_residual`. Top-k, top-p and min-p are floors that
+:mod:`specgraph.kernels.sampling.floors` finds first. Rows that cannot matter (padding, forced, inactive) are not read
+by the scans.
 """
 
 # Triton functions carry no types.
@@ -20,12 +21,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW, TL_STREAM_TARGET
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.gumbel import (
-    GREEDY,
     LOG2E,
     NO_TOKEN,
     TILE,
@@ -37,9 +37,9 @@ from specgraph.kernels.sampling.gumbel import (
     load_floors,
     split_size,
 )
-from specgraph.kernels.sampling.sample import STEP_NOISE_RULES, STREAM_TARGET
+from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_split
-from specgraph.kernels.verify.residual import Block, verify_residual
+from specgraph.kernels.verify.arguments import Verified, Verify, check_block
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
@@ -54,6 +54,7 @@ from specgraph.kernels.verify.rows import (
     split_sums,
     write_logprobs,
 )
+from specgraph.kernels.verify.triton_residual import Block, Drawn, verify_residual
 
 STRICT, TYPICAL, SYNTHETIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
@@ -61,8 +62,6 @@ _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 _FEW_GROUPS = 1024
 """More groups than that are merged by twice as many warps: a thread has eight of them."""
-
-_TARGET = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -98,7 +97,7 @@ def _scan_rows(
             seed, place = tl.load(seeds_ptr + batch), tl.load(positions_ptr + batch * width + row)
         scan_split(
             row_ptr, row_ptr, begin, vocab, vocab, floor, temperature, seed, place, place * 0, found_ptr, at, area,
-            _TARGET, SPLIT, TILE, NOISE, False, FLOORED,
+            TL_STREAM_TARGET, SPLIT, TILE, NOISE, False, FLOORED,
         )  # fmt: skip
         if RAW or SCALED:
             largest = split_largest(row_ptr, begin, vocab, SPLIT, TILE)
@@ -117,7 +116,7 @@ def _scan_rows(
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
     logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
     RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
@@ -130,7 +129,7 @@ def _finish(
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
-    cold = temperature + tl.zeros((ROWS,), tl.float32) < GREEDY
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
     draft, judged, live = judge_rows(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
@@ -145,7 +144,7 @@ def _finish(
     line = (batch * count + rows).to(tl.int64)
     token, bad = row_tokens(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
-        vocab, vocab, vocab, splits, area, _TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
+        vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
     token = tl.where(token == NO_TOKEN, 0, token)
     tl.store(bad_ptr + batch, bad.to(tl.uint8))
@@ -172,8 +171,8 @@ def _finish(
     accepted, last = count_accepted(good, live, row, first, forced, count, ROWS)
     next_token = tl.sum(tl.where(rows == last, token, 0), 0)
     lay_out(
-        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
-        count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
+        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token,
+        more, first, count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
     )  # fmt: skip
     if RAW or PROCESSED:
         write_logprobs(
@@ -182,33 +181,33 @@ def _finish(
         )  # fmt: skip
 
 
-def covers(logits: Tensor, draft_logits: Tensor | None) -> bool:
+def covers(given: Verify) -> bool:
     """Whether :func:`verify_triton` computes this; it is known before anything runs. Float64 is the reference's."""
-    return all(x is None or x.dtype in _HALF_OR_SINGLE for x in (logits, draft_logits))
+    return all(x is None or x.dtype in _HALF_OR_SINGLE for x in (given.logits, given.draft_logits))
 
 
-def verify_triton(
-    logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, temperature: Tensor, seeds: Tensor | None,
-    positions: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, num_rows: Tensor,
-    num_forced: Tensor, target_to_draft: Tensor | None, *, rule: str, logprobs: str, posterior_threshold: float,
-    posterior_alpha: float, acceptance_rate: float, split: int | None = None, tile: int = TILE, warps: int = WARPS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``specgraph::verify`` for what :func:`covers` names; shapes are checked by the caller.
+def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, warps: int = WARPS) -> Verified:
+    """``specgraph::verify`` for what :func:`covers` names.
 
     ``split``, ``tile`` and ``warps`` are for tests and tuning. Log-probabilities, and floors of top-p, depend on them
     in the last bits.
     """
+    check_block(given)
+    logits, draft_tokens, positions, rule, logprobs = (
+        given.logits, given.draft_tokens, given.positions, given.rule, given.logprobs
+    )  # fmt: skip
     batch, count, vocab = logits.shape
     width = positions.shape[1]
-    emitted, num_emitted = torch.empty_like(positions, memory_format=torch.contiguous_format), num_rows.new_empty(batch)
+    emitted, accepted_rows = (torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(2))
+    num_emitted = given.num_rows.new_empty(batch)
     values = logits.new_empty((batch, 0 if logprobs == "none" else width), dtype=torch.float32)
     bad = torch.empty(batch, dtype=torch.uint8, device=logits.device)
     if batch == 0:
-        return emitted, num_emitted, values, bad.view(torch.bool)
-    logits, positions, temperature = aligned(logits), positions.contiguous(), temperature.contiguous()
-    num_rows, num_forced = num_rows.contiguous(), num_forced.contiguous()
+        return Verified(emitted, num_emitted, accepted_rows, values, bad.view(torch.bool))
+    logits, positions, temperature = aligned(logits), positions.contiguous(), given.temperature.contiguous()
+    num_rows, num_forced = given.num_rows.contiguous(), given.num_forced.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
-    floors = find_floors(logits, temperature, top_k, top_p, min_p, split=split or split_size(vocab))
+    floors = find_floors(logits, temperature, given.top_k, given.top_p, given.min_p, split=split or split_size(vocab))
     by_step = rule in STEP_NOISE_RULES
     raw, scaled = logprobs == "raw", by_step or rule == "typical" or logprobs == "processed"
     split = split or (split_size(vocab) if raw or scaled else scan_size(vocab, batch * count))
@@ -216,7 +215,7 @@ def verify_triton(
     area = batch * count * splits
     found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
-    noise = num_rows if seeds is None else seeds.contiguous()
+    noise = num_rows if given.seeds is None else given.seeds.contiguous()
     pdl = supports_pdl(logits.device)
     # Without contraction the same expression gives the same bits in every kernel.
     common: dict[str, Any] = {
@@ -227,26 +226,27 @@ def verify_triton(
     # Rules with noise of the step's own draw later, and need the largest values of a row only.
     _scan_rows[(splits, count, batch)](
         logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
-        vocab, splits, RAW=raw, SCALED=scaled, NOISE=seeds is not None and not by_step, **common,
+        vocab, splits, RAW=raw, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **common,
     )  # fmt: skip
     common |= {
         "ROWS": triton.next_power_of_2(max(count, 2)), "SPLITS": triton.next_power_of_2(max(splits, 2)),
-        "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": seeds is not None, "RAW": raw,
+        "COLUMNS": min(triton.next_power_of_2(width), 1024), "NOISE": given.seeds is not None, "RAW": raw,
         "PROCESSED": logprobs == "processed",
     }  # fmt: skip
     if by_step:
         block = Block(
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
         )  # fmt: skip
-        verify_residual(
-            block, draft_logits, target_to_draft, (emitted, num_emitted, values, bad), splits, rule == "block", common
-        )
+        drawn = Drawn(given.draft_logits, given.target_to_draft, given.point_mass)
+        results = (emitted, num_emitted, accepted_rows, values, bad)
+        verify_residual(block, drawn, results, splits, rule == "block", common)
     else:
         if common["ROWS"] * common["SPLITS"] * (tile // GROUP.value) > _FEW_GROUPS:
             common["num_warps"] = 2 * warps
         _finish[(batch,)](
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found,
-            stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
-            posterior_threshold, posterior_alpha, acceptance_rate, RULE=_RULES[rule], SCALED=scaled, **common,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
+            emitted, num_emitted, accepted_rows, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
+            given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
+            **common,
         )  # fmt: skip
-    return emitted, num_emitted, values, bad.view(torch.bool)
+    return Verified(emitted, num_emitted, accepted_rows, values, bad.view(torch.bool))

@@ -7,25 +7,30 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
-from transformers import PretrainedConfig
 
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
+from specgraph.config.load import drafter_options
+from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.linear import library
+from specgraph.kernels.linear.experts import EXPERT_LINEAR
+from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
+from specgraph.kernels.step import ngram
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
 """Calls of one measurement read this much different memory, several times an L2 cache, if their number stays small."""
 MAX_COPIES = 64
 LIBRARY_FORM = "library form"
-"""The library's calls that the same op makes under ``numerics: fast`` where they are faster."""
+"""The op's variant ``library``, which ``numerics: fast`` takes where it is faster."""
 _VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
 """Temperature and top-p."""
 
@@ -79,68 +84,10 @@ class Case:
     product: Product | None = None
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The experts of a layer: how many, how many a token meets, and the width between their two products."""
-
-    count: int
-    per_token: int
-    intermediate: int
-
-    @staticmethod
-    def of(text: Any) -> Experts | None:
-        """Those of a configuration, under the names that transformers' models have for them."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        count = next((value for name in names if (value := getattr(text, name, None))), 0)
-        if not count:
-            return None
-        width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        return Experts(count, text.num_experts_per_tok, width)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a causal LM that its kernels see. What layers have beside ``experts`` is not timed."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    experts: Experts | None = None
-
-    @staticmethod
-    def of(config: PretrainedConfig) -> Sizes:
-        text: Any = config.get_text_config()
-        heads = text.num_attention_heads
-        return Sizes(
-            hidden=text.hidden_size,
-            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            vocab=text.vocab_size,
-            experts=Experts.of(text),
-        )
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Name to (inputs, outputs) of the products of a step, q/k/v and gate/up merged."""
-        width = self.heads * self.head_dim
-        dense = {"gate_up": (self.hidden, 2 * self.intermediate), "down": (self.intermediate, self.hidden)}
-        return {
-            "qkv": (self.hidden, width + 2 * self.kv_heads * self.head_dim),
-            "o": (width, self.hidden),
-            **({} if self.experts else dense),
-            "lm_head": (self.hidden, self.vocab),
-        }
-
-
 def bench_kernels(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[KernelRow]:
-    """A row for every kernel that this installation has, at every shape."""
+    """A row for every kernel at every shape."""
     for case in cases(sizes, options, device, dtype):
         yield measure(case, options, device, bandwidth)
 
@@ -164,42 +111,30 @@ def measure(
 
 
 def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Linears, experts and norms by the number of rows, attention and verification by batch and K; and a chunk of a
-    prompt, ``cache.prefill_chunk`` rows, in front of which the context lies.
+    """Linears, experts and norms by the number of rows, attention, verification and prompt lookup by batch and K; and a
+    chunk of a prompt, ``cache.prefill_chunk`` rows, in front of which the context lies.
     """
     shapes = [(batch, k + 1) for batch in options.batch_sizes for k in [0, *options.num_speculative_tokens]]
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):
-        if _has("linear", "linear.linear"):
-            # Of a chunk only the last rows meet the vocabulary.
-            named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
-            yield from (_linear(place, name, *size, rows) for name, size in named.items())
-            yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
-            yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
-        if sizes.experts and _has("expert_linear", "linear.experts"):
+        # Of a chunk only the last rows meet the vocabulary.
+        named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
+        yield from (_linear(place, name, *size, rows) for name, size in named.items())
+        yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
+        yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
+        if sizes.experts:
             width = sizes.experts.intermediate
             yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
             yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
-        if _has("rms_norm", "linear.norm"):
-            yield _norm(place, sizes.hidden, rows)
-        if not sizes.experts and _has("gated_activation", "linear.activation"):
-            yield _activation(place, sizes.intermediate, rows)
+        yield _norm(place, sizes.hidden, rows)
     for batch, width in [*shapes, (1, chunk)]:
-        if _has("paged_attention", "attention.attention"):
-            yield _attention(place, sizes, batch, width, options.prompt_length)
+        yield _attention(place, sizes, batch, width, options.prompt_length)
     for batch, width in shapes:
-        if width > 1 and _has("verify", "verify.verify"):
+        if width > 1:
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
-
-
-def _has(op: str, module: str) -> bool:
-    """Whether a kernel of that name is installed; its module registers it."""
-    try:
-        importlib.import_module(f"specgraph.kernels.{module}")
-    except ImportError:
-        return False
-    return hasattr(torch.ops.specgraph, op)
+            yield _record_tokens(place, batch, width + 1, options.prompt_length)
+            yield _ngram_lookup(place, options, batch, width - 1)
 
 
 @dataclass(frozen=True)
@@ -226,7 +161,7 @@ def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> C
         x, weight = place.random(1, rows, inputs), place.random(outputs, inputs, scale=inputs**-0.5)
         return (
             lambda: torch.ops.specgraph.linear(x, weight),
-            {LIBRARY_FORM: lambda: library.linear(x, weight)},
+            {LIBRARY_FORM: functools.partial(LINEAR.form("library"), x, weight)},
         )
 
     moved = place.size(outputs * inputs, rows * inputs, rows * outputs)
@@ -249,9 +184,11 @@ def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows
 
         gained, squares = torch.ops.specgraph.norm_parts(x, scale)
         options: dict[str, Any] = {"norm_eps": 1e-5, "activation": "silu_mul" if gated else "none"}
-        ours: Call = lambda: torch.ops.specgraph.linear(gained, weight, squares=squares, **options)  # noqa: E731
-        form: Call = lambda: library.linear(gained, weight, squares=squares, **options)  # noqa: E731
-        return ours, {"torch, separate": separate, LIBRARY_FORM: form}
+        fused, apart = (
+            functools.partial(form, gained, weight, squares=squares, **options)
+            for form in (torch.ops.specgraph.linear, LINEAR.form("library"))
+        )
+        return fused, {"torch, separate": separate, LIBRARY_FORM: apart}
 
     width = outputs // 2 if gated else outputs
     moved = place.size(outputs * inputs, rows * inputs, rows * width)
@@ -274,7 +211,7 @@ def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, row
 
         fused, apart = (
             functools.partial(form, x, weight, scale, None, residual)
-            for form in (torch.ops.specgraph.linear_norm, library.linear_norm)
+            for form in (torch.ops.specgraph.linear_norm, LINEAR_NORM.form("library"))
         )
         return lambda: fused()[0], {"torch, separate": separate, LIBRARY_FORM: lambda: apart()[0]}
 
@@ -293,7 +230,7 @@ def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outp
         x, ids = place.random(count, inputs), chosen.to(place.device)
         weight = place.random(experts.count, outputs, inputs, scale=inputs**-0.5)
         ours: Call = lambda: torch.ops.specgraph.expert_linear(x, weight, None, ids)  # noqa: E731
-        return ours, {LIBRARY_FORM: lambda: library.expert_linear(x, weight, None, ids)}
+        return ours, {LIBRARY_FORM: functools.partial(EXPERT_LINEAR.form("library"), x, weight, None, ids)}
 
     moved = place.size(met * outputs * inputs, count * inputs, count * outputs)
     shape = f"{name} {outputs}x{inputs}, {rows} rows, {experts.per_token} of {experts.count} experts, {met} met"
@@ -327,20 +264,6 @@ def _norm(place: _Place, width: int, rows: int) -> Case:
         return lambda: torch.ops.specgraph.rms_norm(x, weight, eps=1e-5), libraries
 
     return Case("rms_norm", f"{width} wide, {rows} rows", place.size(2 * rows * width, width), make)
-
-
-def _activation(place: _Place, width: int, rows: int) -> Case:
-    def make() -> tuple[Call, dict[str, Call]]:
-        x = place.random(1, rows, 2 * width)
-
-        def separate() -> Tensor:
-            gate, up = x.chunk(2, dim=-1)
-            return functional.silu(gate) * up
-
-        ours: Call = lambda: torch.ops.specgraph.gated_activation(x, activation="silu")  # noqa: E731
-        return ours, {"torch silu, mul": separate}
-
-    return Case("gated_activation", f"{width} wide, {rows} rows", place.size(3 * rows * width), make)
 
 
 def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:
@@ -411,6 +334,35 @@ def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float
     return Case(
         "verify", f"batch {batch}, K = {rows - 1}, {vocab} tokens, {how}", place.size(batch * rows * vocab), make
     )
+
+
+def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
+    """A step's first token and all that it emits, behind ``context`` tokens; the library is plain PyTorch."""
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        history, num_rows = place.full([batch, context + count], 7), place.full([batch], count)
+        tokens = torch.randint(1000, (batch, count), device=place.device)
+        positions = torch.arange(context, context + count, device=place.device).repeat(batch, 1)
+        given = (history, None, tokens, positions, num_rows)
+        ours: Call = lambda: torch.ops.specgraph.record_tokens(*given)  # noqa: E731
+        return ours, {"torch, separate": lambda: ngram.RECORD_TOKENS.form("reference")(*given)}
+
+    # Tokens and positions are read, the history is written: 8 bytes each.
+    return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
+
+
+def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Case:
+    """A few places in 1,000 have the last token, as in text; the library is plain PyTorch, without padding to read."""
+    length = options.prompt_length
+    draft: Any = drafter_options(replace(options.draft, kind="ngram"))
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        history = torch.randint(1000, (batch, length), device=place.device)
+        given = (history, None, place.full([batch], length), k, draft.max_ngram, draft.min_ngram)
+        ours: Call = lambda: torch.ops.specgraph.ngram_lookup(*given)  # noqa: E731
+        return ours, {"torch, separate": lambda: ngram.NGRAM_LOOKUP.form("reference")(*given)}
+
+    return Case("ngram_lookup", f"batch {batch}, K = {k}, {length} tokens", 8 * batch * (length + k), make)
 
 
 def _flashinfer(place: _Place) -> Any:

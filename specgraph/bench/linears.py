@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, Product, Sizes, measure, step_products
+from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, Product, measure, step_products
+from specgraph.bench.sizes import Sizes
 from specgraph.kernels.linear import library
 
 MARGIN = 0.03

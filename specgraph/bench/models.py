@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from specgraph.drafters import DraftHead, Eagle3, Eagle3Config
-from specgraph.training.heads.teacher import feature_layers
+from specgraph.config import DraftConfig
+from specgraph.config.load import drafter_options
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.registry import drafter_class
 
 _COMMON: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
                            "max_position_embeddings": 131072, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
@@ -35,8 +36,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Configurations by name, Llama's without a ``model_type``; the tiny one is for trying the command on a CPU."""
-DRAFT_VOCAB = 32000
-"""Tokens that a random head drafts, as published EAGLE-3 heads for Llama do, or all of a smaller vocabulary."""
 
 
 def shape_config(name: str) -> PretrainedConfig:
@@ -53,43 +52,11 @@ def random_target(name: str, device: torch.device, dtype: torch.dtype, seed: int
     return model
 
 
-def random_head(model: PreTrainedModel, parallel: bool, seed: int = 1) -> DraftHead:
-    """An EAGLE-3 head of one layer as wide as the target's, or with ``parallel`` a P-EAGLE head.
-
-    Its embedding is the target's own; it drafts :data:`DRAFT_VOCAB` tokens, a random part of the target's vocabulary.
-    """
-    text: Any = model.config.get_text_config()
-    embedding, projection = (m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    features = feature_layers([], text.num_hidden_layers)
-    vocab = min(DRAFT_VOCAB, len(projection))
-    config = Eagle3Config(_layer(text, len(embedding)), text.hidden_size, len(features), vocab)
-    with _building(embedding.device, embedding.dtype, seed):
-        head = Eagle3(config, parallel=parallel)
-        if head.mask_hidden is not None:
-            nn.init.normal_(head.mask_hidden)
-        if vocab < len(projection):
-            head.draft_to_target = torch.randperm(len(projection))[:vocab].sort().values
-    head.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
-    mask = len(embedding) - 1 if parallel else None
-    return DraftHead(head.eval().requires_grad_(False), features, mask, parallel)
-
-
-def _layer(text: Any, num_embeddings: int) -> PretrainedConfig:
-    """One decoder layer of Llama's kind with the sizes of the target's."""
-    heads = text.num_attention_heads
-    config: PretrainedConfig = AutoConfig.for_model(
-        "llama",
-        hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=num_embeddings,
-        max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=1e-5,
-    )
-    return config
+def random_head(model: PreTrainedModel, draft: DraftConfig, seed: int = 1) -> DraftHead | None:
+    """A head with random weights for the drafter that ``draft`` names; None if that drafter has no heads."""
+    device: torch.device = model.device
+    with _building(device, model.dtype, seed):
+        return drafter_class(draft.kind).random(model, drafter_options(draft))
 
 
 @contextlib.contextmanager

@@ -10,20 +10,43 @@ from typing import Any
 
 from specgraph.bench.kernels import KernelRow
 from specgraph.bench.steps import StepRow
+from specgraph.tables import text_table
 
 Rows = Sequence[StepRow] | Sequence[KernelRow]
 
 STEP_COLUMNS = {
-    "batch": "batch", "k": "K", "ms": "ms/step", "tokens_per_step": "tokens/step", "tokens_per_second": "tokens/s",
-    "target_bytes": "target GB", "draft_bytes": "draft GB", "cache_bytes": "cache GB", "limit_ms": "limit ms",
-    "ratio": "ms/limit", "compile_s": "compile s", "peak_bytes": "peak GB",
-}  # fmt: skip
+    "batch": "batch",
+    "k": "K",
+    "ms": "ms/step",
+    "tokens_per_step": "tokens/step",
+    "tokens_per_second": "tokens/s",
+    "target_bytes": "target GB",
+    "draft_bytes": "draft GB",
+    "cache_bytes": "cache GB",
+    "limit_ms": "limit ms",
+    "ratio": "ms/limit",
+    "compile_s": "compile s",
+    "peak_bytes": "peak GB",
+}
 KERNEL_COLUMNS = {
-    "kernel": "kernel", "shape": "shape", "us": "us", "bytes": "bytes", "limit_us": "limit us", "ratio": "us/limit",
-    "library_us": "library us", "library": "library",
-}  # fmt: skip
-_DIGITS = {"tokens_per_step": 2, "tokens_per_second": 1, "ratio": 2, "compile_s": 1, "us": 2, "limit_us": 2,
-           "library_us": 2}  # fmt: skip
+    "kernel": "kernel",
+    "shape": "shape",
+    "us": "us",
+    "bytes": "bytes",
+    "limit_us": "limit us",
+    "ratio": "us/limit",
+    "library_us": "library us",
+    "library": "library",
+}
+_DIGITS = {
+    "tokens_per_step": 2,
+    "tokens_per_second": 1,
+    "ratio": 2,
+    "compile_s": 1,
+    "us": 2,
+    "limit_us": 2,
+    "library_us": 2,
+}
 
 
 def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:
@@ -31,12 +54,11 @@ def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:
     return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
 
 
-def text_table(rows: Rows) -> str:
+def table(rows: Rows) -> str:
     """A line for every row, under the names of the columns."""
     columns = columns_of(rows[0])
-    cells = [list(columns.values()), *([_cell(name, getattr(row, name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    cells = [[_cell(name, getattr(row, name)) for name in columns] for row in rows]
+    return text_table(cells, list(columns.values()), align="right")
 
 
 def _cell(name: str, value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,17 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.bench import report
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import KernelRow, Sizes, bench_kernels
+from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
+from specgraph.bench.sizes import Sizes
 from specgraph.bench.steps import StepRow, bench_steps
 from specgraph.bench.timing import measure_bandwidth
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
+from specgraph.drafters.registry import drafter_class
 from specgraph.errors import ConfigError
+from specgraph.tables import text_table
 
 
 def check_target(name: str) -> None:
@@ -43,9 +46,12 @@ def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> l
     device = next(model.parameters()).device
     bandwidth = measure_bandwidth(device)
     about = _about(options, device, model.dtype, bandwidth) | {
-        "draft": _draft(config), "verify": config.verify.rule, "acceptance_rate": config.verify.acceptance_rate,
-        "lowering": config.lowering.name, "numerics": config.numerics,
-    }  # fmt: skip
+        "draft": _draft(config),
+        "verify": config.verify.rule,
+        "acceptance_rate": config.verify.acceptance_rate,
+        "lowering": config.lowering.name,
+        "numerics": config.numerics,
+    }
     found: list[StepRow] = []
     for row in bench_steps(model, options, config, bandwidth):
         found.append(row)
@@ -98,32 +104,38 @@ def _config(target: str) -> PretrainedConfig:
 
 def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"what": options.what, "target": options.target, "device": name, "torch": torch.__version__,
-            "dtype": str(dtype).removeprefix("torch."), "prompt_length": options.prompt_length,
-            "steps": options.steps, "bandwidth_gb_per_s": bandwidth / 1e9}  # fmt: skip
+    return {
+        "what": options.what,
+        "target": options.target,
+        "device": name,
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "prompt_length": options.prompt_length,
+        "steps": options.steps,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+    }
 
 
 def _draft(config: Config) -> str:
     if config.draft.model is not None:
         return config.draft.model
-    if config.draft.kind != "eagle3":
-        return config.draft.kind
-    return f"{'peagle' if config.draft.parallel else 'eagle3'} (random)"
+    drafter = drafter_class(config.draft.kind)
+    name = drafter.called(bool(getattr(config.draft, "parallel", None)))
+    return name if drafter.head is None else f"{name} (random)"
 
 
 def _finish(options: BenchConfig, about: dict[str, Any], rows: Sequence[StepRow] | Sequence[KernelRow]) -> None:
     """The table, after what it is of; the JSON and the plot, if they were asked for."""
-    print("\n" + "\n".join(_heading(about)))
+    print("\n" + _heading(about))
     if not rows:
         raise ConfigError("None of the kernels is installed; install specgraph again.")
-    print("\n" + report.text_table(rows))
+    print("\n" + report.table(rows))
     if options.json is not None:
         report.write_json(options.json, about, rows)
     if options.plot is not None:
         report.plot(options.plot, f"{about['target']}, {about['dtype']}, {about['device']}", rows)
 
 
-def _heading(about: dict[str, Any]) -> Iterator[str]:
+def _heading(about: dict[str, Any]) -> str:
     shown = {**about, "bandwidth_gb_per_s": f"{about['bandwidth_gb_per_s']:,.1f}"}
-    width = max(map(len, shown))
-    return (f"{name:<{width}}  {value}" for name, value in shown.items())
+    return text_table([(name, str(value)) for name, value in shown.items()])

@@ -19,7 +19,7 @@ from specgraph.bench.models import random_head
 from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
-from specgraph.drafters import DraftHead
+from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
 from specgraph.runtime.decoder import SpeculativeDecoder
 
@@ -103,9 +103,7 @@ def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
 
 def _head(model: PreTrainedModel, config: Config) -> DraftHead | None:
     """A random head where one is asked for without a checkpoint."""
-    if config.draft.kind != "eagle3" or config.draft.model is not None:
-        return None
-    return random_head(model, parallel=bool(config.draft.parallel))
+    return None if config.draft.model is not None else random_head(model, config.draft)
 
 
 def _for(config: Config, options: BenchConfig, k: int) -> Config:

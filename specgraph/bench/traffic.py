@@ -9,15 +9,15 @@ rows choose independently and every expert is equally likely.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from specgraph.ir.graphs import calls, get_attribute
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.graphs import get_attribute
+from specgraph.ir.program import Program
+from specgraph.kernels.state import Buffer, buffers_of
 
 STAGE = "insert_verify"
 """The last stage in which every weight and every call still stands by itself."""
@@ -49,11 +49,7 @@ def step_traffic(program: Program, batch: int, context: float, num_speculative_t
         module, of_target = program.modules[node.target], node.target in TARGET
         size = weight_bytes(module, batch * (num_speculative_tokens + 1) if of_target else batch)
         target, draft = (target + size, draft) if of_target else (target, draft + size)
-        caches = node.kwargs.get("caches")
-        if caches is not None:
-            buffers = program.inputs[caches.name]
-            assert isinstance(buffers, tuple)
-            cache += batch * cache_bytes(module, buffers, context)
+        cache += batch * cache_bytes(module, context)
     return Traffic(target, draft, round(cache))
 
 
@@ -83,15 +79,21 @@ def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor, rows: int) -> flo
     return 1.0
 
 
-def cache_bytes(module: fx.GraphModule, buffers: Sequence[Buffer], context: float) -> float:
-    """What the attention layers of a graph read of the caches of one sequence; two buffers belong to each of them."""
-    layers = list(calls(module.graph, torch.ops.specgraph.paged_attention.default))
+def cache_bytes(module: fx.GraphModule, context: float) -> float:
+    """What a graph reads of the page pools of one sequence: of each, the rows that its op sees of the context."""
     total = 0.0
-    for index, node in enumerate(layers):
-        window = node.kwargs.get("window")
-        seen = context if window is None else min(context, float(window))  # type: ignore[arg-type]
-        total += seen * sum(_per_token(buffer) for buffer in buffers[2 * index : 2 * index + 2])
+    for node in module.graph.find_nodes(op="placeholder"):
+        for index, buffer in enumerate(buffers_of(node.meta.get("state", ()))):
+            if buffer.owner == "pages":
+                total += _rows_seen(node, index, context) * _per_token(buffer)
     return total
+
+
+def _rows_seen(caches: fx.Node, index: int, context: float) -> float:
+    """Rows of a buffer that the op reads which takes it: the context, or its sliding window."""
+    items = (item for item in caches.users if item.args[1:] == (index,))
+    windows = [user.kwargs.get("window") for item in items for user in item.users]
+    return max((context if window is None else min(context, float(window)) for window in windows), default=0.0)  # type: ignore[arg-type]
 
 
 def _per_token(buffer: Buffer) -> int:

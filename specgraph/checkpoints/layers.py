@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -9,13 +10,28 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from specgraph.checkpoints.checkpoint import Checkpoint
-from specgraph.checkpoints.options import HeadOptions, layer_settings
+from specgraph.checkpoints.reading import layer_settings
 from specgraph.errors import ConfigError
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
-def layer_config(checkpoint: Checkpoint, options: HeadOptions, vocab_size: int) -> PretrainedConfig:
+@dataclass(frozen=True)
+class LayerShape:
+    """What the tensors, and not the configuration, tell about the decoder layers of a head.
+
+    Attributes:
+        layer_type: ``llama``, or ``qwen3`` if queries and keys are normed.
+        num_layers: decoder layers, counted.
+        rope: transformers' ``rope_parameters``.
+    """
+
+    layer_type: str
+    num_layers: int
+    rope: dict[str, Any]
+
+
+def layer_config(checkpoint: Checkpoint, options: LayerShape, vocab_size: int) -> PretrainedConfig:
     """Llama's or Qwen3's configuration, without biases: the tensors decide where there are some.
 
     Raises:
@@ -63,7 +79,7 @@ def read_size(checkpoint: Checkpoint, key: str) -> int:
     return value
 
 
-def _windows(checkpoint: Checkpoint, options: HeadOptions) -> dict[str, Any]:
+def _windows(checkpoint: Checkpoint, options: LayerShape) -> dict[str, Any]:
     """Sliding windows, by layer: only Qwen3's layers have them."""
     types = list(layer_settings(checkpoint).get("layer_types") or [])[: options.num_layers]
     if "sliding_attention" not in types:

@@ -18,12 +18,13 @@ from transformers.utils import logging
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.decode_prompts import check_batch_size, decode_prompts, encode
 from specgraph.cli.prompts import read_prompts
-from specgraph.cli.summary import compare_rows, summary_rows, table
+from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, load_config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.tables import text_table
 
 if TYPE_CHECKING:
     from specgraph.bench.kernels import KernelRow
@@ -78,7 +79,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
         rows |= compare_rows(outcome, again)
     if config.debug.dump_dir is not None:
         rows["graphs"] = config.debug.dump_dir
-    print("\n" + table(rows))
+    print("\n" + text_table(rows.items()))
     return rows
 
 
@@ -96,7 +97,7 @@ def dump(cfg: DictConfig) -> dict[str, str]:
 
 def inspect(cfg: DictConfig) -> dict[str, str]:
     """Print what a checkpoint is."""
-    from specgraph.checkpoints.inspect import inspect_checkpoint
+    from specgraph.drafters.inspect import inspect_checkpoint
 
     if OmegaConf.is_missing(cfg, "path"):
         raise ConfigError("path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft.")
@@ -156,8 +157,8 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
     check_folder(options.model)
     report = train_head(load_model(options.model, *place), load_tokenizer(options.model), options)
     print(report)
-    return {"acceptance length": f"{report.measured.acceptance_length:.3f}", "loss": f"{report.measured.loss:.4f}",
-            "seconds": f"{report.seconds:.0f}"}  # fmt: skip
+    measured = {"acceptance length": f"{report.measured.acceptance_length:.3f}", "loss": f"{report.measured.loss:.4f}"}
+    return {**measured, "seconds": f"{report.seconds:.0f}"}
 
 
 _COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "bench": bench, "train": train,

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
 from specgraph.config import Config, DraftConfig, group_choices
+from specgraph.config.draft import DraftKeys, texts_below, trained_by
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
@@ -82,7 +83,7 @@ class InspectConfig:
     """The checkpoint: its folder, or one weights file in it."""
     target: str | None = None
     """Say whether it fits this model: a folder or a name; its weights are not loaded."""
-    draft: DraftConfig = field(default_factory=DraftConfig)
+    draft: DraftConfig = field(default_factory=DraftKeys)
     """Options that overrule the checkpoint's, as for `generate`."""
 
 
@@ -143,19 +144,17 @@ COMMANDS = {
     "train": Command(
         "train a small target and its draft from questions and answers",
         _train_config,
-        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=eagle3|peagle model=PATH ...",
+        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=HEAD model=PATH ...",
     ),
 }
 
-HEADS = ("eagle3", "peagle")
-"""Values of ``draft=`` that train a head for a target instead of a model of its own."""
 TRAIN_HEAD = "train_head"
 """The configuration that ``train draft=HEAD`` runs with."""
 _CONFIGURATIONS = COMMANDS | {
     TRAIN_HEAD: Command(
         "train a draft head for a frozen target on the target's own answers",
         _head_config,
-        "draft=eagle3|peagle model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+        f"draft={'|'.join(trained_by())} model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
     )
 }
 
@@ -170,12 +169,14 @@ def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
     if name != "train" or not chosen:
         return name, list(overrides)
     values, others = chosen[-1].split(","), [override for override in overrides if not override.startswith("draft=")]
-    valid = ("draft_model", *HEADS)
+    heads = list(trained_by())
+    valid = ("draft_model", *heads)
     for value in values:
         if value not in valid:
             raise ConfigError(
                 f"There is no draft={value} to train{did_you_mean(value, valid)}; draft is draft_model (a small model "
-                "with its target, the default), eagle3 or peagle (a head for the target in model=PATH)."
+                f"with its target, the default), {', '.join(heads[:-1])} or {heads[-1]} (a head for the target in "
+                "model=PATH)."
             )
     if "draft_model" not in values:
         return TRAIN_HEAD, [f"algorithm={chosen[-1]}", *others]
@@ -294,10 +295,5 @@ def describe(schema: type) -> dict[str, str]:
 
 def _texts(schema: type) -> dict[str, str]:
     """The texts below the fields of one class; an empty one where there is none."""
-    body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]).body
-    found: dict[str, str] = {}
-    for item, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            value = after.value if isinstance(after, ast.Expr) else None
-            found[item.target.id] = " ".join(str(value.value).split()) if isinstance(value, ast.Constant) else ""
-    return found
+    carried = {item.name: item.metadata["text"] for item in dataclasses.fields(schema) if "text" in item.metadata}
+    return carried or texts_below(cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]))

@@ -170,12 +170,12 @@ def _literal(override: str) -> str:
 
 def _comparison(results: Sequence[tuple[list[str], dict[str, str]]]) -> str:
     """The jobs of a sweep side by side, each called by the overrides that not all of them share."""
+    from specgraph.tables import text_table
+
     shared = set.intersection(*(set(overrides) for overrides, _ in results))
     named = [(" ".join(o for o in overrides if o not in shared), row) for overrides, row in results]
     columns = list(dict.fromkeys(key for _, row in results for key in row))
-    rows = [["", *columns], *([label, *(row.get(column, "") for column in columns)] for label, row in named)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return text_table([[label, *(row.get(key, "") for key in columns)] for label, row in named], ["", *columns])
 
 
 def _fail(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from specgraph.cli.decode_prompts import Outcome
 
@@ -35,12 +34,6 @@ def compare_rows(outcome: Outcome, plain: Outcome) -> dict[str, str]:
         "times as fast": f"{ratio:.2f}",
         "tokens equal": answer,
     }
-
-
-def table(rows: Mapping[str, str]) -> str:
-    """Two columns."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _speed(outcome: Outcome) -> float:

@@ -10,17 +10,18 @@ import torch
 from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
-from specgraph.compiler.drafts import DraftLike, make_draft, with_draft
 from specgraph.compiler.numerics import NumericsCallback
-from specgraph.compiler.pipeline import Callback, StageReport, run_passes
 from specgraph.compiler.selfcheck import self_check
 from specgraph.config import Config, ConfigLike, load_config, settle_lowering
+from specgraph.drafters.base import DraftLike, Target
+from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
+from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder, current
 from specgraph.runtime.defaults import read_generation_config
@@ -68,7 +69,7 @@ def compile_speculative(
         notes = [f"tracing {info.name}: {seconds:.2f} s, {info.num_layers} attention layers"]
         limits = _limits(config, target)
         progress.advance(1, "loading and tracing the draft")
-        made = make_draft(config, model, target, draft)
+        made = make_draft(config, Target(model, target), draft)
         notes += made.notes
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
@@ -79,7 +80,8 @@ def compile_speculative(
         callbacks = _callbacks(config, progress)
         stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
     check_complete(list(stages.values())[-1])
-    decoder = SpeculativeDecoder(stages, reports, config, defaults, limits, notes)
+    watching = callbacks[1:]  # progress is that of compiling
+    decoder = SpeculativeDecoder(stages, reports, config, defaults, limits, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgraph.compiler.pipeline import StageReport
 from specgraph.errors import NumericsError
 from specgraph.ir.program import Program
+from specgraph.ir.state import State, allocate
 from specgraph.passes.base import Pass
-from specgraph.runtime.state import State, allocate
+from specgraph.passes.pipeline import StageReport
 
 ROUNDING = 64
 """How many units in the last place a pass that is not exact may move the norm of an output."""
@@ -77,8 +77,8 @@ def _watch(probe: Program) -> list[str]:
 
 def example_state(program: Program, rows: int) -> State:
     """A state for two sequences in which ``rows`` rows are real and nothing is forced, with room for some steps."""
-    block_size: int = program.options.get("block_size", 16)
     length = 8 * rows + 8
+    block_size = program.block_size if "kv_cache" in program.facts else length
     blocks = -(-length // block_size)
     sizes: Mapping[str, int] = {"B": 2, "T": rows, "M": blocks, "N": 2 * blocks, "S": length, "E": 1}
     state = allocate(program, sizes, program.target.device)

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph import drafters
-from specgraph.compiler.pipeline import run_passes
 from specgraph.config import Config
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.first_program import first_program
-from specgraph.frontend.tracing import TracedModel, evaluating
+from specgraph.frontend.tracing import ATTENTION, TracedModel, evaluating
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
+from specgraph.ir.state import State, allocate
 from specgraph.passes.expose_features import ExposeFeatures
-from specgraph.passes.insert_kv_cache import ATTENTION, InsertKVCache
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.requests import Limits
-from specgraph.runtime.state import State, allocate
 
 EXPERTS = torch.ops.specgraph.expert_linear.default
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
@@ -78,7 +78,7 @@ def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> lis
     """Every hidden state and the logits, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache."""
     layers = tuple(range(traced.info.num_layers + 1))
     passes = [ExposeFeatures(layers), InsertKVCache(block_size)]
-    program = list(run_passes(first_program(traced, drafters.none()), passes)[0].values())[-1]
+    program = list(run_passes(first_program(traced, NoDrafter()), passes)[0].values())[-1]
     features = program.with_role("feature")
     program.set_output(*features, program.one("logits"))
     length = tokens.shape[1]

@@ -4,13 +4,13 @@ The YAML files under ``specgraph.conf`` hold the defaults and presets; the class
 types and what they mean. ``passes.<name>.<option>`` are the fields of the pass of that name.
 """
 
+from specgraph.config.draft import DraftConfig, ParallelDraftConfig
 from specgraph.config.groups import group_choices, presets
 from specgraph.config.load import ConfigLike, default_config, load_config, settle_lowering
 from specgraph.config.schema import (
     CacheConfig,
     Config,
     DebugConfig,
-    DraftConfig,
     LoweringConfig,
     PipelineConfig,
     VerifyConfig,
@@ -23,6 +23,7 @@ __all__ = [
     "DebugConfig",
     "DraftConfig",
     "LoweringConfig",
+    "ParallelDraftConfig",
     "PipelineConfig",
     "VerifyConfig",
     "default_config",

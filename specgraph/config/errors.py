@@ -77,8 +77,14 @@ def allowed_at(key: str, schema: type) -> str | None:
     """In words, the type that a dotted key of a dataclass has; None if it is not fixed."""
     at: Any = schema
     for name in key.split("."):
-        at = typing.get_type_hints(at).get(name) if dataclasses.is_dataclass(at) else None
+        at = _type_of(at, name) if dataclasses.is_dataclass(at) else None
     return None if at is None else _words(at)
+
+
+def _type_of(schema: Any, name: str) -> Any:
+    """The type of a field: that of its default if it is a group, which may have more keys than are declared."""
+    made = next((item.default_factory for item in dataclasses.fields(schema) if item.name == name), None)
+    return made if dataclasses.is_dataclass(made) else typing.get_type_hints(schema).get(name)
 
 
 def _words(hint: Any) -> str | None:

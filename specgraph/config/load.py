@@ -11,9 +11,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specgraph.config.draft import DraftConfig, at_least_one, drafter_configs, drafter_kinds
 from specgraph.config.errors import check_keys, did_you_mean, explain
 from specgraph.config.groups import default_groups, presets, read_group
-from specgraph.config.schema import DRAFTERS, LOWERINGS, NUMERICS, Config, LoweringConfig
+from specgraph.config.schema import LOWERINGS, NUMERICS, Config, LoweringConfig
 from specgraph.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def load_config(given: ConfigLike = None) -> Config:
     overlay = _read(given)
     chosen = {group: overlay.pop(group) for group in default_groups() if isinstance(overlay.get(group), str)}
     base = default_config(**chosen)
+    _take_own_drafter(overlay, base)
     check_keys(overlay, base, Config)
     try:
         merged = OmegaConf.merge(base, overlay)
@@ -45,6 +47,44 @@ def load_config(given: ConfigLike = None) -> Config:
     config.passes = cast(dict[str, Any], OmegaConf.to_container(merged.passes, resolve=False))
     validate(config)
     return config
+
+
+def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
+    """A drafter from outside of this package, named by ``draft._target_``: its configuration class gives the keys.
+
+    From then on ``draft.kind`` is its full name.
+    """
+    given = overlay.get("draft")
+    name = given.get("_target_") or given.get("kind") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and isinstance(name, str) and "." in name:
+        base.draft = OmegaConf.structured(own_drafter(name).Config)
+        overlay["draft"] = {**{key: value for key, value in given.items() if key != "_target_"}, "kind": name}
+
+
+def own_drafter(name: str) -> Any:
+    """The drafter class of a user, by its full name.
+
+    Raises:
+        ConfigError: there is no such class, or it has no configuration class.
+    """
+    from hydra.utils import get_class
+
+    try:
+        cls = get_class(name)
+    except (ImportError, ValueError, TypeError) as error:
+        raise ConfigError(f"draft._target_: {' '.join(str(error).split())}") from error
+    config = getattr(cls, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, DraftConfig)):
+        raise ConfigError(
+            f"draft._target_ names {name}, which is not a specgraph Drafter with a Config derived from DraftConfig."
+        )
+    return cls
+
+
+def drafter_options(draft: DraftConfig) -> DraftConfig:
+    """The keys of ``draft`` that the drafter of its kind has, as that drafter's own configuration."""
+    cls = drafter_configs().get(draft.kind, type(draft))
+    return cls(**{item.name: getattr(draft, item.name) for item in dataclasses.fields(cls)})
 
 
 def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dtype | None = None) -> Config:
@@ -112,7 +152,9 @@ def validate(config: Config) -> None:
     """Check values the types cannot."""
     from specgraph.kernels.sampling.sample import check_rule
 
-    _among("draft.kind", config.draft.kind, DRAFTERS)
+    if "." not in config.draft.kind:
+        _among("draft.kind", config.draft.kind, drafter_kinds())
+    drafter_options(config.draft).check()
     _among("lowering.name", config.lowering.name, LOWERINGS)
     _among("numerics", config.numerics, NUMERICS)
     try:
@@ -120,17 +162,12 @@ def validate(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"verify.rule: {error}") from None
     for key, value in (
-        ("draft.num_speculative_tokens", config.draft.num_speculative_tokens),
-        ("draft.min_ngram", config.draft.min_ngram),
         ("cache.block_size", config.cache.block_size),
         ("cache.prefill_chunk", config.cache.prefill_chunk),
         ("max_batch_size", config.max_batch_size),
         ("max_length", config.max_length),
     ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{key} must be at least 1, got {value}.")
-    if config.draft.max_ngram < config.draft.min_ngram:
-        raise ConfigError(f"draft.max_ngram ({config.draft.max_ngram}) is below draft.min_ngram.")
+        at_least_one(key, value)
 
 
 def _among(key: str, value: str, allowed: Iterable[str]) -> None:

@@ -9,39 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from specgraph.config.draft import DraftConfig, DraftKeys
 from specgraph.config.groups import read_group
 
-DRAFTERS = ("none", "ngram", "draft_model", "eagle3")
 LOWERINGS = ("auto", "eager", "inductor", "gpu")
 NUMERICS = ("bitwise", "fast")
-
-
-@dataclass
-class DraftConfig:
-    """How drafts are made."""
-
-    kind: str = "ngram"
-    """none, ngram, draft_model or eagle3."""
-    num_speculative_tokens: int = 4
-    """K, drafts per step and sequence (the kind `none` ignores it)."""
-    model: str | None = None
-    """draft_model, eagle3: the folder of a checkpoint, or the name of a causal LM; `draft=` takes either."""
-    parallel: bool | None = None
-    """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
-    mask_token_id: int | None = None
-    """The mask token of parallel drafting; null takes the one the draft's configuration names."""
-    feature_layers: list[int] | None = None
-    """Heads: the indices k of the target's hidden states hs[k] they read; null takes those of the checkpoint."""
-    norm_before_residual: bool | None = None
-    """eagle3: the first layer's residual is the normed hidden state; null: as the checkpoint says, else false."""
-    norm_output: bool | None = None
-    """eagle3: what is fed on has gone through the last norm; null: as the checkpoint says, else false."""
-    rope_theta: float | None = None
-    """eagle3: the base of the rotary embedding; null: as the checkpoint says, else 10000."""
-    max_ngram: int = 4
-    """ngram: the longest n-gram looked up."""
-    min_ngram: int = 1
-    """ngram: the shortest one."""
 
 
 @dataclass
@@ -110,7 +82,7 @@ class DebugConfig:
 class Config:
     """Everything `compile_speculative` can be told."""
 
-    draft: DraftConfig = field(default_factory=DraftConfig)
+    draft: DraftConfig = field(default_factory=DraftKeys)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

@@ -1,9 +1,5 @@
-"""Drafters: one file each."""
+"""The drafters: one file each, with its configuration, its checkpoints, its modules and its part of the step graph.
 
-from specgraph.drafters.base import Drafter, Mask
-from specgraph.drafters.draft_model import draft_model
-from specgraph.drafters.eagle3 import DraftHead, Eagle3, Eagle3Config, eagle3
-from specgraph.drafters.ngram import ngram
-from specgraph.drafters.none import none
-
-__all__ = ["DraftHead", "Drafter", "Eagle3", "Eagle3Config", "Mask", "draft_model", "eagle3", "ngram", "none"]
+This package imports none of them, so that the command line's help, which lists their keys, does not wait for torch.
+:mod:`specgraph.drafters.registry` finds them.
+"""

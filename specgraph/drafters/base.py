@@ -1,15 +1,35 @@
-"""What a drafter is: small modules and a description of what they need. It knows neither passes nor kernels."""
+"""What a drafter is, and what its class tells the rest of the compiler.
+
+A drafter is one class in one file, ``specgraph/drafters/<kind>.py``, beside its configuration class. The class is the
+registry entry: it recognises and loads the checkpoints that are for it. An instance is bound to one target: it holds
+the traced modules, says what it reads of the target, and writes its nodes into the step graph.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice
+from specgraph.checkpoints.files import Files
+from specgraph.config import DraftConfig
+from specgraph.drafters.plan import HeadPlan
+from specgraph.errors import ConfigError
+from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.model_info import ModelInfo
 
-Kind = Literal["none", "history", "autoregressive"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specgraph.drafters.step import DraftStep
+
+DraftLike: TypeAlias = "PreTrainedModel | DraftHead | Checkpoint | str | Path"
+"""What ``draft=`` takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,39 +46,182 @@ class Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class Drafter:
-    """A drafter as the compiler sees it.
+class DraftHead:
+    """A loaded head and how it is used.
 
     Attributes:
-        name: what reports call it.
-        kind: how the step graph uses it. ``none`` proposes nothing. ``history`` calls its module ``draft`` once with
-            the token history (int64 ``[B, S]``) and its length (``[B]``) and gets K proposals (``[B, K]``, -1 where it
-            has none): point masses, without a distribution. ``autoregressive`` has a ``draft_body`` (rows to hidden
-            states) with a KV cache and a ``draft_head`` (to logits); it is brought to the accepted prefix and then
-            called once per further draft, or once in all by ``parallel_draft``.
+        module: on the target's device and in its dtype; its parameters are not copied. Its class says which drafter
+            runs it.
+        features: indices ``k`` of the target hidden states ``hs[k]`` it reads, in the order it takes them in.
+        mask_token_id: the mask token of a head that can draft in parallel.
+        parallel: it was trained for that, which is then the default.
+    """
+
+    module: Any
+    features: tuple[int, ...]
+    mask_token_id: int | None = None
+    parallel: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a drafter is made for: the target as a model and as it was traced."""
+
+    model: PreTrainedModel
+    traced: TracedModel
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts about the target."""
+        return self.traced.info
+
+
+@dataclass(frozen=True, eq=False)
+class Drafter(ABC):
+    """A drafter, bound to a target.
+
+    Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what
+    checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing), ``fallback`` whether it
+    recognises what no other drafter does, ``chained`` whether it makes its drafts by a chain of calls, ``head`` the
+    class of the modules that a :class:`DraftHead` holds for it.
+
+    Attributes:
         num_speculative_tokens: K, drafts per step and sequence.
-        modules: its traced graphs by the name they get in the program.
-        model: facts about it, for drafters that are models.
-        features: indices ``k`` of the target hidden states ``hs[k]`` it reads. An autoregressive drafter with features
-            is *shifted*: its row ``t`` takes token ``t + 1`` and what ``draft_features`` makes of the target's hidden
-            states at ``t``, and predicts token ``t + 2``. In the chain the hidden state is the one its own head
-            returned beside the logits. Without features row ``t`` takes token ``t`` alone.
+        modules: its traced graphs by the names they get in the program.
+        models: facts about those of its modules that attend, by name.
+        features: indices ``k`` of the target hidden states ``hs[k]`` it reads.
         draft_to_target: int64 ``[Vd]``, the target id of every draft id; None if they are the same.
         mask: makes ``draft.parallel`` possible.
         parallel: whether it was trained to draft in parallel, which is then the default.
     """
 
-    name: str
-    kind: Kind
-    num_speculative_tokens: int
-    modules: dict[str, fx.GraphModule]
-    model: ModelInfo | None = None
+    num_speculative_tokens: int = 0
+    modules: dict[str, fx.GraphModule] = field(default_factory=dict)
+    models: dict[str, ModelInfo] = field(default_factory=dict)
     features: tuple[int, ...] = ()
     draft_to_target: Tensor | None = None
     mask: Mask | None = None
     parallel: bool = False
 
+    kind: ClassVar[str]
+    Config: ClassVar[type[DraftConfig]] = DraftConfig
+    reads: ClassVar[str | None] = None
+    needs: ClassVar[str | None] = None
+    fallback: ClassVar[bool] = False
+    chained: ClassVar[bool] = False
+    head: ClassVar[type[nn.Module] | None] = None
+
+    @classmethod
+    def called(cls, parallel: bool) -> str:
+        """What reports call it, if it drafts in parallel or not."""
+        return cls.kind
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.called(self.parallel)
+
     @property
     def shifted(self) -> bool:
-        """Whether row ``t`` takes token ``t + 1`` and a hidden state."""
-        return self.kind == "autoregressive" and bool(self.features)
+        """Whether row ``t`` of its chain takes token ``t + 1`` and a hidden state."""
+        return self.chained and bool(self.features)
+
+    @abstractmethod
+    def build(self, step: DraftStep) -> int:
+        """Append its nodes to the step graph; returns the number of its calls per step."""
+
+    # The registry entry
+
+    @classmethod
+    @abstractmethod
+    def make(cls, options: Any, target: Target, given: Any) -> Draft:
+        """Bind the drafter to ``target``.
+
+        Args:
+            options: an instance of :attr:`Config`.
+            target: the traced target.
+            given: what ``draft=`` gave: a :class:`~specgraph.checkpoints.checkpoint.Checkpoint` that :meth:`recognise`
+                returned, a loaded draft that :meth:`takes` accepts, the name of a model, or None.
+
+        Raises:
+            ConfigError: the draft does not fit the target, or an option the draft.
+        """
+
+    @classmethod
+    def recognise(cls, files: Files) -> Checkpoint | None:
+        """The checkpoint in ``files`` if this drafter runs it, judged by its configuration and its tensors' names."""
+        return None
+
+    @classmethod
+    def takes(cls, given: object) -> bool:
+        """Whether a loaded draft is for this drafter."""
+        return cls.head is not None and isinstance(given, DraftHead) and isinstance(given.module, cls.head)
+
+    @classmethod
+    def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
+        """How a checkpoint would be used: every option, its value and where it is from, for ``inspect``."""
+        return ()
+
+    @classmethod
+    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
+        """Raise ``ConfigError`` if a checkpoint does not fit a target whose weights are not loaded."""
+        raise ConfigError(f"{checkpoint.path}: {cls.kind} runs no checkpoints.")
+
+    @classmethod
+    def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
+        """The hidden states that a new head reads of a target with so many layers: the last one, behind its norm."""
+        return (num_layers,)
+
+    @classmethod
+    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
+        """An untrained head in float32 on the target's device, for one of :attr:`Config`'s ``trains``.
+
+        Raises:
+            ConfigError: heads of this drafter are not trained here, or a size does not fit.
+        """
+        raise ConfigError(f"{cls.kind} has no heads to train.")
+
+    @classmethod
+    def save_head(
+        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
+        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
+    ) -> Path:  # fmt: skip
+        """Write a trained head as a checkpoint that :meth:`recognise` knows.
+
+        Args:
+            head: it; its tensors keep their dtypes.
+            folder: where to; it is made if it is missing.
+            target_name, target_architectures: of the target, for the record.
+            algorithm: how it was trained.
+            num_speculative_tokens: K it was trained for.
+            shared: the target's own tensors, which are left out.
+        """
+        raise ConfigError(f"{cls.kind} has no heads to save.")
+
+    @classmethod
+    def random(cls, model: PreTrainedModel, options: Any) -> DraftHead | None:
+        """A head with random weights for ``bench``; None if this drafter needs none, or has none of that kind."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A bound drafter, and the model behind it if it is a causal LM of its own: that is checked as the target is."""
+
+    drafter: Drafter
+    model: PreTrainedModel | None = None
+    traced: TracedModel | None = None
+    notes: tuple[str, ...] = ()
+
+
+def check_place(head: DraftHead, weight: Tensor, info: ModelInfo) -> None:
+    """Refuse a head on another device or in another dtype than its target.
+
+    Raises:
+        ConfigError: says where both are.
+    """
+    if (weight.device, weight.dtype) != (info.device, info.dtype):
+        raise ConfigError(
+            f"The head is {weight.dtype} on {weight.device}, the target {info.dtype} on {info.device}; move one of "
+            "them."
+        )

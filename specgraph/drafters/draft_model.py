@@ -6,15 +6,109 @@ in parallel: PARD, An et al. 2025 (arXiv 2504.18583).
 
 from __future__ import annotations
 
-from specgraph.drafters.base import Drafter, Mask
-from specgraph.frontend.tracing import TracedModel
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specgraph.checkpoints.checkpoint import Checkpoint, architectures
+from specgraph.checkpoints.files import Files
+from specgraph.checkpoints.tokenizers import check_same_tokenizer
+from specgraph.config import DraftConfig, ParallelDraftConfig
+from specgraph.drafters.base import Draft, DraftHead, Mask, Target
+from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
+from specgraph.errors import ConfigError, UnsupportedModelError
+from specgraph.frontend.shapes_only import without_weights
+from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
+from specgraph.ir.model_info import ModelInfo
+
+
+@dataclass
+class DraftModelConfig(ParallelDraftConfig):
+    """Keys of ``draft`` that a draft model reads."""
+
+    kind: str = "draft_model"
+
+
+@dataclass(frozen=True, eq=False)
+class DraftModelDrafter(ChainDrafter):
+    """Runs a traced causal LM: token by token, or all drafts at once behind mask tokens."""
+
+    kind: ClassVar[str] = "draft_model"
+    Config: ClassVar[type[DraftConfig]] = DraftModelConfig
+    reads: ClassVar[str | None] = "PARD and plain causal LMs"
+    needs: ClassVar[str | None] = "model"
+    fallback: ClassVar[bool] = True
+
+    @classmethod
+    def recognise(cls, files: Files) -> Checkpoint | None:
+        """Whatever transformers loads as a causal LM and no head claims."""
+        config = files.config
+        if config.get("pard_token") is not None or config.get("spd_type") == "pard":
+            return Checkpoint.of(files, cls.kind, "pard", "pard", parallel=True)
+        return Checkpoint.of(files, cls.kind, "transformers", "draft_model") if _is_causal_lm(config) else None
+
+    @classmethod
+    def takes(cls, given: object) -> bool:
+        """A loaded model, or the name of one."""
+        return not isinstance(given, DraftHead)
+
+    @classmethod
+    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
+        """Compare tokenizers and the mask token, without loading weights."""
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        check_same_tokenizer(model, without_weights(str(folder), "draft"))
+
+    @classmethod
+    def make(cls, options: DraftModelConfig, target: Target, given: Any) -> Draft:
+        """A causal LM on the target's device. One by path or name is loaded in the target's dtype."""
+        mask, parallel, notes = options.mask_token_id, False, ()
+        if isinstance(given, Checkpoint):
+            mask, parallel = given.mask_token_id if mask is None else mask, given.parallel
+            given, notes = given.path, (given.about,)  # type: ignore[assignment]
+        if isinstance(given, str | Path):
+            given = _read_causal_lm(given, target.info)
+        _check_model(target, given)
+        traced = trace(given)
+        if mask is not None and not 0 <= mask < traced.info.input_ids:
+            raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
+        return Draft(draft_model(traced, options.num_speculative_tokens, mask, parallel), given, traced, notes)
 
 
 def draft_model(
     traced: TracedModel, num_speculative_tokens: int, mask_token_id: int | None = None, parallel: bool = False
-) -> Drafter:
-    """The drafter that runs a traced causal LM: token by token, or all drafts at once behind mask tokens."""
-    modules = {"draft_body": traced.body, "draft_head": traced.head}
+) -> DraftModelDrafter:
+    """The drafter that runs a traced causal LM."""
     mask = None if mask_token_id is None else Mask(mask_token_id)
-    return Drafter("draft_model", "autoregressive", num_speculative_tokens, modules, traced.info, mask=mask,
-                   parallel=parallel)  # fmt: skip
+    modules = {BODY: traced.body, HEAD: traced.head}
+    return DraftModelDrafter(num_speculative_tokens, modules, {BODY: traced.info}, mask=mask, parallel=parallel)
+
+
+def _is_causal_lm(config: Mapping[str, Any]) -> bool:
+    listed = architectures(config)
+    return "model_type" in config and (not listed or any("CausalLM" in name or "LMHead" in name for name in listed))
+
+
+def _check_model(target: Target, draft: Any) -> None:
+    """Refuse what is no causal LM of the target's tokenizer, on the target's device."""
+    try:
+        check_is_causal_lm(draft)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"draft: {error}") from None
+    check_same_tokenizer(target.model, draft)
+    device = next(draft.parameters()).device
+    if device != target.info.device:
+        raise ConfigError(f"The draft is on {device}, the target on {target.info.device}; move one of them.")
+
+
+def _read_causal_lm(path: str | Path, info: ModelInfo) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=info.dtype)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"The draft {str(path)!r} cannot be loaded as a causal LM: {reason}") from None
+    moved: PreTrainedModel = loaded.to(info.device).eval()
+    return moved

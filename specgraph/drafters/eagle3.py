@@ -11,24 +11,54 @@ Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: P-EAGLE (Amazon, 2
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
-from transformers import PretrainedConfig
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
-from specgraph.drafters.base import Drafter, Mask
-from specgraph.frontend.tracing import export_hooked
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
+from specgraph.checkpoints.files import Files
+from specgraph.checkpoints.layers import LayerShape, layer_config, read_size
+from specgraph.checkpoints.loading import HeadLoader, shared_notes
+from specgraph.checkpoints.reading import Reader
+from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
+from specgraph.checkpoints.vocabulary import read_vocabulary
+from specgraph.config import DraftConfig, ParallelDraftConfig
+from specgraph.drafters.base import Draft, DraftHead, Mask, Target, check_place
+from specgraph.drafters.chain import BODY, ChainDrafter
+from specgraph.drafters.plan import HeadPlan, plain_layer
+from specgraph.drafters.shifted import LAYERS, ShiftedHead, body_info, export_shifted
+from specgraph.drafters.speculators import save_head
+from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
-LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
-    "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRotaryEmbedding, modeling_llama.LlamaRMSNorm),
-    "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RotaryEmbedding, modeling_qwen3.Qwen3RMSNorm),
-}
-"""Decoder layer, rotary embedding and norm by ``model_type``; ``qwen3`` has norms of queries and keys."""
+IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
+"""Tensors that are read apart, that are computed anew, or that only training needs."""
+
+RANDOM_VOCAB = 32000
+"""Tokens that a random head drafts, as published EAGLE-3 heads for Llama do, or all of a smaller vocabulary."""
+
+
+@dataclass
+class Eagle3DraftConfig(ParallelDraftConfig):
+    """Keys of ``draft`` that overrule an EAGLE-3 checkpoint; null leaves it as it is."""
+
+    kind: str = "eagle3"
+    feature_layers: list[int] | None = None
+    """the indices k of the target's hidden states hs[k] it reads; null takes those of the checkpoint."""
+    norm_before_residual: bool | None = None
+    """the first layer's residual is the normed hidden state; null: as the checkpoint says, else false."""
+    norm_output: bool | None = None
+    """what is fed on has gone through the last norm; null: as the checkpoint says, else false."""
+    rope_theta: float | None = None
+    """the base of the rotary embedding; null: as the checkpoint says, else 10000."""
+
+    trains: ClassVar[tuple[str, ...]] = ("eagle3", "peagle")
 
 
 @dataclass(frozen=True)
@@ -96,7 +126,7 @@ class FirstLayer(nn.Module):
         return mixed
 
 
-class Eagle3(nn.Module):
+class Eagle3(ShiftedHead):
     """The head. Names of parameters are those of the speculators layout.
 
     Buffers: ``draft_to_target`` int64 ``[Vd]`` or None; ``mask_hidden`` ``[A * Ht]`` is a parameter, or None.
@@ -112,6 +142,7 @@ class Eagle3(nn.Module):
         plain, rotary, norm = LAYERS[layers.model_type]
         size, eps = layers.hidden_size, layers.rms_norm_eps
         self.config = config
+        self.num_features, self.target_hidden_size = config.num_features, config.target_hidden_size
         self.embed_tokens = nn.Embedding(layers.vocab_size, size)
         self.input_norm = norm(width, eps=eps) if config.norm_before_fc else nn.Identity()
         each = config.num_features if config.fc_norm else 0
@@ -123,7 +154,6 @@ class Eagle3(nn.Module):
         self.norm = norm(size, eps=eps) if config.last_norm else nn.Identity()
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary = rotary(layers)
-        self.draft_to_target: Tensor | None
         self.mask_hidden = nn.Parameter(torch.zeros(width)) if parallel else None
         self.register_buffer("draft_to_target", None)
 
@@ -153,78 +183,323 @@ class Eagle3(nn.Module):
         normed = self.norm(hidden)
         return self.lm_head(normed), normed if self.config.norm_output else hidden
 
+    def feed_on(self, hidden: Tensor) -> Tensor:
+        """The hidden state before or after the last norm."""
+        normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return normed
+
+    @torch.no_grad()
+    def match_scale(self, hidden: Tensor) -> None:
+        """Start the last norm at the scale of what the target's vocabulary projection reads, channel by channel.
+
+        From ones, a learning rate of 1e-3 would take thousands of steps to get there.
+        """
+        self.norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
+
 
 @dataclass(frozen=True, eq=False)
-class DraftHead:
-    """A head and how it is used.
+class Eagle3Drafter(ChainDrafter):
+    """Runs an EAGLE-3 head, chained or in parallel."""
+
+    kind: ClassVar[str] = "eagle3"
+    Config: ClassVar[type[DraftConfig]] = Eagle3DraftConfig
+    reads: ClassVar[str | None] = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
+    needs: ClassVar[str | None] = "head"
+    head: ClassVar[type[nn.Module] | None] = Eagle3
+
+    @classmethod
+    def called(cls, parallel: bool) -> str:
+        """P-EAGLE is a way to draft with such a head."""
+        return "peagle" if parallel else cls.kind
+
+    @classmethod
+    def recognise(cls, files: Files) -> Checkpoint | None:
+        """Speculators' and SpecForge's by their configuration, others by the names of their tensors."""
+        config, names = files.config, files.tensors
+        declared, classes = config.get("speculators_model_type"), architectures(config)
+        other = declared is not None and declared not in ("eagle3", "peagle")
+        if other or "Eagle3DeepseekV2ForCausalLM" in classes:
+            return None
+        parallel = declared == "peagle" if declared is not None else "mask_hidden" in names
+        if declared is not None:
+            layout = "speculators"
+        elif any(name.endswith("Eagle3") for name in classes) or _has_names(names):
+            layout = _layout(classes, names)
+        else:
+            return None
+        return Checkpoint.of(files, cls.kind, layout, "peagle" if parallel else "eagle3", parallel=parallel)
+
+    @classmethod
+    def choices(
+        cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, target_layers: int | None
+    ) -> tuple[Choice, ...]:
+        """Every option of the head."""
+        return read_options(checkpoint, options, target_layers).sources
+
+    @classmethod
+    def check_fit(
+        cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
+    ) -> None:
+        """Make it, on whatever device the target is."""
+        load_head(checkpoint, options, model, info)
+
+    @classmethod
+    def make(cls, options: Eagle3DraftConfig, target: Target, given: Any) -> Draft:
+        """From a head, loaded or as a checkpoint."""
+        notes: tuple[str, ...] = ()
+        if isinstance(given, Checkpoint):
+            checkpoint, given = given, load_head(given, options, target.model, target.info)
+            notes = (checkpoint.about, *shared_notes(checkpoint, given.module, target.model))
+        check_place(given, given.module.lm_head.weight, target.info)
+        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
+
+    @classmethod
+    def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
+        """EAGLE-3's, as far as the target has them."""
+        return tuple(sorted({min(max(k, 0), num_layers) for k in default_features(num_layers)}))
+
+    @classmethod
+    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
+        """A head whose embedding is the target's own frozen tensor.
+
+        So is its vocabulary projection, unless it drafts only a part of the vocabulary: then it is a frozen
+        copy of rows.
+        """
+        parallel, embedding, projection = algorithm == "peagle", plan.embedding, plan.projection
+        config = Eagle3Config(
+            layers=plan.layers,
+            target_hidden_size=embedding.shape[1],
+            num_features=len(plan.features),
+            draft_vocab_size=len(projection),
+            norm_before_residual=plan.norm_before_residual,
+        )
+        module = Eagle3(config, parallel=parallel).to(embedding.device)
+        if plan.vocabulary is not None:
+            module.register_buffer("draft_to_target", plan.vocabulary.to(embedding.device))
+        module.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
+        module.lm_head.weight = nn.Parameter(projection.detach(), requires_grad=False)
+        if module.mask_hidden is not None:
+            nn.init.normal_(module.mask_hidden)  # at zero, the norm behind it would blow its gradient up
+        return DraftHead(module, plan.features, plan.mask_token_id if parallel else None, parallel)
+
+    @classmethod
+    def random(cls, model: PreTrainedModel, options: Eagle3DraftConfig) -> DraftHead:
+        """One layer as wide as the target's. It drafts a random part of a large vocabulary, as published heads do."""
+        text: Any = model.config.get_text_config()
+        embedding, projection = (m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+        vocab = min(RANDOM_VOCAB, len(projection))
+        features = cls.feature_layers(text.num_hidden_layers)
+        config = Eagle3Config(plain_layer(text, len(embedding)), text.hidden_size, len(features), vocab)
+        head = Eagle3(config, parallel=bool(options.parallel))
+        if head.mask_hidden is not None:
+            nn.init.normal_(head.mask_hidden)
+        if vocab < len(projection):
+            head.draft_to_target = torch.randperm(len(projection))[:vocab].sort().values
+        head.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
+        mask = len(embedding) - 1 if options.parallel else None
+        return DraftHead(head.eval().requires_grad_(False), features, mask, bool(options.parallel))
+
+    @classmethod
+    def save_head(cls, head: DraftHead, folder: str | Path, **record: Any) -> Path:
+        """In the speculators layout."""
+        return save_head(head, folder, **record)
+
+    @classmethod
+    @torch.no_grad()
+    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> Eagle3Drafter:
+        """The drafter that runs a loaded head."""
+        module: Eagle3 = head.module
+        mask = None
+        if head.mask_token_id is not None and module.mask_hidden is not None:
+            # Projected here, once, and not in every step.
+            parts = torch.split(module.mask_hidden.view(1, 1, -1), module.target_hidden_size, dim=-1)
+            mask = Mask(head.mask_token_id, module.combine(*parts).flatten())
+        return cls(num_speculative_tokens, export_shifted(module), {BODY: body_info(module, "Eagle3")}, head.features,
+                   module.draft_to_target, mask, head.parallel)  # fmt: skip
+
+
+def _has_names(names: Mapping[str, Any]) -> bool:
+    return any(name.startswith("midlayer.") for name in names) or "layers.0.hidden_norm.weight" in names
+
+
+def _layout(classes: list[str], names: Mapping[str, Any]) -> str:
+    if not any(name.startswith("midlayer.") for name in names):
+        return "nvidia"
+    return "specforge" if any(name.endswith("Eagle3") for name in classes) else "eagle"
+
+
+@dataclass(frozen=True)
+class HeadOptions(LayerShape):
+    """How the tensors of a checkpoint are used.
 
     Attributes:
-        module: on the target's device and in its dtype; its parameters are not copied.
-        features: indices ``k`` of the target hidden states ``hs[k]``, in the order of the projection's columns.
-        mask_token_id: with ``module.mask_hidden``, makes parallel drafting possible.
-        parallel: it was trained for that, which is then the default.
+        features: the k of the hidden states hs[k] it reads; None if that depends on a target that is not known.
+        sources: everything above and below, and where it is from.
     """
 
-    module: Eagle3
-    features: tuple[int, ...]
-    mask_token_id: int | None = None
-    parallel: bool = False
+    features: tuple[int, ...] | None
+    fc: bool
+    input_norm: bool
+    last_norm: bool
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    mask_token_id: int | None
+    sources: tuple[Choice, ...]
 
 
-class _Features(nn.Module):
-    """The three parts of a head that are exported; names of arguments become those of the graphs' inputs."""
-
-    def __init__(self, head: Eagle3) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.head.combine(*features)
+def default_features(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's: one hidden state near the bottom, the middle one, one near the top; no such for a few layers."""
+    return 2, num_layers // 2, num_layers - 3
 
 
-class _Body(_Features):
-    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.head(tokens, positions, hidden)
-        return out
+def layer_name(name: str) -> str:
+    """A tensor's name in the speculators layout."""
+    return re.sub(r"^midlayer\.", "layers.0.", name)
 
 
-class _Predict(_Features):
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return self.head.predict(hidden)
+def read_options(checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_layers: int | None = None) -> HeadOptions:
+    """Collect the options of an EAGLE-3 checkpoint; ``target_layers`` is L, if the target is known.
 
-
-@torch.no_grad()
-def eagle3(head: DraftHead, num_speculative_tokens: int) -> Drafter:
-    """The drafter that runs an EAGLE-3 head, chained or in parallel."""
-    module, config, weight = head.module, head.module.config, head.module.lm_head.weight
-    info = ModelInfo("Eagle3", config.draft_vocab_size, len(module.layers), config.layers.hidden_size, weight.dtype,
-                     weight.device, None, config.layers.vocab_size)  # fmt: skip
-    mask = None
-    if head.mask_token_id is not None and module.mask_hidden is not None:
-        # Projected here, once, and not in every step.
-        parts = torch.split(module.mask_hidden.view(1, 1, -1), config.target_hidden_size, dim=-1)
-        mask = Mask(head.mask_token_id, module.combine(*parts).flatten())
-    return Drafter("peagle" if head.parallel else "eagle3", "autoregressive", num_speculative_tokens, _export(module),
-                   info, head.features, module.draft_to_target, mask, head.parallel)  # fmt: skip
-
-
-def _export(head: Eagle3) -> dict[str, fx.GraphModule]:
-    """Three graphs: features to ``[B, T, H]``, rows to ``[B, T, H]``, and those to logits and what is fed on."""
-    config, weight = head.config, head.lm_head.weight
-    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
-    rows = {0: batch, 1: length}
-    tokens = torch.zeros(3, 5, dtype=torch.int64, device=weight.device)
-    positions = torch.arange(5, device=weight.device).expand(3, 5).contiguous()
-    hidden = weight.new_zeros(3, 5, config.layers.hidden_size)
-    # One tensor each: export takes the same tensor, given twice, for the same input.
-    features = tuple(weight.new_zeros(3, 5, config.target_hidden_size) for _ in range(config.num_features))
-    parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
-        "draft_features": (_Features(head), features, {"features": (rows,) * config.num_features}),
-        "draft_body": (
-            _Body(head),
-            (tokens, positions, hidden),
-            dict.fromkeys(("tokens", "positions", "hidden"), rows),
+    Raises:
+        ConfigError: the head needs something that is not supported, or an option that nothing says.
+    """
+    names = {layer_name(name) for name in checkpoint.tensors}
+    reader = Reader(checkpoint, default_features=default_features, default_source="default: 2, L // 2, L - 3")
+    _refuse_variants(reader)
+    indices = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
+    for name in ("embed_tokens", "lm_head"):
+        reader.note(name, "its own" if f"{name}.weight" in names else "the target's", "tensors")
+    fc = reader.flag("use_aux_hidden_state", True)
+    return HeadOptions(
+        layer_type=reader.note(
+            "layer_type", "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama", "tensors"
         ),
-        "draft_head": (_Predict(head), (hidden,), {"hidden": rows}),
-    }
-    return {name: export_hooked(part, args, dims, name, "head.") for name, (part, args, dims) in parts.items()}
+        num_layers=reader.note("num_layers", max(indices, default=0) + 1, "tensors"),
+        features=reader.features(overrides.feature_layers, target_layers, fc),
+        rope=reader.rope(overrides.rope_theta),
+        fc=fc,
+        input_norm=reader.flag("use_input_layernorm_in_first_layer", True),
+        last_norm=reader.flag("use_last_layernorm", True),
+        norm_before_residual=reader.flag("norm_before_residual", False, overrides.norm_before_residual),
+        norm_before_fc=reader.flag("norm_before_fc", "input_norm.weight" in names),
+        fc_norm=reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
+        norm_output=reader.flag("norm_output", False, overrides.norm_output),
+        mask_token_id=reader.mask(overrides, "mask_hidden" in names),
+        sources=tuple(reader.sources),
+    )
+
+
+def _refuse_variants(reader: Reader) -> None:
+    """Variants of ModelOpt whose forward pass is another one."""
+    for name, usual in (("next_layer_regular", True), ("use_mtp_layernorm", False)):
+        if reader.nested.get(name, usual) is not usual:
+            raise ConfigError(
+                f"{reader.checkpoint.path} has {name}={str(reader.nested[name]).lower()}, a variant that specgraph "
+                f"does not run; it runs heads with {name}={str(usual).lower()}."
+            )
+    if (reader.nested.get("parallel_draft_step") or 1) != 1:
+        raise ConfigError(
+            f"{reader.checkpoint.path} has parallel_draft_step={reader.nested['parallel_draft_step']}, extra heads "
+            "that specgraph does not run; it drafts in parallel by heads with a mask_hidden (P-EAGLE)."
+        )
+
+
+def load_head(
+    checkpoint: Checkpoint, overrides: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
+) -> DraftHead:
+    """Build the head on the target's device and in its dtype.
+
+    A missing ``embed_tokens`` or ``lm_head`` is the target's own tensor, not a copy; so is one that equals it, which is
+    compared in parts and never brought to the target's device. :func:`read_options` says how the options are chosen.
+
+    Raises:
+        ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
+    """
+    if checkpoint.kind != "eagle3":
+        raise ConfigError(f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not an EAGLE-3 head.")
+    options = read_options(checkpoint, overrides, info.num_layers)
+    stored = {layer_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+    old = any(name.startswith("midlayer.") for name in checkpoint.tensors)
+    loader = HeadLoader(
+        checkpoint, stored, TargetTensors.of(model, info), "an EAGLE-3 head", (EMBEDDING, PROJECTION), IGNORED,
+        lambda name: re.sub(r"^layers\.0\.", "midlayer.", name) if old else name,
+    )  # fmt: skip
+    return _Eagle3Loader(checkpoint, options, loader).load()
+
+
+@dataclass(frozen=True, eq=False)
+class _Eagle3Loader:
+    """What is EAGLE-3's alone while a head is loaded."""
+
+    checkpoint: Checkpoint
+    options: HeadOptions
+    loader: HeadLoader
+
+    def load(self) -> DraftHead:
+        """Check every tensor by its shape, and only then read them."""
+        features = self.options.features
+        if features is None:
+            raise ConfigError(
+                f"{self.checkpoint.path} does not say which hidden states it reads; set draft.feature_layers."
+            )
+        config = self._config(features)
+        with torch.device("meta"):
+            module = Eagle3(config, parallel="mask_hidden" in self.loader.stored)
+        self.loader.add_biases(module, without=("lm_head",))
+        self.loader.check(module, apart=("mask_hidden",))
+        self._check_mask(module)
+        with torch.device("cpu"):
+            module.rotary = type(module.rotary)(config.layers).to(self.loader.target.info.device)
+        self.loader.fill(module)
+        module.register_buffer("draft_to_target", read_vocabulary(self.loader, config.draft_vocab_size))
+        return DraftHead(module.eval(), features, self.options.mask_token_id, self.checkpoint.parallel)
+
+    def _config(self, features: tuple[int, ...]) -> Eagle3Config:
+        options, config = self.options, self.checkpoint.config
+        info, stored = self.loader.target.info, self.loader.stored
+        declared = config.get("target_hidden_size")
+        if declared is not None and declared != info.hidden_size:
+            raise self.loader.unfit(f"it was made for a target with hidden size {declared}", f"has {info.hidden_size}")
+        head, embedding = stored.get("lm_head.weight"), stored.get("embed_tokens.weight")
+        # A longer embedding than the target's has room for a mask token; a shorter one is found by its shape.
+        own = self.loader.target.own[EMBEDDING].shape[0]
+        rows = own if embedding is None else max(*embedding.shape[:1], info.vocab_size)
+        layers = layer_config(self.checkpoint, options, rows)
+        if not options.fc and layers.hidden_size != info.hidden_size:
+            raise self.loader.unfit(f"it has no fc and the hidden size {layers.hidden_size}", f"has {info.hidden_size}")
+        counted = head.shape[0] if head is not None and head.shape else info.vocab_size
+        draft_vocab = (
+            counted if config.get("draft_vocab_size") is None else read_size(self.checkpoint, "draft_vocab_size")
+        )
+        return Eagle3Config(
+            layers=layers,
+            target_hidden_size=info.hidden_size,
+            num_features=len(features),
+            draft_vocab_size=draft_vocab,
+            norm_before_residual=options.norm_before_residual,
+            norm_before_fc=options.norm_before_fc,
+            fc_norm=options.fc_norm,
+            norm_output=options.norm_output,
+            fc=options.fc,
+            input_norm=options.input_norm,
+            last_norm=options.last_norm,
+        )
+
+    def _check_mask(self, module: Eagle3) -> None:
+        width, found = module.config.feature_size, self.loader.stored.get("mask_hidden")
+        if found is None:
+            if self.checkpoint.algorithm == "peagle":
+                raise ConfigError(
+                    f"{self.checkpoint.path} lacks mask_hidden, of shape {[1, 1, width]}; P-EAGLE needs it."
+                )
+            return
+        if found.shape not in ((1, 1, width), (1, width), (width,)):
+            raise self.loader.unfit(f"mask_hidden has the shape {list(found.shape)}", f"needs {[1, 1, width]}")
+        mask, rows = self.options.mask_token_id, module.embed_tokens.num_embeddings
+        if mask is None or not 0 <= mask < rows:
+            raise ConfigError(
+                f"The mask token of {self.checkpoint.path} is {mask}, outside its vocabulary of {rows}; "
+                f"set draft.mask_token_id to an id from 0 to {rows - 1}."
+            )

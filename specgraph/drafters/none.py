@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
-from specgraph.drafters.base import Drafter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from specgraph.config import DraftConfig
+from specgraph.drafters.base import Draft, Drafter, Target
+from specgraph.drafters.step import DraftStep
 
 
-def none() -> Drafter:
+@dataclass
+class NoDraftConfig(DraftConfig):
+    """Keys of ``draft`` that decode without drafts: there are none of its own."""
+
+    kind: str = "none"
+
+
+@dataclass(frozen=True, eq=False)
+class NoDrafter(Drafter):
     """The drafter that proposes nothing."""
-    return Drafter("none", "none", 0, {})
+
+    kind: ClassVar[str] = "none"
+    Config: ClassVar[type[DraftConfig]] = NoDraftConfig
+
+    @classmethod
+    def make(cls, options: Any, target: Target, given: Any) -> Draft:
+        """Nothing to bind."""
+        return Draft(cls())
+
+    def build(self, step: DraftStep) -> int:
+        """No node."""
+        return 0

@@ -10,7 +10,7 @@ ran before. State and caches are arguments of ``forward``.
 
 from specgraph.dump.files import FORMAT, MARKER, WEIGHTS, dump, stage_folder, weights_of
 from specgraph.dump.load import LoadedStage, Module, load_stage
-from specgraph.dump.source import class_name, render
+from specgraph.ir.source import class_name, render
 
 __all__ = ["FORMAT", "MARKER", "WEIGHTS", "LoadedStage", "Module", "class_name", "dump", "load_stage", "render",
            "stage_folder", "weights_of"]  # fmt: skip

@@ -10,20 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specgraph.dump.source import render
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Input, Program
+from specgraph.ir.program import Program
+from specgraph.ir.source import render
+from specgraph.kernels.state import Buffer, Input, map_input
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files' layout; another one is refused on loading."""
 MARKER = "dump.json"
 WEIGHTS = "weights.safetensors"
@@ -152,15 +153,13 @@ def _facts(stage: str, program: Program) -> dict[str, Any]:
         "device": str(program.target.device),
         "modules": list(program.modules),
         "inputs": {name: _encode(spec) for name, spec in program.inputs.items()},
-        "options": {name: value for name, value in program.options.items() if _is_plain(value)},
         "drafter": {
             "name": drafter.name,
-            "kind": drafter.kind,
             "num_speculative_tokens": drafter.num_speculative_tokens,
             "features": list(drafter.features),
         },
         "target": _model(program.target),
-        "draft": _model(drafter.model) if drafter.model is not None else None,
+        "drafts": {name: _model(info) for name, info in drafter.models.items()},
         "facts": sorted(program.facts),
         "compiled": sorted(program.compiled),
     }
@@ -176,15 +175,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _encode(spec: Input) -> Any:
-    if isinstance(spec, Buffer):
-        return {"shape": list(spec.shape), "dtype": _dtype(spec.dtype), "fill": spec.fill}
-    return [_encode(buffer) for buffer in spec]
+    return map_input(lambda b: asdict(b) | {"shape": list(b.shape), "dtype": _dtype(b.dtype)}, spec)
 
 
 def _decode(spec: Any) -> Input:
     if isinstance(spec, list):
-        return tuple(cast(Buffer, _decode(buffer)) for buffer in spec)
-    return Buffer(tuple(spec["shape"]), getattr(torch, spec["dtype"]), spec["fill"])
+        return tuple(map(_decode, spec))
+    return Buffer(tuple(spec["shape"]), getattr(torch, spec["dtype"]), spec["fill"], spec["owner"])
 
 
 def _dtype(dtype: torch.dtype) -> str:

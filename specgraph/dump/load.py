@@ -13,10 +13,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from specgraph.dump.files import FORMAT, WEIGHTS, _decode, _dtype
-from specgraph.dump.source import class_name
 from specgraph.errors import ConfigError
-from specgraph.ir.program import Input, Program
-from specgraph.runtime.state import State, allocate
+from specgraph.ir.source import class_name
+from specgraph.ir.state import State, allocate
+from specgraph.kernels.state import Input
 
 
 class Module(nn.Module):
@@ -52,7 +52,6 @@ class LoadedStage:
     Attributes:
         name: the stage, such as ``insert_kv_cache``.
         inputs: the state the step takes, as :attr:`Program.inputs`.
-        options: as :attr:`Program.options`, ``block_size`` for one.
         device: where its weights are and its constants are made.
         info: everything in ``inputs.json``, facts about target and drafter among it.
         module: the step; its submodules are the modules of the program.
@@ -60,7 +59,6 @@ class LoadedStage:
 
     name: str
     inputs: dict[str, Input]
-    options: dict[str, Any]
     device: torch.device
     info: dict[str, Any]
     module: Module
@@ -76,7 +74,7 @@ class LoadedStage:
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device | str | None = None) -> State:
         """Fresh tensors for every input but ``window``; ``sizes`` gives the letters of :class:`Buffer`."""
-        return allocate(cast(Program, self), sizes, torch.device(device or self.device))
+        return allocate(self, sizes, torch.device(device or self.device))
 
 
 def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None) -> LoadedStage:
@@ -104,7 +102,7 @@ def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = Non
         modules[name] = _class(folder, name)(weights=own)
     inputs = {name: _decode(spec) for name, spec in info["inputs"].items()}
     step = _class(folder, "step")(modules=modules)
-    return LoadedStage(info["stage"], inputs, info["options"], device, info, step)
+    return LoadedStage(info["stage"], inputs, device, info, step)
 
 
 def _read_info(folder: Path) -> dict[str, Any]:

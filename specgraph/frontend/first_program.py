@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 from torch import fx
 
-from specgraph.compiler.pipeline import mark_provenance
-from specgraph.drafters.base import Drafter
 from specgraph.frontend.tracing import TracedModel
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.drafter import Drafter
+from specgraph.ir.program import Program
+from specgraph.kernels.state import Buffer, per_call
 from specgraph.kernels.step import row_positions
 
 
@@ -20,9 +21,8 @@ def first_program(target: TracedModel, drafter: Drafter) -> Program:
     ``[B, T, V]``.
     """
     modules = {"target": target.body, "lm_head": target.head, **drafter.modules}
-    described = replace(drafter, modules={})
-    program = Program(fx.Graph(), modules, {}, target.info, described)
-    window = program.placeholder("window", Buffer(("B", "T")))
+    program = Program(fx.Graph(), modules, {}, target.info, replace(cast(Any, drafter), modules={}))
+    window = program.placeholder("window", per_call("B", "T"))
     start = program.placeholder("start", Buffer(("B",)))
     positions = program.call(row_positions, start, window, name="positions", role="positions")
     hidden = program.call("target", tokens=window, positions=positions, name="hidden", role="target")
@@ -30,5 +30,5 @@ def first_program(target: TracedModel, drafter: Drafter) -> Program:
     program.set_output(logits)
     program.facts = frozenset({"traced"})
     first = program.copy()
-    mark_provenance(first, "trace")
+    first.mark_provenance("trace")
     return first

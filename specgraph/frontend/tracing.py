@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import specgraph.kernels.attention.attention
 import specgraph.kernels.linear.experts  # noqa: F401  (both register ops)
 from specgraph.errors import UnsupportedModelError
+from specgraph.frontend.masks import attention_calls, check_masks, mask_hook, note_attention
 from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 
@@ -71,7 +71,7 @@ def attention_hook(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which specgraph does not know. "
             "It would be ignored, so the model is refused."
         )
-    if attention_mask is not None:
+    if not note_attention(attention_mask, sliding_window) and attention_mask is not None:
         raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal ones work.")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{type(module).__name__} is not causal.")
@@ -106,50 +106,9 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
     return weighted.view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
-MaskFunction = Callable[..., Any]
-_masks: ContextVar[list[MaskFunction] | None] = ContextVar("masks", default=None)
-
-
-def mask_hook(*args: Any, mask_function: MaskFunction | None = None, **kwargs: Any) -> None:
-    """What a model calls to build a mask: notes which keys it would let a row see, and builds nothing."""
-    seen = _masks.get()
-    if seen is not None and mask_function is not None:
-        seen.append(mask_function)
-
-
 AttentionInterface.register(HOOK, attention_hook)
 AttentionMaskInterface.register(HOOK, mask_hook)
 ExpertsInterface.register(HOOK, experts_hook)
-
-
-def built_masks(model: PreTrainedModel) -> list[MaskFunction]:
-    """The mask functions of one small forward of a hooked model."""
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-    seen: list[MaskFunction] = []
-    token = _masks.set(seen)
-    try:
-        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
-    except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not run with its masks left to the attention interface, so it builds or "
-            f"reads them by itself: {str(error).strip().splitlines()[0]}"
-        ) from error
-    finally:
-        _masks.reset(token)
-    return seen
-
-
-def _is_window(function: MaskFunction, window: int | None, limit: int) -> bool:
-    """Whether a mask function equals the causal window around every border of it, up to position ``limit``."""
-    zero = torch.tensor(0)
-    edges = [e for e in (window, limit // 2, limit - 1) if e is not None]
-    for q in sorted({max(0, min(limit - 1, e + d)) for e in edges for d in (-1, 0, 1)}):
-        keys = {q - 1, q, q + 1, 0, q // 2} | ({q - window - 1, q - window, q - window + 1} if window else set())
-        for k in (k for k in keys if 0 <= k < limit):
-            expected = k <= q and (window is None or q - k < window)
-            if bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) != expected:
-                return False
-    return True
 
 
 @contextlib.contextmanager
@@ -271,11 +230,11 @@ def trace(model: PreTrainedModel) -> TracedModel:
     _check_layer_types(config, type(model).__name__)
     with EXPORTING, hooked(model), torch.no_grad():
         wrapper = _Forward(model)
-        masks = built_masks(model)
+        calls = attention_calls(model)
         exported = functional(_export(wrapper, type(model).__name__))
     graph = unlift(exported, "model.")
     _check_attention(graph.graph, type(model).__name__, layers, wrapper.takes_positions)
-    _check_masks(graph.graph, masks, type(model).__name__)
+    check_masks(calls, type(model).__name__, max_positions(model))
     body, head = _split(graph, type(model).__name__)
     vocab = head_output(head).shape[-1]
     parameter = next(model.parameters())
@@ -363,19 +322,6 @@ def _check_attention(graph: fx.Graph, name: str, layers: int, takes_positions: b
         raise _other_layers(name, layers, count)
     if not takes_positions:
         raise UnsupportedModelError(f"{name}.forward takes no position_ids, so its positions cannot be set.")
-
-
-def _check_masks(graph: fx.Graph, masks: list[MaskFunction], name: str) -> None:
-    """The masks the model would have built must be the causal windows its attention calls name."""
-    windows = {node.kwargs.get("window") for node in graph.nodes if node.target is ATTENTION}
-    limit = max([w + 8 for w in windows if isinstance(w, int)] + [1 << 16])
-    built = [{w for w in windows | {None} if _is_window(mask, w, limit)} for mask in masks]
-    # Every mask must be one of the windows, and every window must have a mask: some models name one and never mask it.
-    if masks and (not all(built) or windows - set().union(*built) - {None}):
-        raise UnsupportedModelError(
-            f"{name} builds an attention mask that is not the causal window its attention layers were given "
-            f"({', '.join(sorted(map(str, windows)))}), so decoding it with a KV cache would be wrong."
-        )
 
 
 def _split(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:

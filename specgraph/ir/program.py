@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from specgraph.drafters.base import Drafter
 from specgraph.errors import PassError
+from specgraph.ir.drafter import Drafter
 from specgraph.ir.graphs import copy_graph, copy_module, new_module
 from specgraph.ir.model_info import ModelInfo
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor the step graph takes as input: its shape, with letters for what only a decoder knows, and its dtype.
-
-    Letters: ``B`` sequences, ``T`` rows of this call, ``M`` blocks per sequence, ``N`` blocks in all, ``S`` the longest
-    sequence, ``E`` EOS ids.
-    """
-
-    shape: tuple[int | str, ...]
-    dtype: torch.dtype = torch.int64
-    fill: float = 0
-
-    def allocate(self, sizes: Mapping[str, int], device: torch.device | str) -> Tensor:
-        """A fresh tensor filled with :attr:`fill`."""
-        shape = [sizes[n] if isinstance(n, str) else n for n in self.shape]
-        return torch.full(shape, self.fill, dtype=self.dtype, device=device)
-
-
-Input = Buffer | tuple[Buffer, ...]
+from specgraph.ir.source import render
+from specgraph.kernels.state import Input, buffers_of
 
 
 @dataclass
@@ -54,14 +35,12 @@ class Program:
     """Modules that run through ``torch.compile``."""
     captured: bool = False
     """Whether the step runs as a CUDA graph."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """What later stages must know of a pass's choices, such as ``block_size``."""
 
     def copy(self) -> Program:
         """A copy that can be rewritten freely; tensors are shared."""
         graph = copy_graph(self.graph)
         modules = {name: copy_module(module) for name, module in self.modules.items()}
-        return replace(self, graph=graph, modules=modules, inputs=dict(self.inputs), options=dict(self.options))
+        return replace(self, graph=graph, modules=modules, inputs=dict(self.inputs))
 
     def step(self) -> fx.GraphModule:
         """The step graph as a module that can be called with the state as keyword arguments."""
@@ -112,6 +91,20 @@ class Program:
                 return node
         raise PassError(f"The step graph has no input {name!r}; it has {', '.join(self.inputs)}.")
 
+    def bind(self, module: str, owner: str) -> dict[str, fx.Node]:
+        """Step inputs for the state that ``module`` asks for, by the names of its own inputs.
+
+        A pass that gave a module state has described it in ``meta["state"]`` of the module's placeholders. What all
+        modules share (``meta["shared"]``) is one input of the step under its own name; what is the module's own
+        becomes ``<owner>_<name>``.
+        """
+        bound: dict[str, fx.Node] = {}
+        for node in self.modules[module].graph.find_nodes(op="placeholder"):
+            if "state" in node.meta:
+                name = node.name if node.meta.get("shared") else f"{owner}_{node.name}"
+                bound[node.name] = self.placeholder(name, node.meta["state"])
+        return bound
+
     def call(self, target: Callable[..., Any] | str, /, *args: Any, name: str | None = None, role: str | None = None,
              **kwargs: Any) -> fx.Node:  # fmt: skip
         """Append a call of a function, or of a module by its name; ``role`` lets later passes find the node."""
@@ -142,12 +135,34 @@ class Program:
                 break
         self.graph.output(values[0] if len(values) == 1 else values)
 
+    def mark_provenance(self, name: str) -> None:
+        """Note on every node that has no origin yet where it came from."""
+        for graph in (self.graph, *(module.graph for module in self.modules.values())):
+            for node in graph.nodes:
+                node.meta.setdefault("pass_name", name)
+
     def drop_input(self, name: str) -> None:
         """Remove an unused state input."""
         self.graph.erase_node(self.input(name))
         del self.inputs[name]
 
     # Reading
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per page of the state's page pools.
+
+        Raises:
+            PassError: there are no pages, or of several sizes.
+        """
+        sizes = {b.shape[1] for spec in self.inputs.values() for b in buffers_of(spec) if b.owner == "pages"}
+        if len(sizes) != 1:
+            raise PassError(f"The step has pages of the sizes {sorted(map(str, sizes))}; insert_kv_cache gives one.")
+        return int(sizes.pop())
+
+    def models(self) -> dict[str, ModelInfo]:
+        """Facts about every module that attends, by its name: the target, and the drafter's."""
+        return {"target": self.target, **self.drafter.models}
 
     def num_nodes(self) -> dict[str, int]:
         """Nodes per graph: ``step`` and every module."""
@@ -156,8 +171,6 @@ class Program:
 
     def print_readable(self, module: str = "step") -> str:
         """Print and return the Python of the step graph, or of one module, with shapes and dtypes."""
-        from specgraph.dump import render
-
         text = render(self, module)
         print(text)
         return text

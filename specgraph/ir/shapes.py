@@ -3,7 +3,7 @@
 ``node.meta["outputs"]`` is the length of a node that is a tuple.
 
 ``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
-those of :class:`~specgraph.ir.program.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
+those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute
-from specgraph.ir.program import Buffer, Input, Program
+from specgraph.ir.views import ProgramView
+from specgraph.kernels.state import Buffer, Input, map_input, per_call
 
 SIZES = {"B": 401_309, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479}
 """What stands for each letter: primes that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
@@ -32,7 +33,7 @@ LISTED = 4
 _MISSING = object()
 
 
-def propagate(program: Program) -> None:
+def propagate(program: ProgramView) -> None:
     """Write ``node.meta["shape"]`` for the step graph and for every module that it calls.
 
     A module that is called several times keeps the strings of its first call. A module that is not called yet is run
@@ -99,7 +100,7 @@ def _sum(size: int) -> tuple[int, str] | None:
 class _Run:
     """One propagation: the fake tensors of parameters and what modules returned for which shapes."""
 
-    def __init__(self, program: Program, mode: FakeTensorMode) -> None:
+    def __init__(self, program: ProgramView, mode: FakeTensorMode) -> None:
         self.program = program
         self.mode = mode
         self.named: set[str] = set()
@@ -113,16 +114,14 @@ class _Run:
     def uncalled(self, name: str) -> None:
         """A module that nothing calls yet, if its inputs are known."""
         graph = self.program.modules[name].graph
-        known = {n.name: self._known(name, n) for n in graph.nodes if n.op == "placeholder"}
+        known = {n.name: self._known(n) for n in graph.nodes if n.op == "placeholder"}
         if all(value is not _MISSING for value in known.values()):
             self.graph(name, graph, self.program.modules[name], known, write=True)
 
     def allocate(self, spec: Input) -> Any:
         """Fake tensors for an input of the step graph."""
         device = self.program.target.device
-        if isinstance(spec, Buffer):
-            return spec.allocate(SIZES, device)
-        return tuple(buffer.allocate(SIZES, device) for buffer in spec)
+        return map_input(lambda buffer: buffer.allocate(SIZES, device), spec)
 
     def graph(
         self, name: str, graph: fx.Graph, root: fx.GraphModule | None, inputs: dict[str, Any], *, write: bool
@@ -176,18 +175,10 @@ class _Run:
             self._results[key] = self.graph(name, module.graph, module, inputs, write=first)
         return self._results[key]
 
-    def _known(self, module: str, node: fx.Node) -> Any:
-        """A value for the input of a module that is not called yet.
-
-        It has the name of a state input, or of caches that ``insert_kv_cache`` described, or it was traced.
-        """
-        name = node.name
-        if name in self.program.inputs:
-            return self.allocate(self.program.inputs[name])
-        if f"{module}_{name}" in self.program.options:
-            return self.allocate(self.program.options[f"{module}_{name}"])
-        if name in ("tokens", "positions"):
-            return self.allocate(Buffer(("B", "T")))
+    def _known(self, node: fx.Node) -> Any:
+        """A value for the input of a module that is not called yet: it is state that was described, or was traced."""
+        if "state" in node.meta:
+            return self.allocate(node.meta["state"])
         traced = node.meta.get("val")
         buffer = _buffer(traced) if isinstance(traced, Tensor) else None
         return self.allocate(buffer) if buffer is not None else _MISSING
@@ -198,7 +189,7 @@ def _buffer(traced: Tensor) -> Buffer | None:
     letters = iter(("B", "T"))
     shape = [n if isinstance(n, int) else next(letters, None) for n in traced.shape]
     known = tuple(n for n in shape if n is not None)
-    return Buffer(known, traced.dtype) if len(known) == len(shape) else None
+    return per_call(*known, dtype=traced.dtype) if len(known) == len(shape) else None
 
 
 def _signature(value: Any) -> Any:

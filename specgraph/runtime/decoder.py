@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from specgraph.compiler.pipeline import StageReport
-from specgraph.compiler.report import render_report
 from specgraph.config import Config
 from specgraph.errors import NumericsError
 from specgraph.ir.program import Program
 from specgraph.kernels.verify import LOSSLESS_RULES
+from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.passes.report import render_report
+from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.progress import Progress
 from specgraph.runtime.cuda_graphs import Results
 from specgraph.runtime.defaults import GenerationDefaults
@@ -65,7 +67,8 @@ class SpeculativeDecoder:
     and the graphs of the largest request are kept for the next; requests side by side bring their own.)
 
     Attributes:
-        stages: the program after every pass, by name; ``trace`` is the first.
+        stages: the program after every pass, by name; ``trace`` is the first. Every kind of request that was met adds
+            one, ``specialise_step``.
         config: the configuration it was compiled with.
     """
 
@@ -77,6 +80,7 @@ class SpeculativeDecoder:
         defaults: GenerationDefaults,
         limits: Limits,
         notes: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.stages = dict(stages)
         self.config = config
@@ -85,6 +89,8 @@ class SpeculativeDecoder:
         self._program = list(self.stages.values())[-1]
         self._defaults = defaults
         self._limits = limits
+        self._callbacks = list(callbacks)
+        self._lock = threading.Lock()
         self._steps: dict[tuple[str, tuple[str, ...]], fx.GraphModule] = {}
         self._compiled = self._program.compile_modules()
         self._runners = Runners(self._program, config.max_batch_size)
@@ -193,17 +199,18 @@ class SpeculativeDecoder:
         return Request(prompts, left, ends, sampling, eos_ids, pad_id, read_logprobs(return_logprobs))
 
     def _make_step(self, logprobs: str, unused: tuple[str, ...]) -> fx.GraphModule:
-        """The step graph for one kind of log-probabilities, with the sampling options that are off left out."""
-        if (logprobs, unused) in self._steps:
+        """The step for one kind of log-probabilities, without the sampling options that are off.
+
+        It is a stage like the others: verified, reported and dumped.
+        """
+        with self._lock:
+            if (logprobs, unused) not in self._steps:
+                pass_ = SpecialiseStep(logprobs, unused)
+                stages, reports = run_passes(self._program, [pass_], self._callbacks)
+                self.stages[unique(pass_.name, self.stages)] = program = stages[pass_.name]
+                self._reports += reports
+                self._steps[logprobs, unused] = program.executable(self._compiled)
             return self._steps[logprobs, unused]
-        program = self._program.copy()
-        left_out = {program.input(name) for name in unused if name in program.inputs}
-        for node in program.graph.nodes:
-            node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
-            if "logprobs" in node.kwargs:
-                node.kwargs = {**node.kwargs, "logprobs": logprobs}
-        self._steps[logprobs, unused] = program.executable(self._compiled)
-        return self._steps[logprobs, unused]
 
     def _unused_inputs(self, sampling: Sampling) -> tuple[str, ...]:
         """State the step can do without: options that are off, and seeds where no noise is drawn."""

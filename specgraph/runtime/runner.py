@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.ir.program import Program
+from specgraph.ir.state import State, allocate, first_sequences, num_bytes
 from specgraph.kernels.launch import new_counters, own_counters
 from specgraph.kernels.step.results import NUM_COUNTS, pack_results
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
 from specgraph.runtime.requests import Request
-from specgraph.runtime.state import State, allocate, clear_state, fill_state, new_state, num_bytes, prefix, state_sizes
+from specgraph.runtime.state import clear_state, fill_state, new_state, state_sizes
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
@@ -94,7 +95,7 @@ class Workspace:
     """A state and the graphs captured over it; serves one request at a time.
 
     Attributes:
-        sizes: what the state has room for, by the letters of :class:`~specgraph.ir.program.Buffer`.
+        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         state: its tensors.
         counters: arrival counters of its launches, which other streams must not touch.
         mailbox: where results of its steps go.
@@ -107,6 +108,7 @@ class Workspace:
         self.counters = new_counters(device)
         self.mailbox = Mailbox(sizes["B"], 2 * self.state["next_window"].shape[1] + NUM_COUNTS, device)
         self._pool = pool
+        self._program = program
         self._graphs: dict[tuple[Mode, int], _Captured] = {}
 
     @property
@@ -117,7 +119,7 @@ class Workspace:
     @property
     def num_bytes(self) -> int:
         """Bytes of the state."""
-        return num_bytes(self.state)
+        return num_bytes(self._program, self.state)
 
     def has(self, mode: Mode, batch: int) -> bool:
         """Whether that graph is there."""
@@ -141,7 +143,7 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, step: fx.GraphModule, program: Program, space: Workspace, batch: int, mode: Mode) -> None:
-        super().__init__(step, prefix(program, space.state, batch), space.counters)
+        super().__init__(step, first_sequences(program, space.state, batch), space.counters)
         self.space = space
         with self.active():
             if not space.has(mode, batch):  # an interrupted request may have left rows active: they would run now
@@ -185,7 +187,7 @@ class Runners:
         if not self.program.captured:
             return Runner(step, new_state(self.program, request, self.program.target.device))
         sizes = state_sizes(self.program, request)
-        sizes = bucket(sizes, self.max_batch_size, self.program.options["block_size"])
+        sizes = bucket(sizes, self.max_batch_size, self.program.block_size)
         runner = GraphRunner(step, self.program, self._workspace(sizes), sizes["B"], mode)
         with runner.active():
             fill_state(self.program, runner.state, request)

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
+from specgraph.ir.state import State, allocate, each_buffer
 from specgraph.runtime.requests import Request
-
-State = dict[str, Any]
-
-
-def allocate(program: Program, sizes: Mapping[str, int], device: torch.device) -> State:
-    """Fresh tensors for every input of the step graph but ``window``, which each call brings."""
-    state: State = {}
-    for name, spec in program.inputs.items():
-        if name == "window":
-            continue
-        buffers = (spec,) if isinstance(spec, Buffer) else spec
-        tensors = tuple(buffer.allocate(sizes, device) for buffer in buffers)
-        state[name] = tensors[0] if isinstance(spec, Buffer) else tensors
-    return state
 
 
 def state_sizes(program: Program, request: Request) -> dict[str, int]:
-    """What the letters of :class:`~specgraph.ir.program.Buffer` stand for in a request."""
+    """What the letters of :class:`~specgraph.kernels.state.Buffer` stand for in a request."""
     blocks = _blocks(program, request)
     return {
         "B": len(request.prompts),
@@ -46,30 +33,12 @@ def new_state(program: Program, request: Request, device: torch.device) -> State
 
 
 def _blocks(program: Program, request: Request) -> list[int]:
-    return [-(-limit // program.options["block_size"]) for limit in request.limits]
-
-
-def num_bytes(state: State) -> int:
-    """Bytes of all tensors of a state."""
-    tensors = [t for value in state.values() for t in (value if isinstance(value, tuple) else (value,))]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def prefix(program: Program, state: State, batch: int) -> State:
-    """The state of the first ``batch`` sequences: views, with the caches and whatever else belongs to all of them."""
-
-    def first(name: str, value: Any) -> Any:
-        spec = program.inputs[name]
-        return value[:batch] if isinstance(spec, Buffer) and spec.shape[0] == "B" else value
-
-    return {name: first(name, value) for name, value in state.items()}
+    return [-(-limit // program.block_size) for limit in request.limits]
 
 
 def clear_state(program: Program, state: State) -> None:
-    """No sequence is active any more. Caches keep what they hold: rows that no sequence has written are never seen."""
-    for name, spec in program.inputs.items():
-        if name in state and isinstance(spec, Buffer):
-            state[name].fill_(spec.fill)
+    """No sequence is active any more: every buffer is reset as it declares."""
+    each_buffer(program, state, lambda buffer, tensor: buffer.reset_(tensor))
 
 
 def fill_state(program: Program, state: State, request: Request) -> None:

@@ -1,6 +1,5 @@
-"""The optimisation loop that the target and the draft share, and their two losses."""
+"""The optimisation loop of a target and of a draft model that are trained from scratch, and their two losses."""
 
-import contextlib
 import itertools
 import math
 import time
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..progress import Note, Progress
 from .config import OptimConfig
 from .data import Batch
-from .progress import Progress
+from .updates import Updates
 
 Loss = Callable[[Batch], Tensor]
 """Loss of every predicted token, ``[B, S - 1]`` float32, not weighted."""
@@ -78,84 +78,81 @@ def optimise(
     batches: Iterator[Batch],
     heldout: Sequence[Batch],
     cfg: OptimConfig,
-    device: torch.device,
+    accelerator: Any,
 ) -> StageReport:
     """Train ``model`` in place on ``cfg.steps`` batches and leave it with the weights of its best held-out loss.
 
-    Weights stay float32; on a GPU the forward pass runs under bf16 autocast.
+    Weights stay float32; losses are computed under the accelerator's autocast.
     """
-    report, best = StageReport(parameters=sum(p.numel() for p in model.parameters()), steps=cfg.steps), {}
-    optimizer = make_optimizer(model, cfg, device)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, cfg))
-    progress, start = Progress(label, cfg.steps), time.monotonic()
-    running, seen = torch.zeros((), device=device), 0
-    for step, batch in enumerate(itertools.islice(batches, cfg.steps), 1):
-        running, seen = running + _update(model, loss, _to(batch, device), optimizer, cfg.grad_clip), seen + 1
-        schedule.step()
-        if step % cfg.eval_every == 0 or step == cfg.steps:
-            mean, held = float(running) / seen, evaluate(model, loss, heldout, device)
-            report.curve.append((step, round(mean, 4), round(held, 4)))
-            report.train_loss, running, seen = mean, torch.zeros((), device=device), 0
-            progress.show(step, f"loss {mean:.4f} held-out {held:.4f}")
-            if held < report.heldout_loss:
-                report.heldout_loss, report.best_step = held, step
-                best = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        elif progress.due():
-            progress.show(step, f"loss {float(running) / seen:.4f}")
-    if best:
-        model.load_state_dict(best)
-    report.seconds = round(time.monotonic() - start, 1)
-    return report
+    start, updates = time.monotonic(), Updates(model, cfg, accelerator)
+    watch = _Watch(model, loss, heldout, accelerator, cfg)
+    with Progress(label, cfg.steps, True, keep=True) as progress:
+        for step, batch in enumerate(itertools.islice(batches, cfg.steps), 1):
+            watch.losses.append(updates.update(_mean_loss(loss, batch, accelerator)))
+            progress.advance(1, watch.note(step))
+    return watch.finish(round(time.monotonic() - start, 1))
 
 
-def evaluate(model: torch.nn.Module, loss: Loss, batches: Sequence[Batch], device: torch.device) -> float:
+class _Watch:
+    """Measures a model every ``cfg.eval_every`` steps and at the end, and remembers its best weights.
+
+    Attributes:
+        losses: of every batch since the last measurement, still on the device.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, loss: Loss, heldout: Sequence[Batch], accelerator: Any, cfg: OptimConfig
+    ) -> None:
+        self._model, self._loss, self._heldout, self._accelerator, self._cfg = model, loss, heldout, accelerator, cfg
+        self._report = StageReport(parameters=sum(p.numel() for p in model.parameters()), steps=cfg.steps)
+        self._best: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+
+    def note(self, step: int) -> Note:
+        """Measure if it is time to, and say how training goes."""
+        if step % self._cfg.eval_every and step != self._cfg.steps:
+            return lambda: f"loss {self._mean():.4f}"
+        report, mean = self._report, self._mean()
+        held = evaluate(self._model, self._loss, self._heldout, self._accelerator)
+        report.curve.append((step, round(mean, 4), round(held, 4)))
+        report.train_loss, self.losses = mean, []
+        if held < report.heldout_loss:
+            report.heldout_loss, report.best_step = held, step
+            self._best = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+        return f"loss {mean:.4f} held-out {held:.4f}"
+
+    def finish(self, seconds: float) -> StageReport:
+        """Give the model its best weights, and say how training went."""
+        if self._best:
+            self._model.load_state_dict(self._best)
+        self._report.seconds = seconds
+        return self._report
+
+    def _mean(self) -> float:
+        return float(sum(self.losses)) / len(self.losses)
+
+
+def evaluate(model: torch.nn.Module, loss: Loss, batches: Sequence[Batch], accelerator: Any) -> float:
     """Weighted mean loss over ``batches``, in nats per token; the model is left in training mode as it was."""
     training = model.training
     model.eval()
     total = weight = 0.0
     with torch.no_grad():
         for batch in batches:
-            moved = _to(batch, device)
-            with _autocast(device):
+            moved = _to(batch, accelerator.device)
+            with accelerator.autocast():
                 total += float((loss(moved) * moved.weights).sum())
             weight += float(batch.weights.sum())
     model.train(training)
     return total / weight
 
 
-def lr_factor(step: int, cfg: OptimConfig) -> float:
-    """Share of the learning rate at ``step`` (from 0): up to 1 during the warm-up, then a cosine."""
-    if step < cfg.warmup_steps:
-        return (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)
-    return cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _update(
-    model: torch.nn.Module, loss: Loss, batch: Batch, optimizer: torch.optim.Optimizer, grad_clip: float
-) -> Tensor:
-    """One step of the optimizer; returns the batch's mean loss, still on the device."""
-    with _autocast(batch.tokens.device):
-        mean = (loss(batch) * batch.weights).sum() / batch.weights.sum()
-    optimizer.zero_grad(set_to_none=True)
-    torch.autograd.backward(mean)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    optimizer.step()
-    return mean.detach()
-
-
-def make_optimizer(model: torch.nn.Module, cfg: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW for what has a gradient; matrices decay, norms do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
-
-
-def _autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+def _mean_loss(loss: Loss, batch: Batch, accelerator: Any) -> Tensor:
+    """The weighted mean over the predicted tokens of one batch, as a scalar on the accelerator's device."""
+    moved = _to(batch, accelerator.device)
+    with accelerator.autocast():
+        mean: Tensor = (loss(moved) * moved.weights).sum() / moved.weights.sum()
+    return mean
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

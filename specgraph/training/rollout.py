@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..progress import Progress
 from .config import RolloutConfig
 from .data import Document, Encoded, format_question
-from .progress import Progress
 
 _MARKS = format_question("\0").split("\0")  # what stands before and after a question
 
@@ -24,13 +24,13 @@ def continue_prompts(
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     results: list[list[int]] = [[] for _ in prompts]
-    progress = Progress(label, len(prompts))
-    for at in range(0, len(order), batch_size):
-        chosen = order[at : at + batch_size]
-        for index, ids in zip(chosen, _generate(model, [prompts[i] for i in chosen], max_new_tokens, temperature),
-                              strict=True):  # fmt: skip
-            results[index] = ids
-        progress.show(at + len(chosen))
+    with Progress(label, len(prompts), True, keep=True) as progress:
+        for at in range(0, len(order), batch_size):
+            chosen = order[at : at + batch_size]
+            written = _generate(model, [prompts[index] for index in chosen], max_new_tokens, temperature)
+            for index, ids in zip(chosen, written, strict=True):
+                results[index] = ids
+            progress.advance(len(chosen))
     return results
 
 

@@ -29,6 +29,7 @@ from .loop import StageReport, cross_entropy, distillation, evaluate, optimise
 from .models import build_model, count_parameters, folder_bytes, load_model, save_model
 from .rollout import write_documents
 from .tokenizer import train_tokenizer
+from .updates import accelerator_on
 
 
 @dataclass
@@ -49,7 +50,7 @@ class TrainReport:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return "\n".join([
+        lines = [
             _stage_line("target", "cross-entropy", self.target, self.target_bytes),
             _stage_line("draft", "KL to the target", self.draft, self.draft_bytes),
             f"greedy, {self.acceptance.questions} questions, K={self.acceptance.num_speculative_tokens}: "
@@ -57,7 +58,8 @@ class TrainReport:
             f"acceptance length {self.acceptance.acceptance_length:.3f} ± {self.acceptance.standard_error:.3f}",
             "accepted per position: " + " ".join(f"{share:.3f}" for share in self.acceptance.per_position),
             f"{self.seconds:.0f} s on {self.device}",
-        ])  # fmt: skip
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,16 @@ def run_training(cfg: TrainConfig) -> TrainReport:
     check_config(cfg)
     check_paths(cfg)
     device = _device(cfg.device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        accelerator_on(device) as accelerator,
+    ):
         torch.manual_seed(cfg.seed)
-        return _run(cfg, device)
+        return _run(cfg, accelerator)
 
 
-def _run(cfg: TrainConfig, device: torch.device) -> TrainReport:
-    start = time.monotonic()
+def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
+    start, device = time.monotonic(), accelerator.device
     documents = read_documents(cfg.data)
     asked = read_documents(cfg.eval_data, "eval_data") if cfg.eval_data else []
     train, heldout = split_documents(documents, cfg.heldout, cfg.seed)
@@ -99,13 +104,13 @@ def _run(cfg: TrainConfig, device: torch.device) -> TrainReport:
     data = _encode(cfg, tokenizer, train, heldout, asked or heldout)
 
     target_folder = cfg.target.checkpoint or os.path.join(cfg.output, "target")
-    trained = None if cfg.target.checkpoint else _pretrain(cfg, tokenizer, data, target_folder, device)
+    trained = None if cfg.target.checkpoint else _pretrain(cfg, tokenizer, data, target_folder, accelerator)
     target = load_model(target_folder, device)
-    target_report = trained or _loaded_target(cfg, target, data, device)
+    target_report = trained or _loaded_target(cfg, target, data, accelerator)
 
     written = write_documents(target, tokenizer, data.questions, cfg.draft.rollout)
     draft_folder = os.path.join(cfg.output, "draft")
-    draft_report = _distil(cfg, tokenizer, target, data, written, draft_folder, device)
+    draft_report = _distil(cfg, tokenizer, target, data, written, draft_folder, accelerator)
     report = TrainReport(
         target=target_report,
         draft=draft_report,
@@ -144,22 +149,22 @@ def _encode(
     )
 
 
-def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, device: torch.device) -> StageReport:
+def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, accelerator: Any) -> StageReport:
     """Train a target and save it to ``folder``."""
     optim, pad_id = cfg.target.optim, tokenizer.pad_token_id
-    target = build_model(cfg.target.model, tokenizer).to(device)
+    target = build_model(cfg.target.model, tokenizer)
     batches = shuffled(data.train, optim.batch_size, pad_id, cfg.seed)
     heldout = in_order(data.heldout, optim.batch_size, pad_id)
     loss = cross_entropy(target, cfg.target.input_noise)
-    report = optimise("target", target.train(), loss, batches, heldout, optim, device)
+    report = optimise("target", target.train(), loss, batches, heldout, optim, accelerator)
     save_model(target, tokenizer, folder)
     return report
 
 
-def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, device: torch.device) -> StageReport:
+def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, accelerator: Any) -> StageReport:
     """What is known of a target that was not trained here: its size and its held-out loss."""
     heldout = in_order(data.heldout, cfg.target.optim.batch_size, target.generation_config.pad_token_id)
-    loss = evaluate(target, cross_entropy(target), heldout, device)
+    loss = evaluate(target, cross_entropy(target), heldout, accelerator)
     return StageReport(parameters=count_parameters(target), heldout_loss=loss)
 
 
@@ -170,17 +175,17 @@ def _distil(
     data: _Data,
     written: list[Encoded],
     folder: str,
-    device: torch.device,
+    accelerator: Any,
 ) -> StageReport:
     """Train a draft on the data's documents and those in the target's own words alike, and save it to ``folder``.
 
     Held-out is the KL on the held-out documents' answers.
     """
     optim, pad_id = cfg.draft.optim, tokenizer.pad_token_id
-    draft = build_model(cfg.draft.model, tokenizer).to(device)
+    draft = build_model(cfg.draft.model, tokenizer)
     batches = shuffled([*data.train, *written], optim.batch_size, pad_id, cfg.seed + 1, cfg.draft.question_weight)
     heldout = in_order(data.heldout, optim.batch_size, pad_id, 0.0)
-    report = optimise("draft", draft.train(), distillation(draft, target), batches, heldout, optim, device)
+    report = optimise("draft", draft.train(), distillation(draft, target), batches, heldout, optim, accelerator)
     save_model(draft, tokenizer, folder)
     return report
 

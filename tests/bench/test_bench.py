@@ -12,12 +12,14 @@ import torch
 
 from specgraph.bench import run, steps
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import Experts, Sizes, cases
-from specgraph.bench.models import DRAFT_VOCAB, SHAPES, random_head, random_target, shape_config
+from specgraph.bench.kernels import cases
+from specgraph.bench.models import SHAPES, random_head, random_target, shape_config
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
+from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
 from specgraph.bench.traffic import step_traffic
 from specgraph.cli import main
+from specgraph.drafters.eagle3 import RANDOM_VOCAB, Eagle3DraftConfig
 from specgraph.runtime.decoder import SpeculativeDecoder
 from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model
@@ -104,10 +106,10 @@ def test_the_limit_of_the_8b_shape_is_that_of_the_design() -> None:
 def test_shapes_can_be_built(name: str) -> None:
     with torch.device("meta"):
         target = random_target(name, torch.device("meta"), torch.bfloat16)
-        head = random_head(target, parallel=True)
+        head = random_head(target, Eagle3DraftConfig(parallel=True))
     assert target.dtype == head.module.lm_head.weight.dtype == torch.bfloat16
     assert target.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert head.module.lm_head.out_features == min(DRAFT_VOCAB, target.config.vocab_size)
+    assert head.module.lm_head.out_features == min(RANDOM_VOCAB, target.config.vocab_size)
     assert head.module.embed_tokens.weight.shape == target.get_input_embeddings().weight.shape
     if name == "llama-3-8b-shape":
         sizes = {n: p.numel() * 2 for n, p in head.module.named_parameters() if n != "embed_tokens.weight"}
@@ -123,7 +125,7 @@ def test_random_weights_repeat_and_leave_the_callers_numbers_alone() -> None:
     assert torch.equal(torch.rand(1), after) and torch.get_default_dtype() == torch.float32
     again = random_target("tiny-shape", torch.device("cpu"), torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    head = random_head(first, parallel=False)
+    head = random_head(first, Eagle3DraftConfig())
     assert head.module.embed_tokens.weight.data_ptr() == first.get_input_embeddings().weight.data_ptr()
     assert head.module.mask_hidden is None and head.features == (0, 1, 2)
 
@@ -193,7 +195,9 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert all(name in shown for name in KERNEL_COLUMNS.values())
     found = json.loads(written.read_text())["rows"]
-    assert {row["kernel"] for row in found} == {"linear", "rms_norm", "gated_activation", "paged_attention", "verify"}
+    assert {row["kernel"] for row in found} == {
+        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup"
+    }  # fmt: skip
     assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
     rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
     assert rows["linear", "qkv 128x64, 6 rows"] == 4 * (128 * 64 + 6 * 64 + 6 * 128)
@@ -201,11 +205,12 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
     assert rows["linear", "down with residual, next norm, 64x192, 2 rows"] == 4 * (64 * 192 + 2 * 192 + 64 + 3 * 2 * 64)
     assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
-    assert rows["gated_activation", "192 wide, 6 rows"] == 4 * 6 * 3 * 192
     for how in ("greedy", "temperature 0.8", "temperature 0.8, top-p 0.9"):
         assert rows["verify", f"batch 2, K = 2, 512 tokens, {how}"] == 4 * 2 * 3 * 512
     attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
     assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
+    assert rows["record_tokens", "batch 2, 4 tokens"] == 8 * 2 * 4 * 3
+    assert rows["ngram_lookup", "batch 2, K = 2, 9 tokens"] == 8 * 2 * (9 + 2)
 
 
 def small_options() -> BenchConfig:
@@ -223,7 +228,7 @@ def test_experts_are_in_the_place_of_the_feed_forward_part() -> None:
     layer = 128 * 3 * 768 * 2048 + sum(i * o for name, (i, o) in sizes.linears.items() if name != "lm_head")
     assert 48 * layer + 2 * sizes.hidden * sizes.vocab == pytest.approx(30.5e9, rel=2e-3)
     found = {case.kernel for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)}
-    assert "expert_linear" in found and "gated_activation" not in found
+    assert "expert_linear" in found
 
 
 def test_only_experts_that_are_met_count() -> None:
@@ -239,9 +244,11 @@ def test_only_experts_that_are_met_count() -> None:
 def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
     for case in cases(sizes, small_options(), torch.device("cpu"), torch.float32):
         ours, libraries = case.make()
-        if case.kernel in ("linear", "rms_norm", "gated_activation", "expert_linear"):
+        if case.kernel in ("linear", "rms_norm", "expert_linear"):
             for call in libraries.values():
                 assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
+        if case.kernel == "ngram_lookup":
+            assert all(torch.equal(ours(), call()) for call in libraries.values())  # type: ignore[arg-type]
         if case.kernel == "verify":
             assert bool((ours()[1] >= 1).all())  # type: ignore[index]
 

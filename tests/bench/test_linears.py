@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from specgraph.bench import run
-from specgraph.bench.kernels import LIBRARY_FORM, Experts, Product, Sizes, step_products
+from specgraph.bench.kernels import LIBRARY_FORM, Product, step_products
 from specgraph.bench.linears import LinearRow, changes, crossovers, describe_crossovers
 from specgraph.bench.models import shape_config
+from specgraph.bench.sizes import Experts, Sizes
 from specgraph.cli import main
 from specgraph.kernels.linear import library
 from specgraph.kernels.linear.library import Crossovers

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints import load_head, open_checkpoint
-from specgraph.config import DraftConfig
-from specgraph.drafters import DraftHead
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
+from specgraph.drafters.eagle3 import load_head
+from specgraph.drafters.registry import open_checkpoint
 from specgraph.ir.model_info import ModelInfo
 from tests.models import make_model
 

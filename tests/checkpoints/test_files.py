@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specgraph.checkpoints import open_checkpoint
 from specgraph.checkpoints.files import open_files
+from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from tests.checkpoints import layouts
 from tests.checkpoints.running import load

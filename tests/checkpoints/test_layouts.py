@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.checkpoints import open_checkpoint
+from specgraph.drafters.registry import open_checkpoint
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MASK, Written
 from tests.checkpoints.reference import Reference, llama3_rope, plain_rope

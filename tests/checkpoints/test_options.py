@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.checkpoints import eagle3, load_head, open_checkpoint, read_options, save_head, shared_notes
-from specgraph.config import DraftConfig
-from specgraph.drafters import DraftHead
+from specgraph.checkpoints import loading
+from specgraph.checkpoints.loading import shared_notes
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
+from specgraph.drafters.eagle3 import load_head, read_options
+from specgraph.drafters.registry import open_checkpoint
+from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError
 from specgraph.ir.tensors import equal_tensors
 from tests.checkpoints import layouts
@@ -98,7 +102,7 @@ def test_a_copy_of_the_targets_tensor_is_not_brought_to_its_device(
     change: int | None, shared: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared in the target's dtype, a part after the other; one element more or less is another tensor."""
-    monkeypatch.setattr(eagle3, "equal_tensors", lambda a, b: equal_tensors(a, b, 3 * layouts.HIDDEN))
+    monkeypatch.setattr(loading, "equal_tensors", lambda a, b: equal_tensors(a, b, 3 * layouts.HIDDEN))
     model: Any = target() if dtype == torch.float64 else copy.deepcopy(target()).float().double()
     written = layouts.nvidia()
     copied = model.model.embed_tokens.weight.detach().clone()
@@ -112,7 +116,7 @@ def test_a_copy_of_the_targets_tensor_is_not_brought_to_its_device(
     assert head.module.lm_head.weight is not model.lm_head.weight
     size = f"{layouts.VOCAB * layouts.HIDDEN * 8:,} bytes"
     note = f"shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, {size}"
-    assert shared_notes(checkpoint, head, model) == ((note,) if shared else ())
+    assert shared_notes(checkpoint, head.module, model) == ((note,) if shared else ())
 
 
 def test_an_identity_map_is_no_map(tmp_path: Path) -> None:

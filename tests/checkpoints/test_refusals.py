@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.checkpoints import open_checkpoint
+from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import DRAFT_VOCAB, VOCAB, Written

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.checkpoints import save_head
+from specgraph.drafters.speculators import save_head
 from tests.checkpoints import layouts
 from tests.checkpoints.layouts import HIDDEN, VOCAB
 from tests.checkpoints.running import draft, load, target

@@ -249,10 +249,10 @@ def test_sweep_over_drafts_by_their_paths(
 
 
 MISTAKES = {
-    "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle3, ngram, "
-                   "none, peagle, or the path of a checkpoint.",
+    "draft=eagl3": "There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of draft_model, eagle, eagle3, "
+                   "medusa, ngram, none, peagle, or the path of a checkpoint.",
     "draft=./nowhere/eagle3": "draft=./nowhere/eagle3: there is no such file or folder; draft is one of draft_model, "
-                              "eagle3, ngram, none, peagle, or the path of a checkpoint (",
+                              "eagle, eagle3, medusa, ngram, none, peagle, or the path of a checkpoint (",
     "draft=.": "There is no config.json; a checkpoint is ",
     "draft.num_speculative_token=3":
         "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",
@@ -369,7 +369,7 @@ def test_real_process(empty_folder: Path) -> None:
 
 def test_help_needs_no_torch() -> None:
     """The command line's own modules, under a package that imports nothing."""
-    folder = Path(commands.__file__).parent
+    folder = Path(commands.__file__).parents[1]
     script = (
         "import sys, types; package = types.ModuleType('specgraph'); "
         f"package.__path__ = [{str(folder)!r}]; sys.modules['specgraph'] = package; "

@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph import drafters
 from specgraph.compiler.numerics import NumericsCallback
-from specgraph.compiler.pipeline import StageReport, run_passes
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.draft_model import draft_model
+from specgraph.drafters.ngram import ngram
+from specgraph.drafters.none import NoDrafter
 from specgraph.dump import render
 from specgraph.errors import NumericsError, PassError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, trace
 from specgraph.ir.graphs import calls, get_attribute, new_module, remove_dead_code
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.kernels import step
+from specgraph.kernels.state import Buffer
 from specgraph.passes import PASSES
 from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
@@ -31,6 +32,7 @@ from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.pipeline import StageReport, run_passes
 from specgraph.passes.share_weights import ShareWeights
 from tests.models import make_model
 
@@ -46,9 +48,9 @@ def traced(layers: int = 2) -> TracedModel:
 def first(drafter: str = "none", k: int = 3, target: TracedModel | None = None) -> Program:
     """The stage ``trace`` of a small target; the draft model has one layer less."""
     made = {
-        "none": drafters.none,
-        "ngram": lambda: drafters.ngram(k, 3, 1, torch.device("cpu")),
-        "draft_model": lambda: drafters.draft_model(traced(1), k),
+        "none": NoDrafter,
+        "ngram": lambda: ngram(k, 3, 1, torch.device("cpu")),
+        "draft_model": lambda: draft_model(traced(1), k),
     }[drafter]()
     return first_program(target or traced(), made)
 
@@ -92,7 +94,7 @@ def toy() -> Program:
     x = graph.placeholder("x")
     graph.output(graph.call_function(aten.mul.Tensor, (x, graph.get_attr("weight"))))
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
-    program = Program(fx.Graph(), {"scale": new_module(root, graph, "scale")}, {}, info, Drafter("none", "none", 0, {}))
+    program = Program(fx.Graph(), {"scale": new_module(root, graph, "scale")}, {}, info, NoDrafter())
     program.set_output(program.call("scale", program.placeholder("x", Buffer(("B", 4), torch.float32))))
     return program
 
@@ -116,7 +118,6 @@ class Negate(Pass):
         with module.inserting_before(module.output_node()):
             module.call_function(torch.neg, module.output_node().args)
         program.inputs["new"] = Buffer(("B",))
-        program.options["new"] = 1
         if self.raises:
             raise PassError("negate: no.")
         misses = (NearMiss("there", "too small"), NearMiss("here", "too big"))
@@ -217,10 +218,10 @@ def test_an_unexpected_number_of_matches_is_loud_and_tells_why(matches: int, exp
 @pytest.mark.parametrize("pass_", [Negate(raises=True), Negate(matches=0)], ids=["raises", "wrong count"])
 def test_a_pass_that_fails_leaves_the_program_as_it_was(pass_: Negate):
     program = toy()
-    before = everything(program), dict(program.inputs), dict(program.options), program.facts
+    before = everything(program), dict(program.inputs), program.facts
     with pytest.raises(PassError):
         run_passes(program, [pass_])
-    assert (everything(program), program.inputs, program.options, program.facts) == before
+    assert (everything(program), program.inputs, program.facts) == before
     assert program.step()(x=torch.ones(1, 4)).tolist() == [[3.0] * 4]
 
 
@@ -229,10 +230,10 @@ def test_no_stage_changes_when_later_passes_run():
         kept = []
         program = first(drafter)
         for pass_ in every_pass("block"):
-            kept.append((program, everything(program), dict(program.inputs), dict(program.options)))
+            kept.append((program, everything(program), dict(program.inputs)))
             program = last(program, [pass_])
-        for earlier, nodes, inputs, options in kept:
-            assert (everything(earlier), earlier.inputs, earlier.options) == (nodes, inputs, options)
+        for earlier, nodes, inputs in kept:
+            assert (everything(earlier), earlier.inputs) == (nodes, inputs)
 
 
 def test_a_trace_serves_any_number_of_programs():
@@ -258,9 +259,9 @@ def test_a_copy_is_independent_and_shares_its_tensors():
     copy.placeholder("more", Buffer(("B",)))
     copy.set_output(copy.input("start"))
     copy.modules["new"] = copy.modules.pop("lm_head")
-    copy.options["new"] = copy.facts = frozenset({"new"})
+    copy.facts = frozenset({"new"})
     assert everything(program) == before and program.inputs == inputs
-    assert program.options == {} and program.facts == {"traced"} and "lm_head" in program.modules
+    assert program.facts == {"traced"} and "lm_head" in program.modules
     assert not any(hasattr(m, "extra") for m in program.modules.values())
     assert len(program.with_role("logits")) == 1
 
@@ -311,11 +312,12 @@ def test_the_whole_step_with_a_draft_model_reads_as_a_page():
         logits = self.lm_head(needed)
         drafts = draft_tokens(window)
         next_positions = positions + 1
-        verified_tokens, _, logprobs, bad = torch.ops.specgraph.verify.default(logits, drafts, None, temperature, seeds,
-            next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="strict", posterior_threshold=0.09,
-            posterior_alpha=0.3, acceptance_rate=0.7, logprobs="none")
+        verified_tokens, _, verified_rows, logprobs, bad = torch.ops.specgraph.verify.default(logits, drafts, None,
+            temperature, seeds, next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="strict",
+            posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7, logprobs="none")
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
         num_emitted = count_emitted(emitted)
+        emitted_rows = cut_rows(verified_rows, emitted)
         accepted = draft_inputs(window, emitted, vocab_size=101)
         accepted_positions = row_positions(start, accepted)
         accepted_rows = catch_up_rows(num_emitted)

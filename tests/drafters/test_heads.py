@@ -39,8 +39,8 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
-from specgraph.checkpoints import save_head
-from specgraph.drafters import DraftHead
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError, PassError
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots

@@ -14,19 +14,21 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, fx, nn
 
-from specgraph import drafters
 from specgraph.compiler.numerics import example_state
-from specgraph.compiler.pipeline import run_passes
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.draft_model import draft_model
+from specgraph.drafters.ngram import ngram
+from specgraph.drafters.none import NoDrafter
 from specgraph.dump import LoadedStage, Module, class_name, dump, load_stage, render, weights_of
 from specgraph.errors import ConfigError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import new_module, set_attribute
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.kernels import step
+from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes import PASSES
+from specgraph.passes.pipeline import run_passes
 from tests.models import make_model, shared_model
 
 aten = torch.ops.aten
@@ -39,11 +41,11 @@ def shift(values: Tensor, by: float = 1.0) -> Tensor:
 def toy_program() -> Program:
     """A step of its own: adds a row of a table to a total in place and moves on."""
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
-    program = Program(fx.Graph(), {}, {}, info, Drafter("none", "none", 0, {}), options={"block_size": 16})
+    program = Program(fx.Graph(), {}, {}, info, NoDrafter())
     program.modules["table"] = table_module()
     total = program.placeholder("total", Buffer(("B", 4), torch.float32, 0.5))
     start = program.placeholder("start", Buffer(("B",)))
-    pair = program.placeholder("pair", (Buffer(("B", 2)), Buffer((3,), torch.bool)))
+    pair = program.placeholder("pair", (Buffer(("B", 2)), per_call(3, dtype=torch.bool)))
     first = program.call(operator.getitem, pair, 0)
     rows = program.call(step.row_positions, start, first, name="row_positions", role="positions")
     picked = program.call("table", positions=rows, name="picked")
@@ -76,7 +78,7 @@ def toy_state() -> dict[str, Any]:
 def function_program(*calls: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Program:
     """``x`` through a chain of calls; ``"x"`` among the arguments is the value so far."""
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
-    program = Program(fx.Graph(), {}, {}, info, Drafter("none", "none", 0, {}))
+    program = Program(fx.Graph(), {}, {}, info, NoDrafter())
     value = program.placeholder("x", Buffer(("B", 3, 4), torch.float32))
     for target, args, kwargs in calls:
         value = program.call(target, *(value if a == "x" else a for a in args), **kwargs)
@@ -95,7 +97,7 @@ def compiled_stages(kind: str = "draft_model", rule: str = "strict") -> dict[str
     """All passes over a small model, and a draft that is another one or a part of the same."""
     target = trace(shared_model("llama"))
     draft = trace(shared_model("qwen2", seed=3)) if kind == "draft_model" else None
-    made = drafters.draft_model(draft, 3) if draft else drafters.ngram(3, 3, 1, target.info.device)
+    made = draft_model(draft, 3) if draft else ngram(3, 3, 1, target.info.device)
     ruled = ("insert_draft", "insert_verify")
     passes = [cls(rule=rule) if name in ruled else cls() for name, cls in PASSES.items()]  # type: ignore[call-arg]
     return run_passes(first_program(target, made), passes)[0]
@@ -241,7 +243,7 @@ def test_a_toy_stage_comes_back(tmp_path: Path):
     folder = dump({"only": program}, tmp_path / "graphs", report="# toy\n")
     assert folder == tmp_path / "graphs"
     loaded = load_stage(folder / "00_only")
-    assert loaded.name == "only" and loaded.inputs == program.inputs and loaded.options == {"block_size": 16}
+    assert loaded.name == "only" and loaded.inputs == program.inputs
     ours, theirs = loaded.allocate({"B": 2}), toy_state()
     assert ours["total"].shape == (2, 4) and bool((ours["total"] == 0.5).all())
     ours["total"].fill_(1), ours["start"].copy_(theirs["start"])
@@ -278,7 +280,7 @@ def test_a_stage_runs_with_the_weights_of_the_live_model(tmp_path: Path):
 def test_weights_are_saved_once(tmp_path: Path):
     tied = make_model("llama", tie_word_embeddings=True)
     traced = trace(tied)
-    program = first_program(traced, drafters.draft_model(traced, 1))
+    program = first_program(traced, draft_model(traced, 1))
     folder = dump({"a": program, "b": program.copy()}, tmp_path / "graphs", report="# report")
     with safe_open(folder / "weights.safetensors", "pt") as file:
         keys = set(file.keys())
@@ -294,7 +296,7 @@ def test_weights_are_saved_once(tmp_path: Path):
 def test_buffers_that_a_state_dict_leaves_out_survive(tmp_path: Path):
     model = shared_model("llama")
     assert not any("inv_freq" in name for name in model.state_dict())
-    program = first_program(trace(model), drafters.none())
+    program = first_program(trace(model), NoDrafter())
     folder = dump({"trace": program}, tmp_path / "graphs", report="")
     rotary: Any = load_stage(folder / "00_trace").module.get_submodule("target.model.rotary_emb")
     assert torch.equal(rotary.inv_freq, model.model.rotary_emb.inv_freq)

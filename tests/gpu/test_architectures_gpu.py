@@ -11,8 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import SpeculativeDecoder
+from specgraph.frontend.tracing import trace
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
 from tests.models import ARCHITECTURES, make_model, ragged_prompts
+from tests.passes.test_insert_kv_cache import run_window
+from tests.passes.test_lower_kernels import LOWERING
 
 PROMPTS = ragged_prompts((3, 17, 8, 1, 11))
 NEW_TOKENS = 24
@@ -85,3 +90,16 @@ def test_speculation_changes_no_bit(architecture: str) -> None:
     assert not found, "\n".join(found)
     # Most n-gram drafts are rejected; without these, hardly a step would emit several tokens.
     assert length > 1.2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "opt", "qwen2_moe"])
+def test_rows_before_the_first_position_change_no_bit(architecture: str) -> None:
+    model = make_model(architecture, dtype=torch.bfloat16).to("cuda")
+    program = last(first(target=trace(model)), [InsertKVCache(16), *LOWERING])
+    tokens = torch.stack(ragged_prompts((20, 20)))
+    expected, before = run_window(program, tokens, 0)
+    for lead in (1, 4):
+        found, caches = run_window(program, tokens, lead)
+        assert torch.equal(found, expected)
+        for cache, other in zip(caches, before, strict=True):
+            assert torch.equal(cache.nan_to_num(9.0), other.nan_to_num(9.0))

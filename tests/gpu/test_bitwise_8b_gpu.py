@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench.models import random_head, random_target
+from specgraph.config import load_config
 
 SEQUENCES, NEW_TOKENS = 64, 96
 Found = list[tuple[Tensor, Tensor]]
@@ -39,7 +40,7 @@ def prompts() -> list[Tensor]:
 def decoder(kind: str, k: int = 1) -> SpeculativeDecoder:
     """The two last ones are kept: all their caches would not fit beside each other."""
     gc.collect()
-    head = random_head(target(), kind == "peagle") if kind in ("eagle3", "peagle") else None
+    head = random_head(target(), load_config(kind).draft) if kind in ("eagle3", "peagle") else None
     draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if head else {"kind": kind})
     config = {"draft": draft, "debug": {"self_check": False}, "max_length": 1024}
     return specgraph.compile_speculative(target(), config, draft=head)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.checkpoints import load_head, open_checkpoint, shared_notes
-from specgraph.config import DraftConfig
+from specgraph.checkpoints.loading import shared_notes
+from specgraph.drafters.eagle3 import Eagle3DraftConfig as DraftConfig
+from specgraph.drafters.eagle3 import load_head
+from specgraph.drafters.registry import open_checkpoint
 from tests.checkpoints import layouts
 from tests.checkpoints.running import info, target
 
@@ -30,4 +32,4 @@ def test_a_head_on_a_gpu(change: bool, tmp_path: Path) -> None:
     assert (head.module.embed_tokens.weight is model.model.embed_tokens.weight) is not change
     assert torch.equal(head.module.embed_tokens.weight.cpu(), copied)
     shared = "shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, "
-    assert any(note.startswith(shared) for note in shared_notes(checkpoint, head, model)) is not change
+    assert any(note.startswith(shared) for note in shared_notes(checkpoint, head.module, model)) is not change

@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.linear import experts, library
-from specgraph.kernels.linear.linear import linear, linear_norm, norm_parts
+from specgraph.kernels.linear import library
+from specgraph.kernels.linear.experts import EXPERT_LINEAR
+from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
 from tests.decoding import compiled
 from tests.gpu.capture import captured, no_synchronisation
 from tests.models import make_model, ragged_prompts
 
+linear, linear_norm, norm_parts, expert_linear = (
+    getattr(torch.ops.specgraph, name) for name in ("linear", "linear_norm", "norm_parts", "expert_linear")
+)
 DTYPE = torch.bfloat16
 SHAPES = {"qkv": (6144, 4096, "none"), "o": (4096, 4096, "none"), "gate_up": (28672, 4096, "silu_mul")}
 
@@ -39,7 +43,7 @@ def test_both_forms_agree_and_the_librarys_runs_in_a_graph(name: str, rows: int)
     ours = linear_norm(x, weight, norm_weight, bias, residual, squares, **options)
 
     def run() -> tuple[Tensor, ...]:
-        return library.linear_norm(x, weight, norm_weight, bias, residual, squares, **options)
+        return LINEAR_NORM.form("library")(x, weight, norm_weight, bias, residual, squares, **options)
 
     with no_synchronisation():
         found = run()
@@ -62,7 +66,7 @@ def test_experts_agree_and_follow_new_ids_in_a_graph(
     chosen = torch.zeros_like(ids)
 
     def run() -> Tensor:
-        return library.expert_linear(x, weight, bias, chosen, transposed=transposed)
+        return EXPERT_LINEAR.form("library")(x, weight, bias, chosen, transposed=transposed)
 
     run()
     with no_synchronisation():
@@ -70,7 +74,7 @@ def test_experts_agree_and_follow_new_ids_in_a_graph(
     graph, found = captured(run)
     chosen.copy_(ids)
     graph.replay()
-    assert_close(found, experts.expert_linear(x, weight, bias, ids, transposed=transposed))
+    assert_close(found, expert_linear(x, weight, bias, ids, transposed=transposed))
 
 
 def test_the_table_of_this_gpu_is_obeyed() -> None:
@@ -83,8 +87,8 @@ def test_the_table_of_this_gpu_is_obeyed() -> None:
         for rows in {rows for change in changes for rows in (change - 1, change)}:
             x = normal(rows, inner)
             faster = library.is_faster("linear", (outer, inner), rows, DTYPE, x.device)
-            assert faster == library.is_faster_for(x, weight, "none")
-            expected = library.linear(x, weight) if faster else linear(x, weight)
+            assert faster == library.is_faster_for(x, weight, gated=False)
+            expected = LINEAR.form("library")(x, weight) if faster else linear(x, weight)
             assert torch.equal(linear(x, weight, bitwise=False), expected), (outer, inner, rows)
 
 

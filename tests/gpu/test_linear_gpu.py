@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from specgraph.kernels.launch import arrival_counters
-from specgraph.kernels.linear.linear import ACTIVATIONS, Tiles, linear, linear_norm, norm_parts, num_pieces, tiles
+from specgraph.kernels.linear.linear import ACTIVATIONS, LINEAR, LINEAR_NORM, NORM_PARTS
+from specgraph.kernels.linear.product import Tiles, num_pieces, tiles
+from specgraph.kernels.ops import Op
 from tests.gpu.capture import captured
 
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 31, 64, 65, 128, 256, 257)
@@ -26,6 +30,26 @@ SHAPES = {
     "awkward": (1000, 1111, {"norm": True, "residual": True}),
 }
 shapes = pytest.mark.parametrize("name", SHAPES)
+
+
+def called(op: Op, given: tuple[Tensor, ...], options: dict[str, object], **tuning: object) -> Any:
+    """The variant that the op would choose; a tiling is the Triton form's alone."""
+    chosen = op.choose("cuda", op.arguments(*given, **options)).name if tuning.get("tiling") is None else "triton"
+    return op.form(chosen, **{name: value for name, value in tuning.items() if value is not None})(*given, **options)
+
+
+def linear(*given: Tensor, tiling: Tiles | None = None, pdl: bool | None = None, **options: object) -> Tensor:
+    return called(LINEAR, given, options, tiling=tiling, pdl=pdl)
+
+
+def linear_norm(
+    *given: Tensor, tiling: Tiles | None = None, pdl: bool | None = None, **options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return called(LINEAR_NORM, given, options, tiling=tiling, pdl=pdl)
+
+
+def norm_parts(*given: Tensor, pdl: bool | None = None) -> tuple[Tensor, Tensor]:
+    return called(NORM_PARTS, given, {}, pdl=pdl)
 
 
 def layer(name: str, rows: int = MOST) -> tuple[Tensor, dict[str, object], Tensor | None]:

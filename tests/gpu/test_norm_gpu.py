@@ -1,4 +1,4 @@
-"""Compiled norms, means and activations at the shapes of real models, in bfloat16."""
+"""Compiled norms and means at the shapes of real models, in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.linear import activation, norm
+from specgraph.kernels.linear import norm
 from tests.gpu.capture import captured, no_synchronisation
 from tests.kernels.linear.test_norm import EPS, assert_close
 
@@ -26,22 +26,16 @@ def weight(x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: norm.rms_norm(x, weight(x), eps=EPS, offset=1.0),
-    "layer_norm": lambda x: norm.layer_norm(x, None, None, eps=EPS),
-    "row_mean": norm.row_mean,
-    "silu": lambda x: activation.gated_activation(x, activation="silu"),
-    "gelu": lambda x: activation.gated_activation(x, activation="gelu"),
-    "gelu_tanh": lambda x: activation.gated_activation(x, activation="gelu_tanh"),
+    "rms_norm": lambda x: norm.RMS_NORM.form("triton")(x, weight(x), eps=EPS, offset=1.0),
+    "layer_norm": lambda x: norm.LAYER_NORM.form("triton")(x, None, None, eps=EPS),
+    "row_mean": norm.ROW_MEAN.form("triton"),
 }
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": lambda x: norm.rms_norm_reference(x, weight(x), eps=EPS, offset=1.0),
-    "layer_norm": lambda x: norm.layer_norm_reference(x, None, None, eps=EPS),
-    "row_mean": norm.row_mean_reference,
-    "silu": lambda x: activation.gated_activation_reference(x, activation="silu"),
-    "gelu": lambda x: activation.gated_activation_reference(x, activation="gelu"),
-    "gelu_tanh": lambda x: activation.gated_activation_reference(x, activation="gelu_tanh"),
+    "rms_norm": lambda x: norm.RMS_NORM.form("reference")(x, weight(x), eps=EPS, offset=1.0),
+    "layer_norm": lambda x: norm.LAYER_NORM.form("reference")(x, None, None, eps=EPS),
+    "row_mean": norm.ROW_MEAN.form("reference"),
 }
-# Head size, hidden sizes, gate and up of an 8B model, and widths that no vector divides.
+# Head size, hidden sizes, gate and up of an 8B model side by side, and widths that no vector divides.
 WIDTHS = (128, 2048, 4096, 16384, 28672, 72, 4102)
 
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.sampling.constants import STREAM_TARGET
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.sample import (
     RULES,
+    SAMPLE_DRAFT,
     STEP_NOISE_RULES,
-    STREAM_TARGET,
     gumbel,
     process_logits,
     sample,
-    sample_draft_reference,
 )
-from specgraph.kernels.verify import invert_vocabulary, verify_reference
+from specgraph.kernels.verify import Verified, invert_vocabulary
+from tests.kernels.verify.definition import verified
 
 LOGPROB_ERROR = 4e-6
 NEAR_TIE = 4e-6
@@ -46,19 +47,18 @@ def problem(batch: int, drafts: int, vocab: int, temperature: float | None = Non
     }
 
 
-def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> tuple[Tensor, ...]:
+def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> Verified:
     cuts = (given.get(name) for name in ("top_k", "top_p", "min_p"))
     found: tuple[Tensor, ...] = torch.ops.specgraph.verify(
         given["logits"], given["draft_tokens"], given.get("draft_logits"), given["temperature"], given["seeds"],
-        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("target_to_draft"), rule=rule,
-        logprobs=logprobs,
+        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("target_to_draft"),
+        given.get("point_mass"), rule=rule, logprobs=logprobs,
     )  # fmt: skip
-    return found
+    return Verified(*found)
 
 
-def reference(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
-    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens", "draft_logits")}
-    return verify_reference(given["logits"], given["draft_tokens"], given.get("draft_logits"), **rest, rule=rule)
+def reference(given: dict[str, Any], rule: str) -> Verified:
+    return verified(**given, rule=rule)
 
 
 def gaps(given: dict[str, Any]) -> Tensor:
@@ -79,6 +79,7 @@ def test_tokens_are_the_references(vocab: int, batch: int, drafts: int, rule: st
     assert clear.float().mean() > 0.9
     assert torch.equal(found[0][clear], wanted[0][clear])
     assert torch.equal(found[1][clear], wanted[1][clear])
+    assert torch.equal(found.accepted_rows[clear], wanted.accepted_rows[clear])
 
 
 CUTS = {
@@ -135,11 +136,35 @@ def test_cuts_and_draft_logits(rule: str) -> None:
         assert all(torch.equal(one[:batch], other) for one, other in zip(found, op(cut, rule), strict=True))
 
 
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+def test_a_batch_with_point_masses_is_its_two_halves(rule: str) -> None:
+    given = problem(8, 7, 128256)
+    near = given["logits"][:, :7] + torch.randn(8, 7, 128256, device="cuda").bfloat16()
+    given["draft_tokens"], given["draft_logits"] = torch.ops.specgraph.sample_draft(
+        near, given["temperature"], given["seeds"], given["positions"][:, 0].contiguous(), None, None, None, None, 0,
+        rule, 128256, True,
+    )  # fmt: skip
+    chosen = torch.arange(8, device="cuda") % 2 == 1
+    given["draft_logits"][chosen] = torch.nan  # nobody looks at them
+    whole = op({**given, "point_mass": chosen}, rule, "raw")
+    halves = {"points": {**given, "draft_logits": None}, "drawn": given}
+    for name, rows in (("points", chosen), ("drawn", ~chosen)):
+        half = {n: value if value is None else value[rows] for n, value in halves[name].items()}
+        for one, other in zip(whole, op(half, rule, "raw"), strict=True):
+            assert torch.equal(one[rows], other)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op({**given, "point_mass": chosen}, rule)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8, None])
 def test_logprobs_are_those_of_float64(temperature: float | None) -> None:
     given = problem(8, 3, 128256, temperature)
     for kind in ("raw", "processed"):
-        emitted, _, found, _ = op(given, logprobs=kind)
+        out = op(given, logprobs=kind)
+        emitted, found = out.emitted, out.logprobs
         source = given["logits"].double()
         if kind == "processed":
             source = process_logits(source, given["temperature"].double())
@@ -166,7 +191,7 @@ def test_a_row_has_the_same_bits_in_blocks_of_1_to_576_rows(vocab: int) -> None:
         found, reached = op(short, logprobs="raw"), whole[1] > first
         both = (found[0][reached] >= 0) & (whole[0][reached][:, rows] >= 0)
         assert both[:, 0].all()
-        for one, other in ((found[0], whole[0]), (found[2], whole[2])):
+        for one, other in ((found[0], whole[0]), (found.logprobs, whole.logprobs)):
             assert torch.equal(one[reached][both], other[reached][:, rows][both])
 
 
@@ -181,7 +206,7 @@ def test_drafts_are_the_references(rule: str, mapped: bool, count: int) -> None:
     temperature = torch.tensor([0.8, 0.0, 1.0, 1.3], device="cuda").repeat(8)
     seeds, key = torch.arange(batch, device="cuda") * 977, torch.arange(batch, device="cuda") * 31
     arguments = (logits, temperature, seeds, key, None, None, None, ids, 0, rule, 128256, True)
-    found, wanted = torch.ops.specgraph.sample_draft(*arguments), sample_draft_reference(*arguments)
+    found, wanted = torch.ops.specgraph.sample_draft(*arguments), SAMPLE_DRAFT.form("reference")(*arguments)
     assert torch.equal(found[1], wanted[1])
     # One of these few hundred draws may be a near tie.
     assert (found[0] != wanted[0]).sum() <= 1

@@ -9,24 +9,26 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph import drafters
-from specgraph.compiler.pipeline import run_passes
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.draft_model import draft_model
+from specgraph.drafters.ngram import ngram
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import VerificationError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.ir import shapes
 from specgraph.ir.graphs import calls, new_module
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.shapes import SIZES, describe, dtype_name, propagate, size_name
 from specgraph.kernels import step
+from specgraph.kernels.state import Buffer, page_pool, per_call
 from specgraph.passes.base import Pass
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.pipeline import run_passes
 from tests.models import make_model, shared_model
 
 aten = torch.ops.aten
@@ -35,7 +37,7 @@ B, T = SIZES["B"], SIZES["T"]
 
 def empty_program() -> Program:
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
-    return Program(fx.Graph(), {}, {}, info, Drafter("none", "none", 0, {}))
+    return Program(fx.Graph(), {}, {}, info, NoDrafter())
 
 
 def scaling_module(weight: torch.Tensor) -> fx.GraphModule:
@@ -49,7 +51,7 @@ def scaling_module(weight: torch.Tensor) -> fx.GraphModule:
 
 def cached_program(architecture: str = "llama") -> Program:
     traced = trace(shared_model(architecture))
-    return last(first_program(traced, drafters.none()), [InsertKVCache()])
+    return last(first_program(traced, NoDrafter()), [InsertKVCache()])
 
 
 def last(program: Program, passes: list[Pass]) -> Program:
@@ -98,7 +100,7 @@ def test_a_traced_llama_with_a_cache():
 
 def test_the_whole_step_with_a_draft_model():
     target, draft = trace(shared_model("llama")), trace(shared_model("qwen2"))
-    first = first_program(target, drafters.draft_model(draft, 3))
+    first = first_program(target, draft_model(draft, 3))
     rule = "probabilistic"
     program = last(first, [ExposeFeatures((1,)), InsertKVCache(), InsertDraft(rule), InsertVerify(rule), FuseVerify()])
     propagate(program)
@@ -117,7 +119,7 @@ def test_the_whole_step_with_a_draft_model():
 
 def test_history_drafters_write_where_a_mask_says():
     traced = trace(shared_model("llama"))
-    drafter = drafters.ngram(3, 3, 1, traced.info.device)
+    drafter = ngram(3, 3, 1, traced.info.device)
     program = last(first_program(traced, drafter), [InsertKVCache(), InsertDraft()])
     propagate(program)
     assert program.one("drafts").meta["shape"] == "i64[B, 3]"
@@ -126,7 +128,7 @@ def test_history_drafters_write_where_a_mask_says():
 
 def test_modules_that_are_not_called_yet_run_alone_if_their_inputs_are_known():
     traced = trace(shared_model("llama"))
-    program = last(first_program(traced, drafters.draft_model(traced, 2)), [InsertKVCache()])
+    program = last(first_program(traced, draft_model(traced, 2)), [InsertKVCache()])
     program.modules["stranger"] = scaling_module(torch.ones(3, 4))
     propagate(program)
     assert shape(program.modules["draft_body"].graph, "output") == "f32[B, T, 32]"
@@ -163,14 +165,14 @@ def test_a_wrong_shape_in_a_module_is_named():
 
 def test_our_own_ops_name_the_argument_that_is_wrong():
     program = cached_program()
-    program.inputs["block_table"] = Buffer(("M",))
+    program.inputs["block_table"] = per_call("M")
     with pytest.raises(VerificationError, match=r"^target: slots = row_slots fails: "):
         propagate(program)
 
 
 def test_a_wrong_dtype_is_named():
     program = cached_program()
-    program.inputs["target_caches"] = tuple(Buffer(("N", 16, 2, 8), torch.float16) for _ in range(4))
+    program.inputs["target_caches"] = (page_pool(16, 2, 8, dtype=torch.float16),) * 4
     with pytest.raises(VerificationError, match=r"paged_attention.*must have the dtype of the rows written to it\.$"):
         propagate(program)
 
@@ -190,7 +192,7 @@ def test_nothing_real_is_touched():
 
 def test_every_node_of_a_deep_model_runs_once(monkeypatch: pytest.MonkeyPatch):
     traced = trace(make_model("llama", num_hidden_layers=16))
-    program = last(first_program(traced, drafters.none()), [InsertKVCache()])
+    program = last(first_program(traced, NoDrafter()), [InsertKVCache()])
     run, counts = shapes._Run._node, collections.Counter()
 
     def counted(self, node, *arguments):

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import fx, nn
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls, new_module
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
+from specgraph.kernels.state import Buffer
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import every_pass, first, last, toy
 
 aten = torch.ops.aten

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import remove_dead_code
 from specgraph.passes.base import PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import every_pass, everything, first, last
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specgraph.compiler.pipeline import run_passes
+from specgraph.drafters.step import SAMPLING
 from specgraph.errors import PassError
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
-from specgraph.passes.insert_draft import SAMPLING, InsertDraft
+from specgraph.kernels.state import Buffer, per_call
+from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import body, everything, first, last, text, traced
 
 BEFORE = """
@@ -37,7 +39,7 @@ def test_none_adds_the_emitted_tokens_as_inputs_and_nothing_else():
     program = drafted("none")
     assert text(body(program)) == text(BEFORE + "return logits")
     assert list(program.inputs)[-2:] == ["emitted", "num_emitted"]
-    assert program.inputs["emitted"] == Buffer(("B", "T"), fill=-1)
+    assert program.inputs["emitted"] == per_call("B", "T", fill=-1)
 
 
 def test_history_drafters_record_what_was_emitted_and_are_called_once():

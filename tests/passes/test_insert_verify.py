@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import PassError
-from specgraph.ir.program import Buffer, Program
+from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.sampling.sample import RULES
-from specgraph.kernels.verify import verify_reference
+from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
 from tests.compiler.test_pipeline import body, everything, first, last, text
+from tests.kernels.verify import definition
 
 STATE = ("next_window", "start", "num_rows", "num_forced")
 
@@ -43,11 +44,12 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
             posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7)
         weights = residual(processed, drafts, None, num_accepted, num_forced, num_rows, rule="typical")
         next_token = sample_next(weights, seeds, next_positions, num_accepted, rule="typical")
-        verified_tokens, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
+        verified_tokens, _, verified_rows = emit(drafts, num_accepted, next_token, num_rows, num_forced)
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
         bad = nan_rows(logits, window, num_rows, num_forced)
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
         num_emitted = count_emitted(emitted)
+        emitted_rows = cut_rows(verified_rows, emitted)
         accepted = draft_inputs(window, emitted, vocab_size=101)
         accepted_positions = row_positions(start, accepted)
         accepted_rows = catch_up_rows(num_emitted)
@@ -66,7 +68,7 @@ def test_emitted_tokens_are_no_inputs_any_more():
     program = verified("draft_model", k=2, rule="block")
     assert not {"emitted", "num_emitted"} & program.inputs.keys()
     assert program.inputs["next_window"] == Buffer(("B", 3))
-    assert program.inputs["eos_ids"] == Buffer(("E",), fill=-1)
+    assert program.inputs["eos_ids"] == per_call("E", fill=-1)
     lines = [line for line in body(program) if line.startswith(("num_accepted", "weights"))]
     assert text(lines) == text("""
         num_accepted = accept(processed, drafts, draft_logits, seeds, next_positions, num_rows, num_forced,
@@ -151,7 +153,7 @@ def test_the_step_emits_what_the_reference_says_about_a_dense_forward(rule: str,
         begin = state["num_forced"].clamp(max=2)
         needed = logits.gather(1, (begin.unsqueeze(1) + torch.arange(3)).unsqueeze(2).expand(-1, -1, 101))
         keep = state.get("draft_logits")
-        expected = verify_reference(
+        expected = definition.verified(
             needed, window[:, 1:], None if keep is None else keep.clone(), temperature=state["temperature"],
             seeds=state["seeds"], positions=torch.arange(1, 6).expand(4, 5).contiguous(), rule=rule,
             num_rows=state["num_rows"].clone(), num_forced=state["num_forced"].clone(),

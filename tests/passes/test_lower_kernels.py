@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from transformers import AutoModelForCausalLM
 
 from specgraph.compiler.numerics import observe
-from specgraph.compiler.pipeline import run_passes
-from specgraph.drafters.base import Drafter
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError, PassError
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import export_module
@@ -29,6 +28,7 @@ from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears, merge_storage
+from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.runner import bucket
 from tests.compiler.test_pipeline import body, first, last
 from tests.decoding import compiled
@@ -47,7 +47,7 @@ def toy(module: nn.Module, *args: Tensor) -> Program:
     """A program of one traced module, which is not called."""
     graph_module = export_module(module, args, {"x": {0: torch.export.Dim("rows", min=1)}}, "toy")
     info = ModelInfo("toy", 7, 1, 4, args[0].dtype, torch.device("cpu"), None)
-    drafter = Drafter("none", "none", 0, {})
+    drafter = NoDrafter()
     return Program(fx.Graph(), {"toy": graph_module}, {}, info, drafter, facts=frozenset({"traced", "kv_cache"}))
 
 
@@ -357,6 +357,32 @@ def test_bitwise_refuses_what_it_cannot_promise_and_fast_takes_it() -> None:
     assert targets(last(toy(Product(), x), [LowerKernels(numerics="fast")]), "toy")["aten.matmul"] == 1
 
 
+class Aliases(nn.Module):
+    """Ops that PyTorch writes in others: two names of ``cat``, and what is row-wise without being listed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.concat([x, torch.concatenate([x, x], -1)], -1)
+        return torch.hstack([joined, torch.ops.aten.special_softmax(x, -1)])
+
+
+def test_an_alias_is_what_it_calls() -> None:
+    program, expected, actual = run_both(Aliases(), torch.randn(5, 8), [LowerKernels()])
+    assert {"aten.concat", "aten.concatenate", "aten.hstack"} <= targets(program, "toy").keys()
+    assert torch.equal(expected, actual)
+
+
+class HiddenProduct(nn.Module):
+    """A product of two activations by another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("id,jd->ij", x, x.sin())
+
+
+def test_an_alias_of_what_is_refused_is_refused() -> None:
+    with pytest.raises(PassError, match=r"toy\.einsum .*numerics=bitwise promises"):
+        last(toy(HiddenProduct(), torch.randn(5, 8)), [LowerKernels()])
+
+
 @pytest.mark.parametrize("numerics", ["bitwise", "fast"])
 @pytest.mark.parametrize("gluon", [True, False])
 def test_a_gpu_whose_triton_is_another_is_told(gluon: bool, numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +399,9 @@ def test_an_unknown_kind_of_numerics_is_refused() -> None:
         LowerKernels(numerics="exact")
 
 
-@pytest.mark.parametrize("architecture", ["phi", "gpt_neox", "glm4", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture", ["phi", "gpt_neox", "glm4", "qwen2_moe", "qwen3_moe", "phimoe", "deepseek_v3", "gpt_oss"]
+)
 def test_other_architectures_have_a_bitwise_form_as_well(architecture: str) -> None:
     program = last(first(target=trace(make_model(architecture))), [InsertKVCache(4), *LOWERING])
     assert targets(program)["specgraph.linear"] > 0

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from specgraph.compiler.numerics import observe
-from specgraph.compiler.pipeline import run_passes
 from specgraph.frontend.tracing import trace
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.linear import library
 from specgraph.passes import lower_kernels
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
+from specgraph.passes.pipeline import run_passes
 from tests.compiler.test_pipeline import first, last
 from tests.models import make_model
 from tests.passes.test_lower_kernels import LOWERING, targets, toy

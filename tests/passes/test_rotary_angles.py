@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specgraph.compiler.pipeline import run_passes
 from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.lower_kernels import LowerKernels
+from specgraph.passes.pipeline import run_passes
 from tests.passes.test_lower_kernels import run_both, targets, toy
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 99], [131071, 4, 5, 4096, 7]])

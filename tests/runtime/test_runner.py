@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from specgraph import NumericsError, SpeculativeDecoder
+from specgraph.ir.state import State
+from specgraph.ir.state import first_sequences as prefix
 from specgraph.kernels.launch import arrival_counters
 from specgraph.runtime.cuda_graphs import Mailbox, first_error
 from specgraph.runtime.runner import PATIENCE, SHRINK_BYTES, GraphRunner, Runners, Workspace, room
-from specgraph.runtime.state import State, clear_state, prefix, staged
+from specgraph.runtime.state import clear_state, staged
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
 

@@ -18,12 +18,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specgraph.cli import main
-from specgraph.drafters.eagle3 import DraftHead, Eagle3
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.eagle3 import Eagle3, Eagle3Drafter
+from specgraph.drafters.shifted import chain_mask
 from specgraph.errors import ConfigError, InputError, SpecgraphError
 from specgraph.training.data import Encoded, collate
 from specgraph.training.heads import HeadTrainConfig, HeadTrainReport, train_head
 from specgraph.training.heads import run as training_run
-from specgraph.training.heads.chain import ChainLoss, chain_mask, counted_rows
+from specgraph.training.heads.chain import ChainLoss, counted_rows
 from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadOptimConfig, HeadRolloutConfig
 from specgraph.training.heads.head import build_head, start_from
 from specgraph.training.heads.loop import HeadLoop
@@ -311,17 +313,20 @@ def test_a_time_limit_ends_a_run_and_its_schedule(
 
 
 def test_feature_layers() -> None:
-    assert feature_layers([], 32) == (2, 16, 29)
-    assert feature_layers([], 8) == (2, 4, 5)
-    assert feature_layers([], 2) == (0, 1, 2)
-    assert feature_layers([1, 8], 8) == (1, 8)
+    assert feature_layers([], 32, Eagle3Drafter) == (2, 16, 29)
+    assert feature_layers([], 8, Eagle3Drafter) == (2, 4, 5)
+    assert feature_layers([], 2, Eagle3Drafter) == (0, 1, 2)
+    assert feature_layers([1, 8], 8, Eagle3Drafter) == (1, 8)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data": ""}, "data is not set: give data=path/to/questions.jsonl."),
-        ({"algorithm": "medusa"}, "draft=medusa cannot be trained: use draft=eagle3 or draft=peagle."),
+        (
+            {"algorithm": "dflash"},
+            "draft=dflash cannot be trained: use draft=eagle or draft=eagle3 or draft=peagle or ",
+        ),
         ({"eval_drafts": 9}, "eval_drafts=9 is more than chain.steps=2"),
         ({"heldout": 12}, "heldout=12 of 12 documents is out of range"),
         ({"head": HeadConfig(model_type="gpt2")}, "head.model_type='gpt2' is not known: use llama or qwen3."),
@@ -378,10 +383,10 @@ def assert_sentence(error: SpecgraphError, message: str) -> None:
     ("overrides", "message"),
     [
         (
-            ["draft=medusa"],
-            "There is no draft=medusa to train; draft is draft_model (a small model with its target, the",
+            ["draft=dflash"],
+            "There is no draft=dflash to train; draft is draft_model (a small model with its target, the",
         ),
-        (["draft=eagle"], "There is no draft=eagle to train (did you mean 'eagle3'?)"),
+        (["draft=eagl3"], "There is no draft=eagl3 to train (did you mean 'eagle3'?)"),
         (["draft=eagle3"], "model is not set: give model=PATH"),
         (["draft=peagle", "model=./nowhere", "data=x"], "model=./nowhere: there is no such folder."),
         (["draft=eagle3", "optim.step=3"], "Unknown configuration key 'optim.step': did you mean 'optim.steps'?"),
@@ -398,7 +403,7 @@ def test_command_line_mistakes(overrides: list[str], message: str, capsys: pytes
 def test_help_and_configuration_of_a_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "draft=peagle", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "usage: python -m specgraph train draft=eagle3|peagle model=PATH" in shown
+    assert "usage: python -m specgraph train draft=eagle|eagle3|peagle|medusa model=PATH" in shown
     assert "optim.learning_rate" in shown and "At the end of the warm-up." in shown
     assert main(["train", "draft=peagle", "--cfg", "job"]) == 0
     assert "algorithm: peagle" in capsys.readouterr().out

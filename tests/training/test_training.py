@@ -25,8 +25,8 @@ from specgraph.training.data import (
     shuffled,
     split_documents,
 )
-from specgraph.training.loop import lr_factor
 from specgraph.training.rollout import split_text
+from specgraph.training.updates import lr_factor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny.py"
 DOCUMENTS = [

@@ -12,14 +12,13 @@ Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
 
-from specgraph.drafters.eagle3 import DraftHead, Eagle3
+from specgraph.drafters.base import DraftHead
 
 from .config import ChainConfig
 from .teacher import Lesson
@@ -39,7 +38,8 @@ class ChainLoss(nn.Module):
 
     def __init__(self, head: DraftHead, steps: int) -> None:
         super().__init__()
-        self.head: Eagle3 = head.module
+        self.head: Any = head.module
+        self.parallel = head.parallel
         self.steps = steps
         self.mask_token_id = head.mask_token_id if head.parallel else None
 
@@ -57,8 +57,11 @@ class ChainLoss(nn.Module):
         """What the head and the target say at ``rows``, step by step; arguments as in :meth:`forward`."""
         theirs = lesson.logits.flatten(0, 1)
         vocabulary = self.head.draft_to_target
-        for index, (hidden, chosen) in enumerate(zip(self._chain(tokens, lesson.features), rows, strict=True)):
-            logits, _ = self.head.predict(hidden.flatten(0, 1)[chosen])
+        dtype = next(parameter.dtype for parameter in self.parameters() if parameter.requires_grad)
+        features = tuple(feature.to(dtype) for feature in lesson.features)
+        drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id)
+        for index, (hidden, chosen) in enumerate(zip(drafts, rows, strict=True)):
+            logits = self.head.step_logits(hidden.flatten(0, 1)[chosen], index)
             wanted = theirs[chosen + 1 + index]
             counts = torch.ones_like(chosen, dtype=torch.bool)
             if isinstance(vocabulary, Tensor):
@@ -66,63 +69,12 @@ class ChainLoss(nn.Module):
                 wanted = wanted[:, vocabulary]
             yield StepOutput(logits, wanted, counts)
 
-    def _chain(self, tokens: Tensor, features: tuple[Tensor, ...]) -> Iterator[Tensor]:
-        """The output rows ``[B, S, H]`` of every step, before the last norm.
-
-        Rows near the end lack their token and take one from the front; nothing that counts sees them.
-        """
-        dtype = self.head.norm.get_parameter("weight").dtype
-        hidden = self.head.combine(*(feature.to(dtype) for feature in features))
-        if self.mask_token_id is None:
-            yield from self._chained(tokens, hidden)
-        else:
-            yield from self._at_once(tokens, hidden, self.mask_token_id)
-
-    def _chained(self, tokens: Tensor, hidden: Tensor) -> Iterator[Tensor]:
-        """One call per step; the cache holds the keys of the steps before."""
-        length, cache, positions = tokens.shape[1], DynamicCache(), self._positions(tokens)
-        mask = chain_mask(length, self.steps, tokens.device)
-        for step in range(self.steps):
-            hidden = self.head(tokens.roll(-1 - step, dims=1), positions + step, hidden, past_key_values=cache,
-                               attention_mask=mask[..., -length:, : (step + 1) * length])  # fmt: skip
-            yield hidden
-            if self.head.config.norm_output:
-                hidden = self.head.norm(hidden)
-
-    def _at_once(self, tokens: Tensor, hidden: Tensor, mask_token_id: int) -> Sequence[Tensor]:
-        """All steps in one call, as in decoding: no step waits for the one before."""
-        steps, length, config = self.steps, tokens.shape[1], self.head.config
-        assert self.head.mask_hidden is not None  # a parallel head has one
-        masked = self.head.combine(*self.head.mask_hidden.view(1, 1, config.num_features, -1).unbind(2))
-        masked = masked.expand(len(tokens), (steps - 1) * length, -1)
-        unknown = tokens.new_full((len(tokens), (steps - 1) * length), mask_token_id)
-        positions = torch.cat([self._positions(tokens) + step for step in range(steps)], dim=1)
-        rows: Tensor = self.head(torch.cat([tokens.roll(-1, dims=1), unknown], dim=1), positions,
-                                 torch.cat([hidden, masked.to(hidden.dtype)], dim=1),
-                                 attention_mask=chain_mask(length, steps, tokens.device))  # fmt: skip
-        return rows.chunk(steps, dim=1)
-
-    def _positions(self, tokens: Tensor) -> Tensor:
-        return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-
 
 def mean_loss(out: StepOutput) -> Tensor:
     """Cross-entropy against the target's distribution over what can be drafted, float32 or float64: a scalar."""
     exact = torch.promote_types(out.logits.dtype, torch.float32)
     each = F.cross_entropy(out.logits.to(exact), out.wanted.to(exact).softmax(-1), reduction="none")
     return (each * out.counts).sum() / out.counts.sum().clamp_min(1)
-
-
-def chain_mask(length: int, steps: int, device: torch.device) -> Tensor:
-    """Which keys the rows of all steps see, bool ``[1, 1, steps * length, steps * length]``.
-
-    Of step 0 those up to their own position, of the later steps up to theirs the one at their own position.
-    """
-    step, row = torch.arange(steps, device=device), torch.arange(length, device=device)
-    step, row = step.repeat_interleave(length), row.repeat(steps)
-    text = (step == 0) & (row <= row[:, None])
-    own = (step > 0) & (step <= step[:, None]) & (row == row[:, None])
-    return (text | own)[None, None]
 
 
 def counted_rows(weights: Tensor, cfg: ChainConfig, generator: torch.Generator | None = None) -> list[Tensor]:

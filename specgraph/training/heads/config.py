@@ -1,14 +1,19 @@
-"""What ``python -m specgraph train draft=eagle3|peagle`` can be told."""
+"""What ``python -m specgraph train draft=HEAD`` can be told."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ...errors import ConfigError
+from specgraph.config.draft import trained_by
+from specgraph.errors import ConfigError
+
 from ..config import OptimConfig, RolloutConfig, check_numbers, check_output
 
-ALGORITHMS = ("eagle3", "peagle")
+if TYPE_CHECKING:
+    from specgraph.drafters.base import Drafter
+
 MODEL_TYPES = ("llama", "qwen3")
 
 
@@ -111,7 +116,7 @@ class HeadTrainConfig:
     device: str = "auto"
     """cpu or cuda; auto takes a GPU if there is one."""
     algorithm: str = "eagle3"
-    """What draft= chose: eagle3 or peagle."""
+    """What draft= chose: the head that is trained."""
     data: str = ""
     """Questions: a .jsonl file with the fields question and answer."""
     output: str = "outputs/head"
@@ -129,10 +134,11 @@ class HeadTrainConfig:
     rollout: HeadRolloutConfig = field(default_factory=HeadRolloutConfig)
     optim: HeadOptimConfig = field(default_factory=HeadOptimConfig)
 
-    @property
-    def parallel(self) -> bool:
-        """Whether drafts are made in parallel, from mask tokens."""
-        return self.algorithm == "peagle"
+    def drafter(self) -> type[Drafter]:
+        """The drafter whose head this run trains."""
+        from specgraph.drafters.registry import drafter_class
+
+        return drafter_class(trained_by()[self.algorithm])
 
     @property
     def rollout_file(self) -> str:
@@ -149,8 +155,8 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
     for key, example in (("model", "PATH, the folder or name of a causal LM"), ("data", "path/to/questions.jsonl")):
         if not getattr(cfg, key):
             raise ConfigError(f"{key} is not set: give {key}={example}.")
-    if cfg.algorithm not in ALGORITHMS:
-        raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(ALGORITHMS)}.")
+    if cfg.algorithm not in trained_by():
+        raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(trained_by())}.")
     if cfg.head.model_type not in MODEL_TYPES:
         raise ConfigError(f"head.model_type={cfg.head.model_type!r} is not known: use {' or '.join(MODEL_TYPES)}.")
     check_numbers(cfg, _MAY_BE_ZERO)

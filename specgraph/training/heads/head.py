@@ -6,66 +6,46 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from specgraph.drafters.eagle3 import DraftHead, Eagle3, Eagle3Config
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.plan import HeadPlan
 from specgraph.errors import ConfigError
 
 from ..data import Encoded
 from .config import HeadConfig, HeadTrainConfig
-from .teacher import Lesson, feature_layers
+from .teacher import feature_layers
 
 
 def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, documents: Sequence[Encoded]) -> DraftHead:
-    """A head in float32 on the target's device, whose embedding is the target's own frozen tensor.
-
-    So is its vocabulary projection, unless it drafts only a part of the vocabulary: then it is a frozen copy of rows.
+    """A head in float32 on the target's device, as its drafter makes it.
 
     Raises:
         ConfigError: a size does not fit the target.
     """
-    text: Any = model.config.get_text_config()
-    layers = feature_layers(cfg.head.feature_layers, text.num_hidden_layers)
-    embedding: Tensor = model.get_input_embeddings().weight
-    projection: Tensor = model.get_output_embeddings().weight
-    vocabulary = _vocabulary(cfg.head.draft_vocab_size, len(projection), documents)
-    config = Eagle3Config(
+    drafter, text = cfg.drafter(), cast(Any, model.config.get_text_config())
+    embedding, projection = (module.weight for module in cast(Any, (model.get_input_embeddings(),
+                                                                    model.get_output_embeddings())))  # fmt: skip
+    layers = feature_layers(cfg.head.feature_layers, text.num_hidden_layers, drafter)
+    plan = HeadPlan(
+        model=model,
         layers=_layers(cfg.head, text, len(embedding)),
-        target_hidden_size=text.hidden_size,
-        num_features=len(layers),
-        draft_vocab_size=len(projection) if vocabulary is None else len(vocabulary),
+        features=layers,
+        vocabulary=_vocabulary(cfg.head.draft_vocab_size, len(projection), documents),
+        mask_token_id=_mask_token(cfg.head.mask_token_id, pad_id, len(embedding)),
+        steps=cfg.chain.steps,
         norm_before_residual=cfg.head.norm_before_residual,
     )
-    module = Eagle3(config, parallel=cfg.parallel).to(embedding.device)
-    if vocabulary is not None:
-        vocabulary = vocabulary.to(embedding.device)
-        module.register_buffer("draft_to_target", vocabulary)
-        projection = projection[vocabulary]
-    module.embed_tokens.weight = nn.Parameter(embedding.detach(), requires_grad=False)
-    module.lm_head.weight = nn.Parameter(projection.detach(), requires_grad=False)
-    mask = _mask_token(cfg.head.mask_token_id, pad_id, len(embedding)) if cfg.parallel else None
-    if module.mask_hidden is not None:
-        nn.init.normal_(module.mask_hidden)  # at zero, the norm behind it would blow its gradient up
-    return DraftHead(module, layers, mask, cfg.parallel)
+    return drafter.new_head(cfg.algorithm, plan)
 
 
 @torch.no_grad()
-def match_scale(head: Eagle3, lesson: Lesson) -> None:
-    """Start the last norm at the scale of what the target's vocabulary projection reads, channel by channel.
-
-    From ones, a learning rate of 1e-3 would take thousands of steps to get there.
-    """
-    scale = lesson.hidden.float().flatten(0, 1).square().mean(0).sqrt()
-    head.norm.get_parameter("weight").copy_(scale)
-
-
-@torch.no_grad()
-def start_from(head: Eagle3, folder: str) -> None:
+def start_from(head: nn.Module, folder: str) -> None:
     """Take over the tensors of a saved head. Layers and a ``mask_hidden`` that it lacks stay as they are.
 
     Raises:

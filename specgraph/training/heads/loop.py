@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import ConfigError
+from specgraph.progress import Note, Progress
 
 from ..data import Batch, Encoded, shuffled
-from ..loop import lr_factor, make_optimizer
-from ..progress import Progress
+from ..updates import Updates, lr_factor
 from .chain import ChainLoss, counted_rows, step_weights
 from .config import HeadTrainConfig
 from .measure import Measured, measure
@@ -50,15 +50,13 @@ class HeadProgress:
 class HeadLoop:
     """Trains one head in place."""
 
-    def __init__(self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, save: Callable[[], None]) -> None:
+    def __init__(
+        self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, accelerator: Any, save: Callable[[], None]
+    ) -> None:
         """``save`` is called with every checkpoint: a killed run leaves a head that works, too."""
-        self.cfg, self.teacher, self.save = cfg, teacher, save
+        self.cfg, self.teacher, self.accelerator, self.save = cfg, teacher, accelerator, save
         self.progress = HeadProgress()
-        self.accelerator = _accelerator(teacher.device)
-        self.plain = trained
-        optimizer = make_optimizer(trained, cfg.optim, teacher.device)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
-        self.trained, self.optimizer, self.schedule = self.accelerator.prepare(trained, optimizer, schedule)
+        self.plain, self.updates = trained, Updates(trained, cfg.optim, accelerator, self._lr_factor)
         self.folder = Path(cfg.output) / "checkpoint"
         self._began = time.monotonic()
 
@@ -70,14 +68,14 @@ class HeadLoop:
             self._resume()
             done, optim = self.progress, self.cfg.optim
             self._began = time.monotonic() - done.seconds
-            bar = Progress(self.cfg.algorithm, optim.steps)
             batches = shuffled(documents, optim.batch_size, pad_id, self.cfg.seed, question_weight=0.0)
-            for batch in itertools.islice(batches, done.step, None):
-                if self._finished():
-                    break
-                done.pending.append(self._update(batch))
-                done.step += 1
-                self._report(bar, heldout)
+            with Progress(self.cfg.algorithm, optim.steps, True, done=done.step, keep=True) as bar:
+                for batch in itertools.islice(batches, done.step, None):
+                    if self._finished():
+                        break
+                    done.pending.append(self._update(batch))
+                    done.step += 1
+                    bar.advance(1, self._report(heldout))
             done.seconds = round(time.monotonic() - self._began, 1)
         final = self._measure(heldout)
         self._note(final)
@@ -104,35 +102,42 @@ class HeadLoop:
         """One step of the optimizer; returns the loss, still on the device."""
         # Drawn on the CPU from the step's own seed: a resumed run draws the same rows.
         generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
-        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.cfg.parallel else None)
+        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.plain.parallel else None)
         device = self.teacher.device
         tokens = batch.tokens.to(device, non_blocking=True)
-        losses: Tensor = self.trained(tokens, self.teacher(tokens), [r.to(device, non_blocking=True) for r in rows])
-        loss = (losses * step_weights(self.cfg.chain, device)).sum()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.trained.parameters(), self.cfg.optim.grad_clip)
-        self.optimizer.step()
-        self.schedule.step()
-        return loss.detach()
+        chosen = [chosen.to(device, non_blocking=True) for chosen in rows]
+        losses: Tensor = self.updates.model(tokens, self.teacher(tokens), chosen)
+        return self.updates.update((losses * step_weights(self.cfg.chain, device)).sum())
 
-    def _report(self, bar: Progress, heldout: Sequence[Encoded]) -> None:
-        """Measure, show and save when it is time to."""
+    def _report(self, heldout: Sequence[Encoded]) -> Note:
+        """Measure and save when it is time to, and say how training goes."""
         optim, step = self.cfg.optim, self.progress.step
         last = step == optim.steps
+        note: Note = self._loss
         if step % optim.eval_every == 0 and not last:
             self._note(self._measure(heldout))
             (_, held, length), (_, loss) = self.progress.measured[-1], self.progress.losses[-1]
-            bar.show(step, f"loss {loss:.4f} held-out {held:.4f} acceptance length {length:.3f}")
-        elif bar.due() or last:
-            bar.show(step, f"loss {_mean(self.progress.pending):.4f}" if self.progress.pending else "")
+            note = f"loss {loss:.4f} held-out {held:.4f} acceptance length {length:.3f}"
         if step % optim.checkpoint_every == 0 and not last:
             self._checkpoint()
+        return note
+
+    def _loss(self) -> str:
+        """The mean loss since the last measurement."""
+        pending = self.progress.pending
+        return f"loss {_mean(pending):.4f}" if pending else ""
 
     def _measure(self, heldout: Sequence[Encoded]) -> Measured:
         cfg = self.cfg
-        return measure(self.plain, self.teacher, heldout, cfg.chain, cfg.eval_drafts, cfg.optim.batch_size,
-                       self.accelerator.autocast)  # fmt: skip
+        return measure(
+            self.plain,
+            self.teacher,
+            heldout,
+            cfg.chain,
+            cfg.eval_drafts,
+            cfg.optim.batch_size,
+            self.accelerator.autocast,
+        )
 
     def _note(self, measured: Measured) -> None:
         done = self.progress
@@ -168,15 +173,6 @@ class HeadLoop:
         done = saved["progress"]
         curves = {name: list(map(tuple, done[name])) for name in ("losses", "measured")}  # JSON has no tuples
         self.progress = HeadProgress(**done | curves)
-
-
-def _accelerator(device: torch.device) -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        raise ConfigError("Training a head needs the package accelerate: pip install 'specgraph[train]'.") from None
-    on_gpu = device.type == "cuda"
-    return Accelerator(cpu=not on_gpu, mixed_precision="bf16" if on_gpu else "no")
 
 
 def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:

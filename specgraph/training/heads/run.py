@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph.checkpoints import save_head
-from specgraph.drafters.eagle3 import DraftHead
+from specgraph.drafters.base import DraftHead
 
 from ..data import Encoded, collate, read_documents, split_documents
+from ..updates import accelerator_on
 from .chain import ChainLoss
 from .config import HeadTrainConfig, check_head_config
-from .head import bf16_copy, build_head, match_scale, start_from
+from .head import bf16_copy, build_head, start_from
 from .loop import HeadLoop, HeadProgress
 from .measure import Measured
 from .plot import plot_losses
@@ -50,14 +51,15 @@ class HeadTrainReport:
 
     def __str__(self) -> str:
         measured = self.measured
-        return "\n".join([
+        lines = [
             f"{self.algorithm}: {self.parameters / 1e6:.2f}M trained parameters, {self.steps} steps in "
             f"{self.seconds:.0f} s on {self.device}, {self.documents} answers",
             f"greedy, {self.heldout} held-out questions, K={self.eval_drafts}: loss {measured.loss:.4f} nats/token, "
             f"acceptance length {measured.acceptance_length:.3f}",
             "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
             *self.notes,
-        ])  # fmt: skip
+        ]
+        return "\n".join(lines)
 
 
 def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
@@ -81,29 +83,37 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
     check_head_config(cfg)
     train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
     device = model.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        accelerator_on(device) as accelerator,
+    ):
         torch.manual_seed(cfg.seed)
         model.requires_grad_(False)
         learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
         torch.manual_seed(cfg.seed)  # whether the answers were written now or before
-        return _train(model, tokenizer, learned, measured, cfg)
+        return _train(model, tokenizer, learned, measured, cfg, accelerator)
 
 
 def _train(
-    model: PreTrainedModel, tokenizer: Any, learned: Sequence[Encoded], heldout: Sequence[Encoded], cfg: HeadTrainConfig
+    model: PreTrainedModel,
+    tokenizer: Any,
+    learned: Sequence[Encoded],
+    heldout: Sequence[Encoded],
+    cfg: HeadTrainConfig,
+    accelerator: Any,
 ) -> HeadTrainReport:
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     head = build_head(model, cfg, pad_id, learned)
     teacher = Teacher(model, head.features)
     if cfg.head.init is None:
-        match_scale(head.module, teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)))
+        head.module.match_scale(teacher(collate(heldout[:16], pad_id).tokens.to(teacher.device)).hidden)
     else:
         start_from(head.module, cfg.head.init)
 
     def save() -> None:
         _save(head, model, cfg)
 
-    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, save)
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, accelerator, save)
     progress, measured = loop.run(learned, heldout, pad_id)
     save()
     report = HeadTrainReport(
@@ -128,16 +138,21 @@ def _train(
 def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None:
     """The head without the tensors that are the target's own."""
     saved = bf16_copy(head)
-    frozen = [saved.module.embed_tokens.weight, saved.module.lm_head.weight]
-    save_head(
+    frozen = [parameter for parameter in saved.module.parameters() if not parameter.requires_grad]
+    cfg.drafter().save_head(
         saved,
         cfg.output,
         target_name=cfg.model,
-        algorithm="peagle" if cfg.parallel else "eagle3",
+        algorithm=cfg.algorithm,
         num_speculative_tokens=cfg.chain.steps,
-        shared=frozen if head.module.draft_to_target is None else frozen[:1],
+        shared=[tensor for tensor in frozen if _is_of(model, tensor)],
         target_architectures=list(model.config.architectures or []),
     )
+
+
+def _is_of(model: PreTrainedModel, tensor: Tensor) -> bool:
+    """Whether a frozen tensor is the target's own, and not a copy of some of its rows."""
+    return any(tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape for own in model.parameters())
 
 
 def _write_report(report: HeadTrainReport, folder: Path) -> None:

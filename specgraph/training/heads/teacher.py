@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specgraph import drafters
-from specgraph.checkpoints.options import default_features
-from specgraph.compiler.pipeline import run_passes
+from specgraph.drafters.base import Drafter
+from specgraph.drafters.none import NoDrafter
 from specgraph.errors import ConfigError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import trace
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.pipeline import run_passes
 
 
 class Lesson(NamedTuple):
@@ -39,7 +39,7 @@ class Teacher:
             UnsupportedModelError: it cannot be traced.
             PassError: a layer does not exist.
         """
-        stages, _ = run_passes(first_program(trace(model), drafters.none()), [ExposeFeatures(layers)])
+        stages, _ = run_passes(first_program(trace(model), NoDrafter()), [ExposeFeatures(layers)])
         program = stages[ExposeFeatures.name]
         program.set_output(*program.with_role("feature"), program.one("hidden"), program.one("logits"))
         self.device = program.target.device
@@ -53,14 +53,14 @@ class Teacher:
         return Lesson(tuple(features), hidden, logits)
 
 
-def feature_layers(given: list[int], num_layers: int) -> tuple[int, ...]:
-    """The layers that were asked for, or EAGLE-3's, as far as the target has them.
+def feature_layers(given: list[int], num_layers: int, drafter: type[Drafter]) -> tuple[int, ...]:
+    """The layers that were asked for, or those that heads of this drafter read.
 
     Raises:
         ConfigError: a layer does not exist, or they do not ascend.
     """
     if not given:
-        return tuple(sorted({min(max(k, 0), num_layers) for k in default_features(num_layers)}))
+        return drafter.feature_layers(num_layers)
     if list(given) != sorted(set(given)) or given[0] < 0 or given[-1] > num_layers:
         raise ConfigError(
             f"head.feature_layers={list(given)}: give different indices in ascending order; this target has hs[0] to "

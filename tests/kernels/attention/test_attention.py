@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specgraph.kernels.attention.attention import PADDING_SLOT, attention_reference, paged_attention_reference, rotate
+from specgraph.kernels.attention.arguments import PADDING_SLOT
+from specgraph.kernels.attention.attention import ATTENTION, PAGED_ATTENTION, rotate
 
 attention = torch.ops.specgraph.attention
 paged_attention = torch.ops.specgraph.paged_attention
@@ -120,7 +121,7 @@ def test_dense_equals_the_oracle(options: dict[str, Any], groups: int):
 @pytest.mark.parametrize("size", range(1, 12))
 def test_chunks_of_any_size_equal_dense(options: dict[str, Any], size: int):
     qkv = rows(11, 2)
-    expected = attention_reference(*qkv, scale=0.4, **options)
+    expected = ATTENTION.form("reference")(*qkv, scale=0.4, **options)
     torch.testing.assert_close(in_chunks(qkv, size, Pages([11, 11]), scale=0.4, **options), expected, **EXACT)
 
 
@@ -146,6 +147,20 @@ def test_padded_rows_give_zeros_even_if_they_hold_nan(options: dict[str, Any]):
     torch.testing.assert_close(out[0], expected[0], **EXACT)
     torch.testing.assert_close(out[1, :2], expected[1, :2], **EXACT)
     assert bool((out[1, 2:] == 0).all()) and bool((out[2] == 0).all())
+
+
+@variants
+def test_rows_before_the_first_position_see_and_write_nothing(options: dict[str, Any]):
+    qkv, lead = rows(6, 2), 3
+    padded = tuple(torch.nn.functional.pad(x, (0, 0, lead, 0), value=NAN) for x in qkv)
+    pages = Pages([6, 6], fill=NAN)
+    slots, positions = torch.full((2, 9), PADDING_SLOT), torch.arange(-lead, 6).expand(2, -1)
+    for b in range(2):
+        slots[b, lead:] = torch.tensor([pages.slot(b, place) for place in range(6)])
+    out = paged_attention(*padded, pages.k, pages.v, slots, pages.table, positions, scale=0.4, **options)
+    assert bool((out[:, :lead] == 0).all())
+    torch.testing.assert_close(out[:, lead:], oracle(*qkv, scale=0.4, **options), **EXACT)
+    assert int((~pages.k.isnan()).any(-1).any(-1).sum()) == 12
 
 
 def test_a_call_without_any_real_row_writes_and_gives_nothing():
@@ -236,7 +251,8 @@ def test_rotation_comes_before_the_cache(sequences: int):
         return torch.cat([y.real, y.imag], -1)
 
     _, _, _, *fresh = paged_arguments()
-    torch.testing.assert_close(out, paged_attention_reference(turned(q), turned(k), v, *fresh, scale=0.4), **EXACT)
+    expected = PAGED_ATTENTION.form("reference")(turned(q), turned(k), v, *fresh, scale=0.4)
+    torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(rest[0], fresh[0], **EXACT)
     assert torch.equal(rest[1], fresh[1])
 

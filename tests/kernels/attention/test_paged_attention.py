@@ -6,7 +6,6 @@ Without a GPU the kernels run in Triton's interpreter, with pieces and blocks sm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -14,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.attention import PADDING_SLOT
+from specgraph.kernels.attention.arguments import PADDING_SLOT
+from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
 from specgraph.kernels.attention.paged import (
     Tiling,
     block_rows,
-    paged_attention_triton,
-    rotary_attention_triton,
     suits_prefill,
 )
 
@@ -63,7 +61,7 @@ class Case:
         random = torch.Generator().manual_seed(self.seed)
         merged = torch.randn(batch, self.length, sum(sizes), generator=random).to(self.dtype)
         self.sizes = sizes
-        self.op: Callable[..., Tensor] = rotary_attention_triton if self.rotary else paged_attention_triton
+        self.op = ROTARY_ATTENTION if self.rotary else PAGED_ATTENTION
         self.merged = merged.to(DEVICE)
         angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
         angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
@@ -98,36 +96,42 @@ class Case:
         return torch.cat([y.real, y.imag], -1)
 
     def run(
-        self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None, **options: Any
-    ) -> Tensor:
+        self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None, lead: int = 0,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Rows ``first : first + count`` of every sequence (of sequence ``of``), from fresh copies of the caches.
 
-        Rows before ``first`` are written by a call of their own. Rows a sequence does not have are padding and NaN.
+        Rows before ``first`` are written by a call of their own. Rows a sequence does not have are padding and NaN, and
+        so are ``lead`` rows in front of them.
         """
         chosen = list(range(len(self.starts))) if of is None else [of]
         width = max(self.counts) - first if count is None else count
         self.written = [self.k_cache.clone(), self.v_cache.clone()]
         if first > 0:
             self.call(chosen, 0, first, tiling, options)
-        return self.call(chosen, first, width, tiling, options)
+        return self.call(chosen, first, width, tiling, options, lead)
 
-    def call(self, chosen: list[int], first: int, width: int, tiling: Tiling, options: dict[str, Any]) -> Tensor:
+    def call(
+        self, chosen: list[int], first: int, count: int, tiling: Tiling, options: dict[str, Any], lead: int = 0
+    ) -> Tensor:
+        width = lead + count
         merged = torch.full((len(chosen), width, sum(self.sizes)), NAN, dtype=self.dtype, device=DEVICE)
         cos, sin = (x.new_ones(len(chosen), width, self.dim) for x in (self.cos, self.sin))
         slots = torch.full((len(chosen), width), PADDING_SLOT, device=DEVICE)
         starts = torch.tensor([self.starts[b] for b in chosen], device=DEVICE)
-        positions = starts.unsqueeze(1) + first + torch.arange(width, device=DEVICE)
+        positions = starts.unsqueeze(1) + first - lead + torch.arange(width, device=DEVICE)
         for i, b in enumerate(chosen):
-            n = max(0, min(width, self.counts[b] - first))
+            n = max(0, min(count, self.counts[b] - first))
             begin = self.starts[b] + first
             for whole, part in ((self.merged, merged), (self.cos, cos), (self.sin, sin)):
-                part[i, :n] = whole[b, begin : begin + n]
-            slots[i, :n] = self.slots(positions[i, :n], b)
+                part[i, lead : lead + n] = whole[b, begin : begin + n]
+            slots[i, lead : lead + n] = self.slots(positions[i, lead : lead + n], b)
         q, k, v = self.heads_of(merged)
         places = (*self.written, slots, self.table[chosen], positions)
-        options = {"scale": 0.3, "tiling": tiling, **options}
+        options = {"scale": 0.3, **options}
         angles = (cos, sin) if self.rotary else ()
-        return self.op(q, k, v, *angles, *places, **options)
+        out: Tensor = self.op.form("triton", tiling=tiling)(q, k, v, *angles, *places, **options)
+        return out
 
     def expected(
         self,
@@ -191,6 +195,19 @@ def test_equals_float64(shape: dict[str, Any], options: dict[str, Any], tiling: 
         assert_near(found, expected)
         for b, count in enumerate(case.counts):
             assert bool((found[b, count:] == 0).all())
+
+
+@pytest.mark.parametrize("tiling", [SMALL, PREFILL], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("options", [{}, {"window": 5, "sinks": SINKS[:4]}], ids=["plain", "window and sinks"])
+def test_rows_before_the_first_position_see_nothing_and_change_no_bit(options: dict[str, Any], tiling: Tiling):
+    # One sequence begins at position 0, so that rows lie at -20 and on; the other's rows in front are not real.
+    case = Case((0, 33), (6, 4), torch.float16, rotary=True)
+    expected, cached = case.run(tiling, **options), case.written
+    for lead in (1, 20):
+        found = case.run(tiling, lead=lead, **options)
+        assert bool((found[:, :lead] == 0).all()) and torch.equal(found[:, lead:], expected)
+        for cache, before in zip(case.written, cached, strict=True):
+            assert torch.equal(cache.nan_to_num(9.0), before.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("write_apart", [False, True])

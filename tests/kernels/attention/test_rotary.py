@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.attention.rotary import LAYOUTS, rotary_angles, rotary_angles_reference
+from specgraph.kernels.attention.rotary import LAYOUTS, ROTARY_ANGLES
 
+rotary_angles, rotary_angles_reference = (ROTARY_ANGLES.form(name) for name in ("triton", "reference"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FURTHEST = 131071
 
@@ -27,11 +28,11 @@ def at(*positions: int) -> Tensor:
     (torch.bfloat16, torch.float16),
 ])  # fmt: skip
 def test_the_kernel_gives_the_reference(layout: str, count: int, exact: torch.dtype, dtype: torch.dtype):
-    positions, inv_freq = torch.tensor([[0, 1, 77], [FURTHEST, 4095, 5]]), frequencies(count, exact)
+    positions, inv_freq = torch.tensor([[0, 1, 77, -3], [FURTHEST, 4095, 5, -1]]), frequencies(count, exact)
     options = {"dtype": dtype, "scaling": 1.25, "layout": layout, "max_position": 100000}
     found = rotary_angles(positions.to(DEVICE), inv_freq.to(DEVICE), **options)
     for a, b in zip(found, rotary_angles_reference(positions, inv_freq, **options), strict=True):
-        assert a.shape == b.shape == (2, 3, count * (1 if layout == "once" else 2)) and a.dtype == dtype
+        assert a.shape == b.shape == (2, 4, count * (1 if layout == "once" else 2)) and a.dtype == dtype
         # Different libraries round the last place of float32 differently; the argument is the same.
         scale = 2 * torch.finfo(torch.float32 if dtype == torch.float32 else dtype).eps
         torch.testing.assert_close(a.cpu(), b, rtol=scale, atol=scale if exact != torch.float64 else 1e-15)
@@ -63,6 +64,8 @@ def test_columns_follow_the_layout_and_positions_the_limit():
     assert cosines["once"].flatten().tolist() == pytest.approx([one, two])
     far, limit = (rotary_angles_reference(at(p), inv_freq, dtype=torch.float32, max_position=9)[1] for p in (50, 9))
     assert torch.equal(far, limit)
+    early, zero = (rotary_angles_reference(at(p), inv_freq, dtype=torch.float32, max_position=9)[0] for p in (-2, 0))
+    assert torch.equal(early, zero)
 
 
 def test_no_rows():

@@ -14,7 +14,7 @@ ROWS, INNER, OUTER, EXPERTS = 7, 5, 3, 4
 IDS = torch.tensor([2, 0, 2, 3, 0, 2, 3], device=DEVICE)  # expert 1 has no rows
 
 expert_linear = torch.ops.specgraph.expert_linear
-FORMS = {"reference": experts.expert_linear_reference, "kernel": experts.expert_linear}
+FORMS = {name: experts.EXPERT_LINEAR.form(name) for name in ("reference", "triton")}
 every_form = pytest.mark.parametrize("form", FORMS)
 both_layouts = pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
 with_and_without_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
@@ -69,10 +69,10 @@ def test_products_equal_those_of_float64(
 @both_layouts
 def test_a_row_of_the_reference_does_not_depend_on_the_others(transposed: bool):
     x, weight, bias, ids = arguments(transposed, True)
-    out = experts.expert_linear_reference(x, weight, bias, ids, transposed=transposed)
+    out = FORMS["reference"](x, weight, bias, ids, transposed=transposed)
     for row in range(ROWS):
         one = slice(row, row + 1)
-        alone = experts.expert_linear_reference(x[one], weight, bias, ids[one], transposed=transposed)
+        alone = FORMS["reference"](x[one], weight, bias, ids[one], transposed=transposed)
         torch.testing.assert_close(alone, out[one], rtol=1e-12, atol=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(transposed: bool, dtype
         weight, x = (weight * 4).round(), (x * 4).round()
 
     def run(index: Tensor) -> Tensor:
-        return experts.expert_linear(x[index], weight, bias, ids[index], transposed=transposed)
+        return FORMS["triton"](x[index], weight, bias, ids[index], transposed=transposed)
 
     every = torch.arange(rows, device=DEVICE)
     together = run(every)
@@ -103,14 +103,14 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(transposed: bool, dtype
 
 def test_rows_and_weights_are_read_where_they_lie():
     x, weight, bias, ids = arguments(False, True, torch.float32)
-    expected = experts.expert_linear(x, weight, bias, ids)
+    expected = FORMS["triton"](x, weight, bias, ids)
     apart = torch.full((ROWS, 2, INNER), torch.nan, device=DEVICE)
     apart[:, 0] = x
     merged = torch.full((EXPERTS, OUTER + 2, INNER + 1), torch.nan, device=DEVICE)
     merged[:, 1 : OUTER + 1, :INNER] = weight
     spaced = torch.full((ROWS, 2), 99, device=DEVICE)
     spaced[:, 1] = ids
-    found = experts.expert_linear(apart[:, 0], merged[:, 1 : OUTER + 1, :INNER], bias, spaced[:, 1])
+    found = FORMS["triton"](apart[:, 0], merged[:, 1 : OUTER + 1, :INNER], bias, spaced[:, 1])
     assert torch.equal(found, expected)
 
 
@@ -125,7 +125,7 @@ def test_experts_without_rows_are_not_read(form: str):
 def test_a_nan_stays_in_its_row():
     x, weight, bias, ids = arguments(False, True)
     x[2, 1] = torch.nan
-    found = experts.expert_linear(x, weight, bias, ids).isnan().any(-1)
+    found = FORMS["triton"](x, weight, bias, ids).isnan().any(-1)
     assert found.tolist() == [row == 2 for row in range(ROWS)]
 
 

@@ -11,29 +11,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from specgraph.kernels.launch import arrival_counters, supports_pdl
-from specgraph.kernels.linear.linear import (
-    ACTIVATIONS,
-    Tiles,
-    linear,
-    linear_norm,
-    linear_norm_reference,
-    linear_reference,
-    norm_parts,
-    norm_parts_reference,
-    num_pieces,
-    tiles,
-)
+from specgraph.kernels.linear.linear import ACTIVATIONS, LINEAR, LINEAR_NORM, NORM_PARTS
+from specgraph.kernels.linear.product import Tiles, num_pieces, tiles
 
 # Rows past the end, which nothing stores, and infinities: numpy warns, a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+linear_reference, linear_norm_reference, norm_parts_reference = (
+    op.form("reference") for op in (LINEAR, LINEAR_NORM, NORM_PARTS)
+)
+norm_parts = NORM_PARTS.form("triton")
 dtypes = pytest.mark.parametrize(
     "dtype",
     # The interpreter multiplies bfloat16 wrongly.
     [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])],
     ids=str,
 )
+
+
+def linear(*given: Any, tiling: Tiles | None = None, **options: Any) -> Tensor:
+    out: Tensor = LINEAR.form("triton", tiling=tiling)(*given, **options)
+    return out
+
+
+def linear_norm(*given: Any, tiling: Tiles | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out: tuple[Tensor, Tensor, Tensor] = LINEAR_NORM.form("triton", tiling=tiling)(*given, **options)
+    return out
 
 
 def poisoned(rows: int, features: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0) -> Tensor:
@@ -282,7 +286,7 @@ def float64_arguments(activation: str) -> tuple[tuple[Tensor, ...], dict[str, An
     """The arguments of the op, and what it should give."""
     given, options = arguments(3, 40, 24, torch.float64, activation=activation)
     expected = exact(given, options)
-    gained, squares = norm_parts(given[0], given[4])
+    gained, squares = norm_parts_reference(given[0], given[4])
     return (gained, given[1], given[2], given[3], squares), options, expected
 
 

@@ -45,14 +45,11 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 # The definitions and the kernels answer to the same tests.
+OPS = {op.name: op for op in (norm.RMS_NORM, norm.LAYER_NORM, norm.ROW_MEAN, norm.RMS_NORM_PAIR)}
 FORMS: dict[str, dict[str, Callable[..., Tensor]]] = {
-    "reference": {
-        "rms_norm": norm.rms_norm_reference,
-        "layer_norm": norm.layer_norm_reference,
-        "row_mean": norm.row_mean_reference,
-    },
-    "kernel": {"rms_norm": norm.rms_norm, "layer_norm": norm.layer_norm, "row_mean": norm.row_mean},
+    form: {name: op.form(form) for name, op in OPS.items()} for form in ("reference", "triton")
 }
+rms_norm, layer_norm, row_mean, rms_norm_pair = FORMS["triton"].values()
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -133,9 +130,9 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(dtype: torch.dtype, wid
     apart = torch.full((9, 2 * width + 1), torch.nan, dtype=dtype, device=DEVICE)
     apart[:, 1 : width + 1] = x
     calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "rms_norm": lambda rows: norm.rms_norm(rows, weight, eps=EPS),
-        "layer_norm": lambda rows: norm.layer_norm(rows, weight, bias, eps=EPS),
-        "row_mean": norm.row_mean,
+        "rms_norm": lambda rows: rms_norm(rows, weight, eps=EPS),
+        "layer_norm": lambda rows: layer_norm(rows, weight, bias, eps=EPS),
+        "row_mean": row_mean,
     }
     for name, call in calls.items():
         together = call(x)
@@ -148,33 +145,33 @@ def test_a_row_is_bit_for_bit_the_same_beside_any_others(dtype: torch.dtype, wid
 def test_a_weight_is_read_where_it_lies():
     x, weight = normal(2, 24), torch.full((24, 3), torch.nan, device=DEVICE)
     weight[:, 1] = normal(24, seed=1)
-    expected = norm.layer_norm(x, weight[:, 1].contiguous(), weight[:, 1].contiguous(), eps=EPS)
-    assert torch.equal(norm.layer_norm(x, weight[:, 1], weight[:, 1], eps=EPS), expected)
+    expected = layer_norm(x, weight[:, 1].contiguous(), weight[:, 1].contiguous(), eps=EPS)
+    assert torch.equal(layer_norm(x, weight[:, 1], weight[:, 1], eps=EPS), expected)
     shifted = weight[:, 1].repeat(2)[1:25]
-    assert torch.equal(norm.rms_norm(x, shifted, eps=EPS), norm.rms_norm(x, shifted.clone(), eps=EPS))
+    assert torch.equal(rms_norm(x, shifted, eps=EPS), rms_norm(x, shifted.clone(), eps=EPS))
 
 
 def test_rows_beyond_their_width_and_other_rows_are_not_read():
     buffer = torch.full((4, 3, 48), torch.nan, device=DEVICE)
     buffer[::2, 1, 16:37] = normal(2, 21)
     view = buffer[::2, 1:2, 16:37]
-    assert not norm.rms_norm(view, None, eps=EPS).isnan().any()
-    assert not norm.layer_norm(view, None, None, eps=EPS).isnan().any()
-    assert not norm.row_mean(view).isnan().any()
+    assert not rms_norm(view, None, eps=EPS).isnan().any()
+    assert not layer_norm(view, None, None, eps=EPS).isnan().any()
+    assert not row_mean(view).isnan().any()
 
 
 def test_a_nan_stays_in_its_row():
     x = normal(3, 33)
     x[1, 4] = torch.nan
-    for out in (norm.rms_norm(x, None, eps=EPS), norm.layer_norm(x, None, None, eps=EPS), norm.row_mean(x)):
+    for out in (rms_norm(x, None, eps=EPS), layer_norm(x, None, None, eps=EPS), row_mean(x)):
         assert out.isnan().any(-1).tolist() == [False, True, False]
 
 
 def test_no_rows_give_no_rows():
     x = normal(0, 3, 16)
-    assert norm.rms_norm(x, None, eps=EPS).shape == (0, 3, 16)
-    assert norm.layer_norm(x, None, None, eps=EPS).shape == (0, 3, 16)
-    assert norm.row_mean(x).shape == (0, 3, 1)
+    assert rms_norm(x, None, eps=EPS).shape == (0, 3, 16)
+    assert layer_norm(x, None, None, eps=EPS).shape == (0, 3, 16)
+    assert row_mean(x).shape == (0, 3, 1)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -218,7 +215,7 @@ def test_a_pair_is_two_norms_side_by_side(dtype: torch.dtype, width: int, weight
     for left, ids in ((x, None), (table, tokens)):
         rows = left if ids is None else left[ids]
         for form in FORMS:
-            single, pair = FORMS[form]["rms_norm"], getattr(norm, f"rms_norm_pair{'_reference' * (form != 'kernel')}")
+            single, pair = FORMS[form]["rms_norm"], FORMS[form]["rms_norm_pair"]
             expected = single(rows, weights[0], eps=EPS, offset=1.0), single(y, weights[1], eps=1e-2)
             found = pair(left, y, *weights, ids, **options)
             assert torch.equal(found, torch.cat(expected, dim=-1)) and found.is_contiguous()
@@ -230,6 +227,6 @@ def test_a_pair_is_registered_as_it_behaves():
     options = {"x_eps": EPS, "y_eps": EPS}
     torch.library.opcheck(op, (x, x, weight, None), options, test_utils=checks)
     torch.library.opcheck(op, (normal(7, 8), x, weight, None, tokens), options, test_utils=checks)
-    assert norm.rms_norm_pair(x[:0], x[:0], weight, None, **options).shape == (0, 3, 16)
+    assert rms_norm_pair(x[:0], x[:0], weight, None, **options).shape == (0, 3, 16)
     with FakeTensorMode(), pytest.raises(ValueError, match="x and y must be pairs of rows, not torch"):
         op(torch.empty(2, 4), torch.empty(3, 4), None, None, **options)

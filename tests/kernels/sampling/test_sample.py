@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
@@ -17,11 +16,8 @@ from transformers.generation.logits_process import (
 )
 
 from specgraph.kernels.sampling import sample as module
+from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL, STREAM_TARGET
 from specgraph.kernels.sampling.sample import (
-    STREAM_ACCEPT,
-    STREAM_DRAFT,
-    STREAM_RESIDUAL,
-    STREAM_TARGET,
     exponentials,
     gumbel,
     process_logits,
@@ -304,17 +300,3 @@ def test_an_unknown_rule_is_refused() -> None:
     allowed = "strict, probabilistic, block, typical, synthetic"
     with pytest.raises(ValueError, match=f"^rule must be one of {allowed}; got 'greedy'.$"):
         draft_call(noise(1, 1, 3), "greedy")
-
-
-@pytest.mark.parametrize("extra", [(), (torch.tensor([[0, 1], [2, 3]]), STREAM_RESIDUAL, torch.tensor([4, 2, 9]))])
-def test_the_op(extra: tuple[object, ...]) -> None:
-    arguments = (noise(2, 2, 3), torch.tensor([1, 2]), torch.tensor([[3, 4], [5, 6]]), *extra)
-    assert torch.equal(torch.ops.specgraph.sample(*arguments), sample(*arguments))  # type: ignore[arg-type]
-    torch.library.opcheck(torch.ops.specgraph.sample.default, arguments)
-
-
-def test_the_op_checks_shapes_of_fake_tensors() -> None:
-    with FakeTensorMode():
-        processed, seeds = torch.empty(2, 3, 5), torch.zeros(2, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"key must be \[B, R\] = \(2, 3\), not \(2, 1\)"):
-            torch.ops.specgraph.sample(processed, seeds, torch.zeros(2, 1, dtype=torch.int64))

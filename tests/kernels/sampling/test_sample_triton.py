@@ -10,15 +10,7 @@ from torch import Tensor
 
 from specgraph.kernels.sampling import gumbel, scan
 from specgraph.kernels.sampling.gumbel import noise_key, philox
-from specgraph.kernels.sampling.sample import (
-    SHARED_NOISE_RULES,
-    STREAM_DRAFT,
-    STREAM_TARGET,
-    sample_draft,
-    sample_draft_reference,
-    uniform,
-)
-from specgraph.kernels.sampling.triton_form import sample_draft_triton
+from specgraph.kernels.sampling.sample import SAMPLE_DRAFT, sample_draft, uniform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -68,13 +60,9 @@ def drafts(
     seeds = torch.arange(batch, device=DEVICE) * 7919 - (1 << 40) if seeded else None
     key, logits = torch.arange(batch, device=DEVICE) * 31 + 5, logits.to(DEVICE)
     ids = None if ids is None else ids.to(DEVICE)
-    shared = rule in SHARED_NOISE_RULES
-    found = sample_draft_triton(
-        logits, temperature, seeds, key, *cuts, ids, 3, limit, shared=shared,
-        stream=STREAM_TARGET if shared else STREAM_DRAFT, return_processed=kept, split=split, tile=tile,
-    )  # fmt: skip
-    wanted = sample_draft_reference(logits, temperature, seeds, key, *cuts, ids, 3, rule, limit, return_processed=kept)
-    return found, wanted
+    arguments = (logits, temperature, seeds, key, *cuts, ids, 3, rule, limit, kept)
+    found, wanted = SAMPLE_DRAFT.form("triton", split=split, tile=tile), SAMPLE_DRAFT.form("reference")
+    return found(*arguments), wanted(*arguments)
 
 
 def noise(*shape: int) -> Tensor:
@@ -157,5 +145,7 @@ def test_the_op(kept: bool, ids: Tensor | None) -> None:
     arguments = (noise(2, 3, 6), torch.ones(2), seeds, seeds, None, None, None, ids, 1, "strict", 7, kept)
     torch.library.opcheck(torch.ops.specgraph.sample_draft.default, arguments)
     options = {"row": 1, "rule": "strict", "target_vocab_size": 7, "draft_to_target": ids, "return_processed": kept}
-    for one, other in zip(sample_draft(*arguments[:4], **options), sample_draft_reference(*arguments), strict=True):
+    for one, other in zip(
+        sample_draft(*arguments[:4], **options), SAMPLE_DRAFT.form("reference")(*arguments), strict=True
+    ):
         assert torch.equal(one, other)

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from specgraph.drafters.ngram import NGram
 from specgraph.kernels import step
 from specgraph.kernels.sampling import sample
-from specgraph.kernels.verify import verify
+from specgraph.kernels.verify import invert_vocabulary
+from specgraph.kernels.verify.verify import VERIFY
 
 EOS = 7
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -35,12 +36,17 @@ def _layout() -> dict[str, Case]:
         "row_positions": (step.row_positions, (_ids(5, 0, 2), tokens), {}),
         "positions_and_next": (step.positions_and_next, (_ids(5, 0, 2), tokens), {}),
         "row_slots": (step.row_slots, (positions, counts, table, lengths), {"block_size": 4}),
+        "row_slots, before 0": (
+            step.row_slots, (step.row_positions(_ids(-2, -9, -1), tokens), _ids(3, 3, 2), table, lengths),
+            {"block_size": 4},
+        ),
         "needed_rows": (step.needed_rows, (hidden, _ids(0, 1, 2), 2), {}),
         "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
         "draft_tokens": (step.draft_tokens, (tokens,), {}),
         "nan_rows": (step.nan_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
         "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(EOS, -1)), {}),
         "cut_at_eos, many": (step.cut_at_eos, (emitted, _ids(0, 1, 0), many_eos), {}),
+        "cut_rows": (step.cut_rows, (tokens, emitted), {}),
         "count_emitted": (step.count_emitted, (emitted,), {}),
         "draft_inputs": (step.draft_inputs, (tokens, emitted), {"vocab_size": 6}),
         "next_tokens": (step.next_tokens, (emitted,), {"vocab_size": 6}),
@@ -51,8 +57,12 @@ def _layout() -> dict[str, Case]:
         "chain_positions": (step.chain_positions, (counts, counts, 2), {}),
         "history_length": (step.history_length, (counts, counts), {}),
         "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
+        "settle, rows": (step.settle, (*settled, tokens), {"chain": 1}),
         "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
         "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), tokens, positions, counts), {}),
+        "record_tokens_, rows": (
+            step.record_tokens_, (torch.full((4, 5), 50), tokens, positions, counts, _ids(3, -1, 0)), {}
+        ),
         "advance_": (
             step.advance_,
             (tokens, _ids(10, 20, 30), counts, _ids(0, 1, 0), emitted, _ids(2, 3, 0), [_ids([8, 9], [8, -1], [1, 1])],
@@ -68,12 +78,12 @@ def _drawing() -> dict[str, Case]:
     knobs = (_ids(0, 5, 0), torch.tensor([1.0, 0.9, 1.0]), torch.tensor([0.0, 0.0, 0.05]))
     temperature, seeds, vocabulary = torch.tensor([0.0, 1.0, 0.7]), _ids(1, 2, 3), torch.arange(40) + 5
     drafts, positions = _ids([5, 6, 7], [5, -1, 7], [44, 6, 3]), _ids([4, 5, 6, 7]).expand(3, -1).contiguous()
-    rows, forced, back = _ids(4, 4, 0), _ids(0, 2, 0), verify.invert_vocabulary(vocabulary, 50)
+    rows, forced, back = _ids(4, 4, 0), _ids(0, 2, 0), invert_vocabulary(vocabulary, 50)
     cases: dict[str, Case] = {}
     for rule in sample.RULES:
         verified = (logits, drafts, draft_logits, temperature, seeds, positions, *knobs, rows, forced, back)
-        options = {"rule": rule, "logprobs": "raw"}
-        cases[f"verify, {rule}"] = (verify._verify, verified, options)
+        options = {"rule": rule, "logprobs": "raw", "point_mass": rows == 0}
+        cases[f"verify, {rule}"] = (VERIFY.form("reference"), verified, options)
         drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
         options = {"row": 1, "rule": rule, "target_vocab_size": 44, "draft_to_target": vocabulary}
         cases[f"propose_, {rule}"] = (step.propose_, drawn, options)

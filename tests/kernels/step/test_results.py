@@ -49,8 +49,8 @@ def test_bits_of_log_probabilities_stay_as_they_are() -> None:
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs: bool) -> None:
     given = step_results(rows, [0, 1, rows // 2, rows], seed=rows, logprobs=logprobs)
-    found = results._pack_results(*(tensor.to(DEVICE) for tensor in given), width)
-    assert torch.equal(found.cpu(), results.pack_results_reference(*given, width))
+    found = results.PACK_RESULTS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width)
+    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width))
 
 
 def test_the_op_is_registered_as_it_behaves() -> None:

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step import step
+from specgraph.kernels.step.rows import ROW_SLOTS
+from specgraph.kernels.step.tokens import ADVANCE, CUT_AT_EOS, NAN_ROWS
 from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
 NONE = -1
@@ -37,6 +39,18 @@ def test_slots_of_pages_that_are_not_allocated_or_lie_past_the_table_are_none():
     positions, table = ids([3, 4, 7], [7, 8, 100]), ids([6, NONE], [6, 2])
     slots = step.row_slots(positions, ids(3, 3), table, ids(8, 8), block_size=4)
     assert slots.tolist() == [[27, NONE, NONE], [11, NONE, NONE]]
+
+
+@pytest.mark.parametrize("form", ["op", "kernel"])
+def test_rows_before_the_first_position_have_no_slot(form: str):
+    # By the remainder of its position alone, a row at -1 would be the last one of page 0.
+    positions, table = ids([-2, -1, 0, 1], [-5, -4, -1, 0], [-8, -7, -6, -5]), ids([6, 3], [NONE, 2], [6, 3])
+    arguments = (positions, ids(4, 4, 4), table, ids(8, 8, 8))
+    if form == "op":
+        slots = step.row_slots(*arguments, block_size=4)
+    else:
+        slots = step._row_slots(*(tensor.to(DEVICE) for tensor in arguments), block_size=4)
+    assert slots.tolist() == [[NONE, NONE, 24, 25], [NONE] * 4, [NONE] * 4]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +118,7 @@ def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
             taken = step.needed_rows(hidden, ids(forced), count)
             bad = step.nan_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
             assert bad.tolist() == [forced <= row < forced + count]
-            in_triton = step._nan_rows(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
+            in_triton = NAN_ROWS.form("triton")(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
             assert torch.equal(in_triton.cpu(), bad)
 
 
@@ -266,10 +280,10 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
         return torch.randint(low, high, shape, generator=generator)
 
     batch, width, count, num_eos = int(draw(1, 5)), int(draw(1, 9)), int(draw(0, 5)), int(draw(1, 4))
-    slots = (draw(0, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
+    slots = (draw(-9, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
     emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, num_eos), draw(0, 3, batch)
     emitted[:, width // 2 :] = NONE
-    cut = step.cut_at_eos_reference(emitted, forced, eos_ids)
+    cut = CUT_AT_EOS.form("reference")(emitted, forced, eos_ids)
     state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)
     given = (cut, step.count_emitted(cut))
     drafts = list(draw(-1, 9, batch, count).split(1 + seed % 2, dim=1))
@@ -278,12 +292,12 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     def there(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to(DEVICE, copy=True) for tensor in tensors]
 
-    found = step._row_slots(*there(slots), block_size=4)
-    assert torch.equal(found.cpu(), step.row_slots_reference(*slots, block_size=4))
-    assert torch.equal(step._cut_at_eos(*there((emitted, forced, eos_ids))).cpu(), cut)
+    found = ROW_SLOTS.form("triton")(*there(slots), block_size=4)
+    assert torch.equal(found.cpu(), ROW_SLOTS.form("reference")(*slots, block_size=4))
+    assert torch.equal(CUT_AT_EOS.form("triton")(*there((emitted, forced, eos_ids))).cpu(), cut)
     moved_state = there(state)
-    step._advance(*moved_state, *there(given), there(drafts), *there(limits))
-    step.advance_reference(*state, *given, drafts, *limits)
+    ADVANCE.form("triton")(*moved_state, *there(given), there(drafts), *there(limits))
+    ADVANCE.form("reference")(*state, *given, drafts, *limits)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
 
 

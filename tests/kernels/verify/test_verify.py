@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_RESIDUAL
 from specgraph.kernels.sampling.sample import (
     RULES,
-    STREAM_ACCEPT,
-    STREAM_RESIDUAL,
     process_logits,
     sample,
     sample_draft,
@@ -28,8 +27,8 @@ from specgraph.kernels.verify import (
     residual,
     sample_next,
     token_logprobs,
-    verify_reference,
 )
+from tests.kernels.verify.definition import verified
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -41,7 +40,7 @@ def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 def problem(batch: int = 64, drafts: int = 4, vocab: int = 7, own: int | None = None) -> dict[str, Any]:
-    """Arguments of ``verify_reference``: drafts really drawn from their logits, a third of the batch greedy."""
+    """Arguments of ``verified``: drafts really drawn from their logits, a third of the batch greedy."""
     target_logits = noise(batch, drafts + 1, vocab, seed=1)
     draft_logits = noise(batch, drafts, own or vocab, seed=2)
     to_target = None if own is None else torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[:own]
@@ -56,7 +55,7 @@ def problem(batch: int = 64, drafts: int = 4, vocab: int = 7, own: int | None = 
         tokens.append(token)
         processed.append(weights)
     return {
-        "target_logits": target_logits,
+        "logits": target_logits,
         "draft_tokens": torch.cat(tokens, 1) if drafts else torch.empty(batch, 0, dtype=torch.int64),
         "draft_logits": torch.cat(processed, 1) if drafts else None,
         "temperature": temperature,
@@ -97,7 +96,7 @@ def test_strict_decodes_what_plain_sampling_decodes(drafts: int, quality: str) -
         elif quality == "out of range":
             guesses = guesses + vocab // 2
         window = torch.cat([found.gather(1, positions[:, :1]), guesses], 1).clamp(0, vocab - 1)
-        emitted, count = verify_reference(
+        emitted, count, *_ = verified(
             target[window], guesses, None, temperature=temperature, seeds=seeds, positions=positions + 1,
             num_rows=(length - start).clamp(0, drafts + 1),
         )  # fmt: skip
@@ -111,7 +110,7 @@ def test_strict_decodes_what_plain_sampling_decodes(drafts: int, quality: str) -
 
 def test_strict_does_not_look_at_draft_logits() -> None:
     given = problem()
-    assert torch.equal(verify_reference(**given)[0], verify_reference(**{**given, "draft_logits": None})[0])
+    assert torch.equal(verified(**given)[0], verified(**{**given, "draft_logits": None})[0])
 
 
 # rows, forced rows, rows without logits
@@ -122,11 +121,11 @@ def test_forced_tokens_are_accepted_and_the_rest_is_verified_as_if_alone(rule: s
     """With keys of its own, a block of K rows after F forced ones does what the shorter block would do."""
     given, forced = problem(drafts=5), 2
     count = torch.full_like(given["seeds"], forced)
-    emitted, num_emitted = verify_reference(**given, rule=rule, num_forced=count, acceptance_rate=0.5)
+    emitted, num_emitted, *_ = verified(**given, rule=rule, num_forced=count, acceptance_rate=0.5)
     assert (num_emitted > forced).all()
     assert torch.equal(emitted[:, :forced], given["draft_tokens"][:, :forced])
     rows = torch.full_like(count, 6)
-    processed = process_logits(given["target_logits"], given["temperature"])
+    processed = process_logits(given["logits"], given["temperature"])
     if rule != "strict":
         chances = acceptance_chances(
             processed, given["draft_tokens"], given["draft_logits"], rows, count, rule=rule, acceptance_rate=0.5
@@ -144,7 +143,7 @@ def test_rows_and_forced_rows_bound_what_is_emitted(rule: str) -> None:
     given, drafts = problem(batch=28 * 8, drafts=6), 6
     pairs = [(rows, forced) for rows in range(8) for forced in range(min(rows, drafts) + 1)]
     rows, forced = (torch.tensor(column).repeat(7)[: 28 * 8] for column in zip(*pairs, strict=True))
-    emitted, num_emitted = verify_reference(**given, rule=rule, num_rows=rows, num_forced=forced, acceptance_rate=0.9)
+    emitted, num_emitted, *_ = verified(**given, rule=rule, num_rows=rows, num_forced=forced, acceptance_rate=0.9)
     for index, tokens in enumerate(lists(emitted, num_emitted)):
         known, real = int(forced[index]), int(rows[index])
         drafted = given["draft_tokens"][index].tolist()
@@ -160,27 +159,27 @@ def test_rows_and_forced_rows_bound_what_is_emitted(rule: str) -> None:
 def test_padding_rows_change_nothing(rule: str) -> None:
     given = problem(drafts=5)
     rows = torch.full_like(given["seeds"], 3)
-    wide = verify_reference(**given, rule=rule, num_rows=rows, return_logprobs=True)
-    junk = {**given, "target_logits": given["target_logits"].clone(), "draft_logits": given["draft_logits"].clone()}
-    junk["target_logits"][:, 3:] = torch.nan
+    wide = verified(**given, rule=rule, num_rows=rows, logprobs="raw")
+    junk = {**given, "logits": given["logits"].clone(), "draft_logits": given["draft_logits"].clone()}
+    junk["logits"][:, 3:] = torch.nan
     junk["draft_logits"][:, 2:] = torch.nan
     junk["draft_tokens"] = torch.cat([given["draft_tokens"][:, :2], torch.full((64, 3), -1)], 1)
-    narrow = {**given, "target_logits": given["target_logits"][:, :3], "draft_tokens": given["draft_tokens"][:, :2]}
+    narrow = {**given, "logits": given["logits"][:, :3], "draft_tokens": given["draft_tokens"][:, :2]}
     narrow |= {"draft_logits": given["draft_logits"][:, :2], "positions": given["positions"][:, :3]}
     for other in (
-        verify_reference(**junk, rule=rule, num_rows=rows, return_logprobs=True),
-        verify_reference(**narrow, rule=rule, return_logprobs=True),
+        verified(**junk, rule=rule, num_rows=rows, logprobs="raw"),
+        verified(**narrow, rule=rule, logprobs="raw"),
     ):
         assert torch.equal(wide[0][:, :3], other[0][:, :3])
         assert torch.equal(wide[1], other[1])
-        assert torch.equal(wide[2][:, :3], other[2][:, :3])
+        assert torch.equal(wide.logprobs[:, :3], other.logprobs[:, :3])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_inactive_sequence_emits_nothing_whatever_its_state(rule: str) -> None:
     given = problem(batch=6)
     rows, forced = torch.tensor([0, 5, 0, 0, 1, 0]), torch.tensor([0, 0, 3, 4, 0, 1])
-    emitted, num_emitted = verify_reference(**given, rule=rule, num_rows=rows, num_forced=forced)
+    emitted, num_emitted, *_ = verified(**given, rule=rule, num_rows=rows, num_forced=forced)
     assert (num_emitted[rows == 0] == 0).all()
     assert (emitted[rows == 0] == -1).all()
     assert num_emitted[4] == 1
@@ -195,9 +194,9 @@ def test_logits_of_the_needed_rows_are_enough(rule: str, count: int) -> None:
     forced = torch.arange(9).repeat(8)
     rows = torch.minimum(forced + integers(count + 1, 72, seed=6), torch.tensor(drafts + 1))
     given["draft_logits"] = given["draft_logits"][:, :drawn]
-    full = verify_reference(**given, rule=rule, num_rows=rows, num_forced=forced, return_logprobs=True)
-    given["target_logits"] = needed_rows(given["target_logits"], forced, count)
-    found = verify_reference(**given, rule=rule, num_rows=rows, num_forced=forced, return_logprobs=True)
+    full = verified(**given, rule=rule, num_rows=rows, num_forced=forced, logprobs="raw")
+    given["logits"] = needed_rows(given["logits"], forced, count)
+    found = verified(**given, rule=rule, num_rows=rows, num_forced=forced, logprobs="raw")
     for one, other in zip(full, found, strict=True):
         assert torch.equal(one, other)
 
@@ -205,8 +204,8 @@ def test_logits_of_the_needed_rows_are_enough(rule: str, count: int) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_beyond_the_given_logits_are_not_accepted(rule: str) -> None:
     given = problem(drafts=6)
-    given["target_logits"] = given["target_logits"][:, :3]
-    _, num_emitted = verify_reference(**given, rule=rule, acceptance_rate=1.0)
+    given["logits"] = given["logits"][:, :3]
+    _, num_emitted, *_ = verified(**given, rule=rule, acceptance_rate=1.0)
     assert (num_emitted <= 3).all()
     if rule == "synthetic":
         assert (num_emitted == 3).all()
@@ -218,11 +217,11 @@ def test_a_missing_draft_ends_the_prefix(rule: str, bad: int) -> None:
     given = problem()
     given["draft_tokens"] = given["draft_tokens"].clone()
     given["draft_tokens"][:, 2] = bad
-    emitted, num_emitted = verify_reference(**given, rule=rule, acceptance_rate=1.0)
+    emitted, num_emitted, *_ = verified(**given, rule=rule, acceptance_rate=1.0)
     assert (num_emitted <= 3).all()
     assert emitted.max() < 7
     rows = torch.full_like(given["seeds"], 3)
-    shorter = verify_reference(**given, rule=rule, acceptance_rate=1.0, num_rows=rows)
+    shorter = verified(**given, rule=rule, acceptance_rate=1.0, num_rows=rows)
     assert torch.equal(emitted, shorter[0])
 
 
@@ -233,8 +232,8 @@ def test_a_missing_draft_ends_the_prefix(rule: str, bad: int) -> None:
 def test_point_masses_are_draft_logits_with_one_token(rule: str) -> None:
     given = problem()
     points = torch.full_like(given["draft_logits"], -torch.inf).scatter(2, given["draft_tokens"].unsqueeze(2), 0.0)
-    without = verify_reference(**{**given, "draft_logits": None}, rule=rule)
-    assert torch.equal(without[0], verify_reference(**{**given, "draft_logits": points}, rule=rule)[0])
+    without = verified(**{**given, "draft_logits": None}, rule=rule)
+    assert torch.equal(without[0], verified(**{**given, "draft_logits": points}, rule=rule)[0])
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
@@ -242,8 +241,8 @@ def test_drafts_without_logits_are_point_masses_beside_drawn_ones(rule: str) -> 
     given = problem()
     points = torch.full_like(given["draft_logits"], -torch.inf).scatter(2, given["draft_tokens"].unsqueeze(2), 0.0)
     points[:, :2] = given["draft_logits"][:, :2]
-    found = verify_reference(**{**given, "draft_logits": given["draft_logits"][:, :2]}, rule=rule)
-    assert torch.equal(found[0], verify_reference(**{**given, "draft_logits": points}, rule=rule)[0])
+    found = verified(**{**given, "draft_logits": given["draft_logits"][:, :2]}, rule=rule)
+    assert torch.equal(found[0], verified(**{**given, "draft_logits": points}, rule=rule)[0])
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
@@ -252,8 +251,8 @@ def test_draft_ids_outside_the_target_take_no_mass_from_others(rule: str) -> Non
     given = problem()
     given["target_to_draft"] = invert_vocabulary(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 900]), 7)
     given["draft_logits"] = torch.cat([given["draft_logits"], torch.zeros(64, 4, 2)], 2)
-    mapped = verify_reference(**given, rule=rule)
-    assert torch.equal(mapped[0], verify_reference(**{**given, "target_to_draft": None}, rule=rule)[0])
+    mapped = verified(**given, rule=rule)
+    assert torch.equal(mapped[0], verified(**{**given, "target_to_draft": None}, rule=rule)[0])
 
 
 def test_a_map_of_draft_ids_is_inverted_and_names_no_target_twice() -> None:
@@ -268,8 +267,8 @@ def test_a_reduced_draft_vocabulary_is_a_full_one_with_zeros(rule: str) -> None:
     wide = torch.full((64, 4, 9), -torch.inf)
     own = given["target_to_draft"]
     wide[..., own >= 0] = given["draft_logits"][..., own[own >= 0]]
-    found = verify_reference(**given, rule=rule)
-    full = verify_reference(**{**given, "draft_logits": wide, "target_to_draft": None}, rule=rule)
+    found = verified(**given, rule=rule)
+    full = verified(**{**given, "draft_logits": wide, "target_to_draft": None}, rule=rule)
     assert torch.equal(found[0], full[0])
 
 
@@ -280,27 +279,27 @@ def test_padded_vocabularies_need_no_map(rule: str, own: int) -> None:
     given = problem()
     fill = torch.full((64, 4, 5), -torch.inf)
     given["draft_logits"] = torch.cat([given["draft_logits"], fill], 2)[..., :own]
-    emitted, _ = verify_reference(**given, rule=rule)
-    mapped = verify_reference(**{**given, "target_to_draft": invert_vocabulary(torch.arange(own), 7)}, rule=rule)
+    emitted, *_ = verified(**given, rule=rule)
+    mapped = verified(**{**given, "target_to_draft": invert_vocabulary(torch.arange(own), 7)}, rule=rule)
     assert torch.equal(emitted, mapped[0])
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
 def test_equal_distributions_accept_every_draft(rule: str) -> None:
     given = problem()
-    given["draft_logits"] = process_logits(given["target_logits"][:, :4], given["temperature"])
+    given["draft_logits"] = process_logits(given["logits"][:, :4], given["temperature"])
     given["draft_tokens"] = sample(given["draft_logits"], given["seeds"], given["positions"][:, :4], stream=1)
-    assert (verify_reference(**given, rule=rule)[1] == 5).all()
+    assert (verified(**given, rule=rule)[1] == 5).all()
 
 
 @pytest.mark.parametrize("rule", LOSSLESS_RULES)
 def test_greedy_emits_the_argmax(rule: str) -> None:
     given = problem()
     given["temperature"] = torch.zeros(64)
-    best = given["target_logits"].argmax(-1)
+    best = given["logits"].argmax(-1)
     given["draft_tokens"] = torch.where(noise(64, 4, seed=8) < 1, best[:, :4], given["draft_tokens"])
     given["draft_logits"] = torch.full((64, 4, 7), -torch.inf).scatter(2, given["draft_tokens"].unsqueeze(2), 0.0)
-    emitted, num_emitted = verify_reference(**given, rule=rule)
+    emitted, num_emitted, *_ = verified(**given, rule=rule)
     right = (given["draft_tokens"] == best[:, :4]).long().cumprod(1).sum(1)
     assert torch.equal(num_emitted, right + 1)
     assert torch.equal(emitted, best.masked_fill(torch.arange(5) > right.unsqueeze(1), -1))
@@ -310,11 +309,9 @@ def test_greedy_emits_the_argmax(rule: str) -> None:
 def test_greedy_needs_no_seeds(rule: str) -> None:
     given = problem()
     given["temperature"] = torch.zeros(64)
-    given["draft_tokens"] = torch.where(noise(64, 4, seed=8) < 1, given["target_logits"].argmax(-1)[:, :4], 3)
+    given["draft_tokens"] = torch.where(noise(64, 4, seed=8) < 1, given["logits"].argmax(-1)[:, :4], 3)
     given["draft_logits"] = None
-    for one, other in zip(
-        verify_reference(**given, rule=rule), verify_reference(**{**given, "seeds": None}, rule=rule), strict=True
-    ):
+    for one, other in zip(verified(**given, rule=rule), verified(**{**given, "seeds": None}, rule=rule), strict=True):
         assert torch.equal(one, other)
 
 
@@ -345,7 +342,7 @@ def test_typical_accepts_by_entropy() -> None:
     """Medusa's bound, min(0.09, 0.3 exp(-H)), written out for every row."""
     given = problem(batch=300)
     rows, zero = torch.full((300,), 5), torch.zeros(300, dtype=torch.int64)
-    processed = process_logits(given["target_logits"] * 3, given["temperature"])
+    processed = process_logits(given["logits"] * 3, given["temperature"])
     chances = acceptance_chances(processed, given["draft_tokens"], None, rows, zero, rule="typical")
     probs = processed.double().softmax(-1)
     entropy = -(probs * probs.clamp_min(1e-300).log()).sum(-1)
@@ -358,7 +355,7 @@ def test_typical_accepts_by_entropy() -> None:
 def test_synthetic_accepts_at_its_rate() -> None:
     given = problem(batch=20_000, drafts=3)
     for rate, least, most in ((0.0, 1.0, 1.0), (1.0, 4.0, 4.0), (0.6, 2.15, 2.202)):
-        mean = float(verify_reference(**given, rule="synthetic", acceptance_rate=rate)[1].double().mean())
+        mean = float(verified(**given, rule="synthetic", acceptance_rate=rate)[1].double().mean())
         assert least <= mean <= most  # 1 + 0.6 + 0.36 + 0.216 = 2.176
 
 
@@ -368,7 +365,7 @@ def test_synthetic_accepts_at_its_rate() -> None:
 def test_acceptance_noise_is_keyed_by_the_step_and_the_row() -> None:
     given = problem(batch=2000)
     rows, zero = torch.full((2000,), 5), torch.zeros(2000, dtype=torch.int64)
-    processed = process_logits(given["target_logits"], given["temperature"])
+    processed = process_logits(given["logits"], given["temperature"])
     arguments = (processed, given["draft_tokens"], given["draft_logits"])
     chances = acceptance_chances(*arguments, rows, zero, rule="probabilistic")
     key = given["positions"][:, :1].expand(-1, 5)
@@ -392,10 +389,10 @@ def test_the_next_tokens_noise_is_the_targets_or_the_steps(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sequence_does_not_depend_on_its_batch(rule: str) -> None:
     given = problem()
-    whole = verify_reference(**given, rule=rule, return_logprobs=True)
+    whole = verified(**given, rule=rule, logprobs="raw")
     order = torch.randperm(64, generator=torch.Generator().manual_seed(7))[:10]
     part = {name: value if value is None else value[order] for name, value in given.items()}
-    for one, other in zip(whole, verify_reference(**part, rule=rule, return_logprobs=True), strict=True):
+    for one, other in zip(whole, verified(**part, rule=rule, logprobs="raw"), strict=True):
         assert torch.equal(one[order], other)
 
 
@@ -406,14 +403,14 @@ def test_a_sequence_does_not_depend_on_its_batch(rule: str) -> None:
 def test_options_that_are_off_are_the_same_as_none(rule: str) -> None:
     given = problem()
     off = {"top_k": torch.zeros(64, dtype=torch.int64), "top_p": torch.ones(64), "min_p": torch.zeros(64)}
-    assert torch.equal(verify_reference(**given, rule=rule)[0], verify_reference(**given, **off, rule=rule)[0])
+    assert torch.equal(verified(**given, rule=rule)[0], verified(**given, **off, rule=rule)[0])
 
 
 @pytest.mark.parametrize("rule", LOSSLESS_RULES)
 def test_options_cut_what_may_be_emitted(rule: str) -> None:
     given = problem(vocab=12)
-    emitted, _ = verify_reference(**given, rule=rule, top_k=torch.full((64,), 2))
-    best = given["target_logits"].topk(2).indices
+    emitted, *_ = verified(**given, rule=rule, top_k=torch.full((64,), 2))
+    best = given["logits"].topk(2).indices
     assert ((emitted.unsqueeze(2) == best).any(2) | (emitted < 0)).all()
 
 
@@ -421,25 +418,26 @@ def test_options_cut_what_may_be_emitted(rule: str) -> None:
 def test_logprobs_are_of_the_raw_or_the_processed_logits(rule: str) -> None:
     given = problem()
     options = {"rule": rule, "top_k": torch.full((64,), 3), "num_forced": torch.arange(64) % 3}
-    raw = verify_reference(**given, **options, return_logprobs=True)
+    raw = verified(**given, **options, logprobs="raw")
     emitted = raw[0]
     wanted = (emitted >= 0) & (torch.arange(5) >= options["num_forced"].unsqueeze(1))
-    sources = {"raw": given["target_logits"]}
-    sources["processed"] = process_logits(given["target_logits"], given["temperature"], options["top_k"])
+    sources = {"raw": given["logits"]}
+    sources["processed"] = process_logits(given["logits"], given["temperature"], options["top_k"])
     for kind, source in sources.items():
-        out = verify_reference(**given, **options, return_logprobs=kind)
+        out = verified(**given, **options, logprobs=kind)
         own = source.log_softmax(-1).gather(2, emitted.clamp_min(0).unsqueeze(2)).squeeze(2)
-        assert out[2].dtype == torch.float32
-        torch.testing.assert_close(out[2], own.masked_fill(~wanted, 0.0), rtol=0, atol=1e-6)
+        assert out.logprobs.dtype == torch.float32
+        torch.testing.assert_close(out.logprobs, own.masked_fill(~wanted, 0.0), rtol=0, atol=1e-6)
         assert torch.equal(out[0], emitted)
-    assert torch.equal(raw[2], verify_reference(**given, **options, return_logprobs="raw")[2])
+    assert torch.equal(raw.logprobs, verified(**given, **options, logprobs="raw").logprobs)
 
 
 def test_logprobs_of_half_precision_logits_are_computed_in_float32() -> None:
     given = problem()
-    given["target_logits"] = given["target_logits"].bfloat16()
-    emitted, _, found = verify_reference(**given, return_logprobs=True)
-    own = given["target_logits"].float().log_softmax(-1).gather(2, emitted.clamp_min(0).unsqueeze(2)).squeeze(2)
+    given["logits"] = given["logits"].bfloat16()
+    out = verified(**given, logprobs="raw")
+    emitted, found = out.emitted, out.logprobs
+    own = given["logits"].float().log_softmax(-1).gather(2, emitted.clamp_min(0).unsqueeze(2)).squeeze(2)
     assert torch.equal(found, own.masked_fill(emitted < 0, 0.0))
 
 
@@ -449,19 +447,19 @@ def test_logprobs_of_half_precision_logits_are_computed_in_float32() -> None:
 def test_strange_logits_keep_ids_in_range(rule: str, value: float, share: float) -> None:
     given = problem(batch=200)
     hit = torch.rand(200, 5, 7, generator=torch.Generator().manual_seed(10)) < share
-    given["target_logits"] = given["target_logits"].masked_fill(hit, value)
-    emitted, num_emitted, logprobs = verify_reference(**given, rule=rule, return_logprobs=True)
-    tokens = lists(emitted, num_emitted)
+    given["logits"] = given["logits"].masked_fill(hit, value)
+    out = verified(**given, rule=rule, logprobs="raw")
+    tokens = lists(out.emitted, out.num_emitted)
     assert all(0 <= token < 7 for row in tokens for token in row)
     assert all(len(row) >= 1 for row in tokens)
-    assert not logprobs.isnan().any()
+    assert not out.logprobs.isnan().any()
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("batch", "drafts", "vocab"), [(1, 0, 5), (1, 3, 1), (3, 0, 1), (1, 1, 2)])
 def test_small_shapes(rule: str, batch: int, drafts: int, vocab: int) -> None:
     given = problem(batch, drafts, vocab)
-    emitted, num_emitted = verify_reference(**given, rule=rule)
+    emitted, num_emitted, *_ = verified(**given, rule=rule)
     assert emitted.shape == (batch, drafts + 1)
     lists(emitted, num_emitted)
     if vocab == 1:
@@ -471,31 +469,32 @@ def test_small_shapes(rule: str, batch: int, drafts: int, vocab: int) -> None:
 
 def test_float64_stays_float64_and_integers_may_be_int32() -> None:
     given = problem()
-    exact = {**given, "target_logits": given["target_logits"].double(), "draft_tokens": given["draft_tokens"].int()}
-    emitted, num_emitted = verify_reference(**exact, rule="block")
+    exact = {**given, "logits": given["logits"].double(), "draft_tokens": given["draft_tokens"].int()}
+    emitted, num_emitted, *_ = verified(**exact, rule="block")
     assert emitted.dtype == num_emitted.dtype == torch.int64
-    assert torch.equal(emitted, verify_reference(**given, rule="block")[0])
+    assert torch.equal(emitted, verified(**given, rule="block")[0])
 
 
 # the pieces and the op
 
 
-def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
     """The step graph's own spelling."""
     rows, forced = torch.full_like(given["seeds"], 4), torch.full_like(given["seeds"], 1)
-    processed = process_logits(given["target_logits"], given["temperature"])
+    processed = process_logits(given["logits"], given["temperature"])
     drafted = (given["draft_tokens"], given["draft_logits"])
     place = (given["seeds"], given["positions"])
     count = accept(processed, *drafted, *place, rows, forced, rule=rule)
     weights = residual(processed, *drafted, count, forced, rows, rule=rule)
-    emitted, num_emitted = emit(
+    emitted, num_emitted, accepted_rows = emit(
         given["draft_tokens"], count, sample_next(weights, *place, count, rule=rule), rows, forced
     )
     return (
         emitted,
         num_emitted,
-        token_logprobs(given["target_logits"], processed, emitted, forced, logprobs="processed"),
-        nan_rows(given["target_logits"], given["positions"], rows, forced),
+        accepted_rows,
+        token_logprobs(given["logits"], processed, emitted, forced, logprobs="processed"),
+        nan_rows(given["logits"], given["positions"], rows, forced),
     )
 
 
@@ -503,16 +502,16 @@ def op_arguments(given: dict[str, Any], rule: str, logprobs: str, cuts: bool = F
     batch = len(given["seeds"])
     options = (torch.full((batch,), 3), torch.full((batch,), 0.9), torch.full((batch,), 0.1))
     return (
-        given["target_logits"], given["draft_tokens"], given["draft_logits"], given["temperature"], given["seeds"],
+        given["logits"], given["draft_tokens"], given["draft_logits"], given["temperature"], given["seeds"],
         given["positions"], *(options if cuts else (None, None, None)), torch.full_like(given["seeds"], 4),
-        torch.full_like(given["seeds"], 1), given["target_to_draft"], rule, logprobs, 0.09, 0.3, 0.7,
+        torch.full_like(given["seeds"], 1), given["target_to_draft"], None, rule, logprobs, 0.09, 0.3, 0.7,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_op_is_the_composition_of_its_pieces(rule: str) -> None:
     given = problem()
-    given["target_logits"][3, 2, 1] = given["target_logits"][5, 0, 1] = torch.nan  # the second one is forced
+    given["logits"][3, 2, 1] = given["logits"][5, 0, 1] = torch.nan  # the second one is forced
     found = torch.ops.specgraph.verify(*op_arguments(given, rule, "processed"))
     for one, other in zip(found, composed(given, rule), strict=True):
         assert torch.equal(one, other)
@@ -540,26 +539,26 @@ def test_fake_outputs_match_real_ones(drafts: int, kind: str) -> None:
 
 def test_the_ops_defaults_are_strict_without_logprobs() -> None:
     given = problem(batch=3)
-    emitted, _, logprobs, _ = torch.ops.specgraph.verify(*op_arguments(given, "strict", "none")[:12])
+    emitted, _, _, logprobs, _ = torch.ops.specgraph.verify(*op_arguments(given, "strict", "none")[:12])
     assert torch.equal(emitted, composed(given, "strict")[0])
     assert logprobs.shape == (3, 0)
 
 
 BAD = [
     ({"rule": "greedy"}, "rule must be one of strict, probabilistic, block, typical, synthetic; got 'greedy'."),
-    ({"return_logprobs": "all"}, "return_logprobs must be False, True, 'raw' or 'processed'; got 'all'."),
-    ({"target_logits": torch.zeros(3, 7)}, "target_logits must be [B, R, V], got [3, 7]."),
+    ({"logprobs": "all"}, "logprobs must be one of none, raw, processed; got 'all'."),
+    ({"logits": torch.zeros(3, 7)}, "logits must be [B, R, V], got [3, 7]."),
     (
-        {"target_logits": torch.zeros(3, 6, 7)},
-        "target_logits must have 1 to K + 1 = 5 rows for K = 4 drafts, got 6.",
+        {"logits": torch.zeros(3, 6, 7)},
+        "logits must have 1 to K + 1 = 5 rows for K = 4 drafts, got 6.",
     ),
     (
-        {"target_logits": torch.zeros(3, 5, 7, dtype=torch.int64)},
-        "target_logits must be floating point, got torch.int64.",
+        {"logits": torch.zeros(3, 5, 7, dtype=torch.int64)},
+        "logits must be floating point, got torch.int64.",
     ),
     (
         {"draft_tokens": torch.zeros(2, 4, dtype=torch.int64)},
-        "draft_tokens must be [B, K] with B = 3 as in target_logits, got [2, 4].",
+        "draft_tokens must be [B, K] with B = 3 as in logits, got [2, 4].",
     ),
     ({"draft_tokens": torch.zeros(3, 4)}, "draft_tokens must be integers, got torch.float32."),
     (
@@ -587,12 +586,12 @@ BAD = [
 @pytest.mark.parametrize(("change", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_arguments_get_one_clear_sentence(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        verify_reference(**{**problem(batch=3), **change})
+        verified(**{**problem(batch=3), **change})
     assert str(caught.value) == message
 
 
 def test_fake_tensors_get_the_same_sentence() -> None:
-    with FakeTensorMode(), pytest.raises(ValueError, match=r"target_logits must have 1 to K \+ 1 = 2 rows"):
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"logits must have 1 to K \+ 1 = 2 rows"):
         ids = torch.zeros(2, dtype=torch.int64)
         torch.ops.specgraph.verify(
             torch.empty(2, 3, 5), ids[:, None], None, torch.ones(2), ids, ids[:, None].expand(2, 2), None, None, None,
@@ -604,4 +603,4 @@ def test_strict_has_no_chances() -> None:
     given = problem(batch=1)
     count = torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="strict accepts by comparing tokens"):
-        acceptance_chances(given["target_logits"], given["draft_tokens"], None, count, count, rule="strict")
+        acceptance_chances(given["logits"], given["draft_tokens"], None, count, count, rule="strict")

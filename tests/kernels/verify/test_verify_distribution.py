@@ -15,10 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
 from specgraph.kernels.sampling.sample import (
-    STREAM_ACCEPT,
-    STREAM_DRAFT,
-    STREAM_RESIDUAL,
     process_logits,
     sample,
     uniform,
@@ -31,8 +29,8 @@ from specgraph.kernels.verify import (
     emit,
     invert_vocabulary,
     residual,
-    verify_reference,
 )
+from tests.kernels.verify.definition import verified
 
 TOKENS = 4
 DRAWS = 200_000
@@ -117,7 +115,7 @@ def joint(case: Case, group: Group) -> Tensor:
 def verify(logits: Tensor, batch: Batch, positions: Tensor, rule: str, to_target: Tensor | None) -> tuple[Tensor, ...]:
     temperature, top_k, top_p, min_p = batch.options
     own = None if to_target is None else invert_vocabulary(to_target, logits.shape[-1])
-    return verify_reference(
+    return verified(
         logits, batch.drafts, batch.logits, temperature=temperature, seeds=batch.seeds, positions=positions, rule=rule,
         top_k=top_k, top_p=top_p, min_p=min_p, target_to_draft=own,
     )  # fmt: skip
@@ -449,7 +447,7 @@ def test_block_accepts_at_least_as_much_on_the_same_prefixes(build: Callable[[],
         window = torch.nn.functional.pad(batch.drafts, (1, 0))
         positions = torch.arange(case.drafts + 1).expand(draws, -1)
         logits = case.target[positions % len(case.target), window]
-        _, emitted = verify(logits, batch, positions + 1, rule, case.to_target)
+        _, emitted, *_ = verify(logits, batch, positions + 1, rule, case.to_target)
         lengths[rule] = emitted.double()
     gain = lengths["block"] - lengths["probabilistic"]
     error = float(gain.std()) / draws**0.5

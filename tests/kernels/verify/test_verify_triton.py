@@ -11,19 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.sampling import scan
+from specgraph.kernels.sampling.constants import STREAM_TARGET
 from specgraph.kernels.sampling.gumbel import rough_exponential
 from specgraph.kernels.sampling.sample import (
     RULES,
+    SAMPLE_DRAFT,
     STEP_NOISE_RULES,
-    STREAM_TARGET,
     gumbel,
     process_logits,
     sample,
-    sample_draft_reference,
 )
-from specgraph.kernels.step import nan_rows_reference
-from specgraph.kernels.verify import invert_vocabulary, verify_reference
+from specgraph.kernels.step.tokens import NAN_ROWS
+from specgraph.kernels.verify import Verified, Verify, invert_vocabulary
 from specgraph.kernels.verify.triton_form import covers, verify_triton
+from tests.kernels.verify.definition import verified
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPLIT = {"split": 1024, "tile": 1024}
@@ -55,17 +56,13 @@ def problem(
     return {name: value.to(DEVICE) for name, value in given.items()}
 
 
-def reference(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> tuple[Tensor, ...]:
-    rest = {name: value for name, value in given.items() if name not in ("logits", "draft_tokens", "draft_logits")}
-    return verify_reference(
-        given["logits"], given["draft_tokens"], given.get("draft_logits"), **rest, rule=rule, return_logprobs=logprobs,
-        **OPTIONS,
-    )  # fmt: skip
+def reference(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> Verified:
+    return verified(**given, rule=rule, logprobs=logprobs, **OPTIONS)
 
 
-def launch(given: dict[str, Any], rule: str = "strict", logprobs: str = "none", **shape: int) -> tuple[Tensor, ...]:
+def launch(given: dict[str, Any], rule: str = "strict", logprobs: str = "none", **shape: int) -> Verified:
     absent = dict.fromkeys(("draft_logits", "top_k", "top_p", "min_p", "target_to_draft"))
-    return verify_triton(**{**absent, **given}, rule=rule, logprobs=logprobs, **OPTIONS, **(shape or SPLIT))
+    return verify_triton(Verify(**{**absent, **given}, rule=rule, logprobs=logprobs, **OPTIONS), **(shape or SPLIT))
 
 
 def with_draft_logits(given: dict[str, Any], drawn: int, own: int | None = None) -> dict[str, Any]:
@@ -76,7 +73,7 @@ def with_draft_logits(given: dict[str, Any], drawn: int, own: int | None = None)
     ids = torch.arange(vocab) if own is None else torch.randperm(vocab, generator=draw)[:own]
     near = given["logits"].cpu()[:, :drafts, ids].float()
     near = near + torch.randn(near.shape, generator=draw)
-    tokens, processed = sample_draft_reference(
+    tokens, processed = SAMPLE_DRAFT.form("reference")(
         near, given["temperature"].cpu(), given["seeds"].cpu(), given["positions"].cpu()[:, 0], None, None, None, ids,
         0, "block", vocab, True,
     )  # fmt: skip
@@ -102,7 +99,7 @@ def assert_logprobs(given: dict[str, Any], found: tuple[Tensor, ...], kind: str)
     source = given["logits"].double()
     if kind == "processed":
         source = process_logits(source, given["temperature"].double())
-    emitted, logprobs = found[0], found[2]
+    emitted, logprobs = found[0], found.logprobs
     own = source.log_softmax(-1).gather(2, emitted.clamp_min(0).unsqueeze(2)).squeeze(2)
     forced = torch.arange(emitted.shape[1], device=DEVICE) < given["num_forced"].unsqueeze(1)
     wanted = own.masked_fill((emitted < 0) | forced, 0.0)
@@ -142,9 +139,9 @@ def test_rows_and_forced_rows_as_in_the_reference(rule: str, kind: str) -> None:
     assert_same_tokens(found, wanted)
     assert len(set(wanted[1].tolist())) > 3
     if kind == "none":
-        assert found[2].shape == (10, 0)
+        assert found.logprobs.shape == (10, 0)
     else:
-        torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+        torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("rule", "rows"), [("strict", 1), ("strict", 3), ("typical", 2), ("block", 3)])
@@ -155,7 +152,7 @@ def test_a_wide_block_with_few_rows_of_logits(rule: str, rows: int) -> None:
     given["draft_tokens"] = given["draft_tokens"].clamp(0, 299)
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
     assert_same_tokens(found, wanted)
-    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -168,7 +165,7 @@ def test_strange_logits(rule: str, value: float) -> None:
     given["draft_tokens"][::2] = 0
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
     assert_same_tokens(found, wanted)
-    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -271,7 +268,7 @@ def test_a_nan_hides_no_token_of_its_split() -> None:
     given["logits"][..., 899] = given["logits"][..., 1500] = torch.nan
     found = launch(given, split=2048, tile=512)
     assert_same_tokens(found, reference(given))
-    assert found[0][0, 0] == 900 and found[3].all()
+    assert found[0][0, 0] == 900 and found.bad.all()
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_block() -> None:
@@ -292,7 +289,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_block() -> None:
         alone |= {"draft_tokens": given["draft_tokens"][:, :0], "num_rows": torch.ones_like(given["num_rows"])}
         found, reached = launch(alone, logprobs="raw"), whole[1] > row
         assert torch.equal(found[0][reached, 0], whole[0][reached, row])
-        assert torch.equal(found[2][reached, 0], whole[2][reached, row])
+        assert torch.equal(found.logprobs[reached, 0], whole.logprobs[reached, row])
 
 
 def test_strides_and_integer_types_do_not_matter() -> None:
@@ -309,7 +306,7 @@ def test_cuts(rule: str) -> None:
     given = with_cuts(problem(5, 1, 1100, dtype=torch.bfloat16))
     wanted, found = reference(given, rule, "processed"), launch(given, rule, "processed")
     assert_same_tokens(found, wanted)
-    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", STEP_NOISE_RULES)
@@ -321,7 +318,7 @@ def test_drafts_with_logits_are_verified_as_in_the_reference(rule: str, drawn: i
     wanted, found = reference(given, rule, "raw"), launch(given, rule, "raw")
     assert_same_tokens(found, wanted)
     assert len(set(wanted[1].tolist())) > 1
-    torch.testing.assert_close(found[2], wanted[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", STEP_NOISE_RULES)
@@ -339,7 +336,7 @@ def test_drafts_from_the_targets_own_distribution_are_accepted(rule: str) -> Non
     """Nothing is left of ``p - q``; where a draft is rejected nevertheless the target's own distribution is drawn."""
     given = problem(4, 3, 300)
     given["temperature"] = torch.ones_like(given["temperature"])
-    tokens, processed = sample_draft_reference(
+    tokens, processed = SAMPLE_DRAFT.form("reference")(
         given["logits"][:, :3], given["temperature"], given["seeds"], given["positions"][:, 0], None, None, None, None,
         0, "block", None, True,
     )  # fmt: skip
@@ -355,13 +352,17 @@ def test_sequences_with_nan_among_the_logits_they_need(rule: str) -> None:
     for b, r, place in ((0, 2, 59), (1, 0, 5), (2, 2, 5), (4, 1, 0), (5, 1, 3)):
         given["logits"][b, r, place] = torch.nan
     given["logits"][3, 0, 7], given["logits"][3, 1, 8] = torch.inf, -torch.inf
-    found = launch(given, rule)[3]
+    found = launch(given, rule).bad
     assert found.tolist() == [True, False, False, False, True, False]
-    assert torch.equal(found, nan_rows_reference(given["logits"], given["num_rows"], given["num_forced"], 3))
+    assert torch.equal(found, NAN_ROWS.form("reference")(given["logits"], given["num_rows"], given["num_forced"], 3))
 
 
 def test_what_is_covered() -> None:
+    def given(logits: Tensor, draft_logits: Tensor | None) -> Verify:
+        ids = torch.zeros(1, dtype=torch.int64)
+        return Verify(logits, ids, draft_logits, ids, None, ids, None, None, None, ids, ids, None)
+
     logits = torch.zeros(1, 1, 4)
-    assert covers(logits.half(), None) and covers(logits, logits.bfloat16())
-    assert not covers(logits.double(), None)
-    assert not covers(logits, logits.double())
+    assert covers(given(logits.half(), None)) and covers(given(logits, logits.bfloat16()))
+    assert not covers(given(logits.double(), None))
+    assert not covers(given(logits, logits.double()))

@@ -1,18 +1,16 @@
-"""Writes a head in the speculators layout."""
+"""Writes EAGLE-3 and P-EAGLE heads in the speculators layout."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specgraph.drafters.eagle3 import DraftHead, Eagle3Config
+from specgraph.checkpoints.writing import without_shared, write_checkpoint
+from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
 
 SPECULATORS_VERSION = "0.9.0"
@@ -25,7 +23,7 @@ def save_head(
     folder: str | Path,
     *,
     target_name: str,
-    algorithm: Literal["eagle3", "peagle"],
+    algorithm: str,
     num_speculative_tokens: int,
     shared: Iterable[Tensor] = (),
     target_architectures: Sequence[str] = (),
@@ -47,17 +45,8 @@ def save_head(
         ConfigError: the layout cannot express the head.
     """
     _check(head, algorithm)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config = _config(head, target_name, list(target_architectures), algorithm, num_speculative_tokens)
-    tensors = _tensors(head, list(shared))
-    weights = folder / "model.safetensors.tmp"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    os.replace(weights, folder / "model.safetensors")
-    text = folder / "config.json.tmp"
-    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    os.replace(text, folder / "config.json")
-    return folder
+    return write_checkpoint(folder, config, _tensors(head, list(shared)))
 
 
 def _check(head: DraftHead, algorithm: str) -> None:
@@ -103,7 +92,7 @@ def _config(
     return written if head.mask_token_id is None else written | {"mask_token_id": head.mask_token_id}
 
 
-def _layers(config: Eagle3Config) -> dict[str, Any]:
+def _layers(config: Any) -> dict[str, Any]:
     """transformers' configuration of the layers, with both spellings of the rotary base."""
     written: dict[str, Any] = {"model_type": config.layers.model_type, **config.layers.to_diff_dict()}
     theta = (written.get("rope_parameters") or {}).get("rope_theta")
@@ -111,11 +100,8 @@ def _layers(config: Eagle3Config) -> dict[str, Any]:
 
 
 def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU by their names in the file."""
-    found: dict[str, Tensor] = dict(head.module.named_parameters(remove_duplicate=False))
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        if any(_same_memory(found[name], tensor) for tensor in shared):
-            del found[name]
+    """Them by their names in the file."""
+    found = without_shared(dict(head.module.named_parameters(remove_duplicate=False)), shared)
     if head.module.mask_hidden is not None:
         found["mask_hidden"] = head.module.mask_hidden.view(1, 1, -1)
     vocabulary = head.module.draft_to_target
@@ -124,8 +110,4 @@ def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
         found["t2d"] = torch.zeros(head.module.config.layers.vocab_size, dtype=torch.bool).index_fill(
             0, vocabulary.cpu(), True
         )
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.device == other.device
+    return found

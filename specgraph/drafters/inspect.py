@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from specgraph.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from specgraph.checkpoints.eagle3 import load_head
+from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor
-from specgraph.checkpoints.options import Overrides, read_options
-from specgraph.checkpoints.tokenizers import check_same_tokenizer
-from specgraph.errors import ConfigError, SpecgraphError
-from specgraph.frontend.tracing import check_is_causal_lm
-from specgraph.ir.model_info import ModelInfo
+from specgraph.config import DraftConfig
+from specgraph.config.load import drafter_options
+from specgraph.drafters.registry import drafter_class, open_checkpoint
+from specgraph.errors import SpecgraphError
+from specgraph.frontend.shapes_only import info_of, without_weights
+from specgraph.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -44,27 +41,27 @@ class Inspection:
         if self.options:
             parts.append([("option", "value", "from"), *self.options])
         parts.append([("tensor", "shape", "dtype", "count", "size"), *self.tensors])
-        text = "\n\n".join(map(_columns, parts))
+        text = "\n\n".join(map(text_table, parts))
         return text if self.reason is None else f"{text}\n\n{self.reason}"
 
 
-def inspect_checkpoint(path: str | Path, overrides: Overrides, target: str | None = None) -> Inspection:
+def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None = None) -> Inspection:
     """Look at a checkpoint, and at whether it fits the target of that name or folder.
 
     Raises:
         ConfigError: the checkpoint cannot be opened or is of an unsupported kind, or the target is not a causal LM.
     """
     checkpoint = open_checkpoint(path)
-    model = None if target is None else _without_weights(target, "target")
-    info = None if model is None else _info(model)
+    drafter, given = drafter_class(checkpoint.kind), drafter_options(replace(draft, kind=checkpoint.kind))
+    model = None if target is None else without_weights(target, "target")
+    info = None if model is None else info_of(model)
     options: list[tuple[str, ...]] = []
     reason = None
     try:
-        if checkpoint.kind == "eagle3":
-            chosen = read_options(checkpoint, overrides, None if info is None else info.num_layers).sources
-            options = [(choice.name, _shown(choice.value), choice.source) for choice in chosen]
+        chosen = drafter.choices(checkpoint, given, None if info is None else info.num_layers)
+        options = [(choice.name, _shown(choice.value), choice.source) for choice in chosen]
         if model is not None and info is not None:
-            _check_fit(checkpoint, overrides, model, info)
+            drafter.check_fit(checkpoint, given, model, info)
     except SpecgraphError as error:
         reason = str(error)
     fits = None if model is None else reason is None
@@ -100,36 +97,6 @@ def _tensors(tensors: dict[str, StoredTensor]) -> list[tuple[str, ...]]:
     return list(rows.values())
 
 
-def _check_fit(checkpoint: Checkpoint, overrides: Overrides, model: PreTrainedModel, info: ModelInfo) -> None:
-    if checkpoint.kind == "eagle3":
-        load_head(checkpoint, overrides, model, info)
-        return
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    draft = _without_weights(str(folder), "draft")
-    check_is_causal_lm(draft)
-    check_same_tokenizer(model, draft)
-
-
-def _without_weights(name: str, role: str) -> PreTrainedModel:
-    """A model as its configuration describes it, with tensors that have shapes only."""
-    try:
-        config = AutoConfig.from_pretrained(name)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{role}={name} has no configuration of a causal LM: {reason}.") from None
-    check_is_causal_lm(model)
-    return model
-
-
-def _info(model: PreTrainedModel) -> ModelInfo:
-    config: Any = model.config.get_text_config()
-    head: Any = model.get_output_embeddings()
-    return ModelInfo(type(model).__name__, head.weight.shape[0], config.num_hidden_layers, config.hidden_size,
-                     head.weight.dtype, head.weight.device, None)  # fmt: skip
-
-
 def _shown(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
@@ -139,8 +106,3 @@ def _size(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -44,7 +44,7 @@ def run_passes(
     stages, reports = {"trace": program}, []
     for pass_ in passes:
         if pass_.skipped is not None:
-            stages[_unique(pass_.name, stages)] = program
+            stages[unique(pass_.name, stages)] = program
             counts = program.num_nodes()
             reports.append(StageReport(pass_.name, 0.0, PassResult(0, notes=(pass_.skipped,)), counts, counts))
             continue
@@ -53,7 +53,7 @@ def run_passes(
         for callback in callbacks:
             callback(pass_, program, after, report)
         release(stages.values(), report.result)
-        stages[_unique(pass_.name, stages)] = after
+        stages[unique(pass_.name, stages)] = after
         reports.append(replace(report, result=replace(report.result, equal_tensors=())))
         program = after
     return stages, reports
@@ -67,7 +67,7 @@ def apply(pass_: Pass, program: Program) -> tuple[StageReport, Program]:
     seconds = time.perf_counter() - begin
     check_matches(pass_, result)
     after.facts = program.facts | pass_.ensures
-    mark_provenance(after, pass_.name)
+    after.mark_provenance(pass_.name)
     return StageReport(pass_.name, seconds, result, program.num_nodes(), after.num_nodes()), after
 
 
@@ -77,13 +77,6 @@ def release(stages: Iterable[Program], result: PassResult) -> None:
     for program in stages if new else ():
         for module in program.modules.values():
             replace_tensors(module, new)
-
-
-def mark_provenance(program: Program, name: str) -> None:
-    """Note on every node that has no origin yet where it came from."""
-    for graph in (program.graph, *(m.graph for m in program.modules.values())):
-        for node in graph.nodes:
-            node.meta.setdefault("pass_name", name)
 
 
 def check_requirements(pass_: Pass, program: Program) -> None:
@@ -104,7 +97,7 @@ def check_matches(pass_: Pass, result: PassResult) -> None:
         )
 
 
-def _unique(name: str, taken: Iterable[str]) -> str:
+def unique(name: str, taken: Iterable[str]) -> str:
     """``name``, or ``name_2`` and so on if a pass runs more than once."""
     names, count = set(taken), 1
     while (candidate := name if count == 1 else f"{name}_{count}") in names:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specgraph.compiler.pipeline import StageReport
 from specgraph.ir.program import Program
+from specgraph.passes.pipeline import StageReport
+from specgraph.tables import markdown_table
+
+_COLUMNS = ("pass", "seconds", "matches", "nodes before", "nodes after", "near misses", "bytes shared")
 
 
 def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = ()) -> str:
@@ -15,10 +18,8 @@ def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport],
     lines = [
         f"# {program.target.name}, drafted by {drafter.name}, K = {drafter.num_speculative_tokens}",
         "",
-        "| pass | seconds | matches | nodes before | nodes after | near misses | bytes shared |",
-        "|---|---|---|---|---|---|---|",
+        markdown_table([_row(report) for report in reports], _COLUMNS),
     ]
-    lines += [_row(report) for report in reports]
     for report in reports:
         details = [f"- {note}" for note in report.result.notes]
         details += [f"- near miss at {miss.where}: {miss.reason}" for miss in report.result.near_misses]
@@ -29,13 +30,18 @@ def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport],
     return "\n".join(lines) + "\n"
 
 
-def _row(report: StageReport) -> str:
+def _row(report: StageReport) -> list[str]:
     result = report.result
     matches = str(result.matches) if result.expected is None else f"{result.matches} of {result.expected}"
-    return (
-        f"| {report.name} | {report.seconds:.3f} | {matches} | {_nodes(report.before)} | {_nodes(report.after)} | "
-        f"{len(result.near_misses)} | {result.bytes_shared:,} |"
-    )
+    nodes = [_nodes(report.before), _nodes(report.after)]
+    return [
+        report.name,
+        f"{report.seconds:.3f}",
+        matches,
+        *nodes,
+        str(len(result.near_misses)),
+        f"{result.bytes_shared:,}",
+    ]
 
 
 def _nodes(counts: Mapping[str, int]) -> str:

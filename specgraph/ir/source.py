@@ -6,6 +6,7 @@ import keyword
 import math
 import operator
 import re
+import sys
 import textwrap
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from specgraph.errors import ConfigError, VerificationError
-from specgraph.ir.program import Program
 from specgraph.ir.shapes import propagate
+from specgraph.ir.views import ProgramView
 
 WIDTH = 120
 
@@ -26,7 +27,7 @@ _OPERATORS: dict[object, str] = {
 }  # fmt: skip
 
 
-def render(program: Program, module: str = "step") -> str:
+def render(program: ProgramView, module: str = "step") -> str:
     """The Python of the step graph, or of one module: a class with ``forward``, one line per node.
 
     Every line ends with the shape of its value and the pass that made the node. Weights read as attributes
@@ -43,7 +44,7 @@ def render(program: Program, module: str = "step") -> str:
     return _Source(graph).text(module)
 
 
-def _ensure_shapes(program: Program) -> None:
+def _ensure_shapes(program: ProgramView) -> None:
     """Propagate shapes unless every node of the step and of what it calls has one."""
     called = [program.modules[n.target] for n in program.graph.nodes if n.op == "call_module"]
     nodes = [n for graph in (program.graph, *(m.graph for m in called)) for n in graph.nodes]
@@ -108,7 +109,7 @@ class _Source:
             return f"torch.ops.{function}"
         if _root(function):
             return _get_qualified_name(function).removeprefix("_")
-        module, name = function.__module__, function.__qualname__
+        module, name = _home(function), function.__qualname__
         if not name.isidentifier():
             self._missing.append(self._unique(function.__name__))
             return self._missing[-1]
@@ -223,6 +224,14 @@ def _comment(node: fx.Node) -> str:
     parts = [node.meta.get("shape"), node.meta.get("pass_name")]
     known = [part for part in parts if part not in (None, "None")]
     return f"  # {', '.join(known)}" if known else ""
+
+
+def _home(function: Any) -> str:
+    """The module a function is imported from: its package, if that offers it by the same name."""
+    module: str = function.__module__
+    package = sys.modules.get(module.rpartition(".")[0])
+    offered = getattr(package, "__all__", ())
+    return package.__name__ if package is not None and function.__name__ in offered else module
 
 
 def _root(function: Any) -> str:

@@ -1,86 +1,24 @@
-"""What the configuration of an EAGLE-3 checkpoint says, or leaves open, about how its tensors are used.
+"""Reads what the configuration of a head's checkpoint says, or leaves open, about how its tensors are used.
 
-Public implementations disagree about several of these, so each can be set and none is guessed silently:
-
-===================== ========================================================== =====================================
-option                read from                                                  if nothing says it
-===================== ========================================================== =====================================
-feature_layers        ``eagle_aux_hidden_state_layer_ids`` or                    hs[2], hs[L // 2], hs[L - 3]
-                      ``aux_hidden_state_layer_ids``: id k is hs[k]; nested in
-                      ``eagle_config`` id k is hs[k + 1]
-norm_before_residual  ``norm_before_residual``                                   false
-norm_output           ``norm_output``                                            false: fed on before the last norm
-rope_theta            ``rope_theta``, then ``rope_parameters.rope_theta``        10000
-mask_token_id         ``ptd_token_id``, ``pard_token``, ``mask_token_id``        refused if the head has mask_hidden
-===================== ========================================================== =====================================
+Public implementations disagree about several of these, so each can be set and none is guessed silently: every value is
+kept beside the place that it came from.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice
+from specgraph.config import ParallelDraftConfig
 from specgraph.errors import ConfigError
 
 ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+"""Where the indices of hidden states are: at the top id k is hs[k], nested in ``eagle_config`` it is hs[k + 1]."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not change with the length."""
 DEFAULT_THETA = 10000.0
-
-
-class Overrides(Protocol):
-    """The keys of ``draft`` that overrule a checkpoint; None leaves it as it is."""
-
-    parallel: bool | None
-    mask_token_id: int | None
-    feature_layers: list[int] | None
-    norm_before_residual: bool | None
-    norm_output: bool | None
-    rope_theta: float | None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One option: its value and what it was taken from."""
-
-    name: str
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """How the tensors of a head are used.
-
-    Attributes:
-        layer_type: ``llama``, or ``qwen3`` if queries and keys are normed.
-        num_layers: decoder layers, counted.
-        features: the k of the hidden states hs[k] it reads; None if that depends on a target that is not known.
-        rope: transformers' ``rope_parameters``.
-        sources: everything above and below, and where it is from.
-    """
-
-    layer_type: str
-    num_layers: int
-    features: tuple[int, ...] | None
-    rope: dict[str, Any]
-    fc: bool
-    input_norm: bool
-    last_norm: bool
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-    mask_token_id: int | None
-    sources: tuple[Choice, ...]
-
-
-def default_features(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's: one hidden state near the bottom, the middle one, one near the top; no such for a few layers."""
-    return 2, num_layers // 2, num_layers - 3
 
 
 def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -89,49 +27,15 @@ def layer_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else checkpoint.config
 
 
-def layer_name(name: str) -> str:
-    """A tensor's name in the speculators layout."""
-    return re.sub(r"^midlayer\.", "layers.0.", name)
-
-
-def read_options(checkpoint: Checkpoint, overrides: Overrides, target_layers: int | None = None) -> HeadOptions:
-    """Collect the options of an EAGLE-3 checkpoint; ``target_layers`` is L, if the target is known.
-
-    Raises:
-        ConfigError: the head needs something that is not supported, or an option that nothing says.
-    """
-    names = {layer_name(name) for name in checkpoint.tensors}
-    reader = _Reader(checkpoint, [])
-    reader.refuse_variants()
-    indices = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
-    for name in ("embed_tokens", "lm_head"):
-        reader.note(name, "its own" if f"{name}.weight" in names else "the target's", "tensors")
-    fc = reader.flag("use_aux_hidden_state", True)
-    return HeadOptions(
-        layer_type=reader.note(
-            "layer_type", "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama", "tensors"
-        ),
-        num_layers=reader.note("num_layers", max(indices, default=0) + 1, "tensors"),
-        features=reader.features(overrides.feature_layers, target_layers, fc),
-        rope=reader.rope(overrides.rope_theta),
-        fc=fc,
-        input_norm=reader.flag("use_input_layernorm_in_first_layer", True),
-        last_norm=reader.flag("use_last_layernorm", True),
-        norm_before_residual=reader.flag("norm_before_residual", False, overrides.norm_before_residual),
-        norm_before_fc=reader.flag("norm_before_fc", "input_norm.weight" in names),
-        fc_norm=reader.flag("fc_norm", any(name.startswith("fc_norm.") for name in names)),
-        norm_output=reader.flag("norm_output", False, overrides.norm_output),
-        mask_token_id=reader.mask(overrides, "mask_hidden" in names),
-        sources=tuple(reader.sources),
-    )
-
-
 @dataclass(frozen=True)
-class _Reader:
-    """Reads keys and remembers where every value came from."""
+class Reader:
+    """Reads keys of a checkpoint's configuration and remembers where every value came from."""
 
     checkpoint: Checkpoint
-    sources: list[Choice]
+    sources: list[Choice] = field(default_factory=list)
+    default_features: Callable[[int], Sequence[int]] = range
+    """The hidden states that are read of a target with so many layers, where nothing says it."""
+    default_source: str = "default"
 
     @property
     def nested(self) -> Mapping[str, Any]:
@@ -153,20 +57,6 @@ class _Reader:
                 return bool(self.note(name, values[name], place))
         return bool(self.note(name, default, "default"))
 
-    def refuse_variants(self) -> None:
-        """Variants of ModelOpt whose forward pass is another one."""
-        for name, usual in (("next_layer_regular", True), ("use_mtp_layernorm", False)):
-            if self.nested.get(name, usual) is not usual:
-                raise ConfigError(
-                    f"{self.checkpoint.path} has {name}={str(self.nested[name]).lower()}, a variant that specgraph "
-                    f"does not run; it runs heads with {name}={str(usual).lower()}."
-                )
-        if (self.nested.get("parallel_draft_step") or 1) != 1:
-            raise ConfigError(
-                f"{self.checkpoint.path} has parallel_draft_step={self.nested['parallel_draft_step']}, extra heads "
-                "that specgraph does not run; it drafts in parallel by heads with a mask_hidden (P-EAGLE)."
-            )
-
     def features(self, given: Sequence[int] | None, layers: int | None, fc: bool) -> tuple[int, ...] | None:
         """The indices k of hs[k], checked as far as ``layers`` is known."""
         if given is not None:
@@ -183,10 +73,10 @@ class _Reader:
                     "what that means; set draft.feature_layers to the indices k of hs[k] in the order of fc's columns."
                 )
             return self._checked(ids, layers, source)
-        default, source = None if layers is None else default_features(layers), "default: 2, L // 2, L - 3"
+        default = None if layers is None else self.default_features(layers)
         if default is not None and list(default) != sorted(default):
-            raise self._unreadable(default, layers, source)
-        return self._checked(default, layers, source)
+            raise self._unreadable(default, layers, self.default_source)
+        return self._checked(None if default is None else tuple(default), layers, self.default_source)
 
     def _declared(self) -> tuple[tuple[int, ...], str] | None:
         """The ids of the configuration as indices of hs, and their key."""
@@ -248,7 +138,7 @@ class _Reader:
         self.note("rope_theta", float(theta), source)
         return {**scaling, "rope_type": kind, "rope_theta": float(theta)}
 
-    def mask(self, overrides: Overrides, has_hidden: bool) -> int | None:
+    def mask(self, overrides: ParallelDraftConfig, has_hidden: bool) -> int | None:
         """The mask token of a head that can draft in parallel."""
         if not has_hidden:
             for name in ("mask_token_id", "parallel"):

@@ -1,0 +1,131 @@
+"""What the ops of attention take: arguments, their shapes and dtypes, and the checks of them."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+
+PADDING_SLOT = -1
+"""The slot of a row that must not be written."""
+
+
+@dataclass(slots=True)
+class Attention:
+    """Causal attention of ``T`` rows over themselves: ``[B, H, T, D]`` inputs, ``[B, T, Hq, Dv]`` out.
+
+    Attributes:
+        q, k, v: ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, with ``Hq`` a multiple of ``Hkv``.
+        sinks: ``[Hq]`` or None, extra logits without a value.
+        scale: factor on the scores.
+        window: how many positions back a row sees, its own included; None is all.
+        softcap: ``c`` in ``c * tanh(score / c)``, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(slots=True)
+class PagedAttention:
+    """Write the new rows into the cache, then attend over everything each row may see: ``[B, T, Hq, Dv]``.
+
+    Attributes:
+        q, k, v: the new rows, ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, written in place.
+        slots: int64 ``[B, T]``, ``block * block_size + offset`` of each row; ``PADDING_SLOT`` rows are not written and
+            their output is zero.
+        block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
+        positions: int64 ``[B, T]``, absolute positions of the rows.
+        sinks, scale, window, softcap: as in :class:`Attention`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    block_table: Tensor
+    positions: Tensor
+    sinks: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(slots=True)
+class RotaryAttention:
+    """:class:`PagedAttention` of rotated ``q`` and ``k``; ``cos`` and ``sin`` are ``[B or 1, T, D]``.
+
+    ``D`` is even. The cache holds rotated keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    block_table: Tensor
+    positions: Tensor
+    sinks: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def check_dense(given: Attention | PagedAttention | RotaryAttention) -> None:
+    """Refuse heads that do not fit each other."""
+    q, k, v, sinks = given.q, given.k, given.v, given.sinks
+    require(q.dim() == 4 and k.dim() == 4 and v.dim() == 4, lambda: "q, k and v must be [B, H, T, D]")
+    require(k.shape[:3] == v.shape[:3], lambda: f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in B, H, T")
+    require(q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2], lambda: "q and k must agree in B and T")
+    require(q.shape[3] == k.shape[3], lambda: f"q and k head dims differ: {q.shape[3]} and {k.shape[3]}")
+    require(q.shape[1] % k.shape[1] == 0, lambda: f"{q.shape[1]} heads do not group over {k.shape[1]}")
+    if sinks is not None:
+        require(sinks.shape == (q.shape[1],), lambda: f"sinks must be [{q.shape[1]}], not {tuple(sinks.shape)}")
+
+
+def check_paged(given: PagedAttention | RotaryAttention) -> None:
+    """Refuse heads, caches and places that do not fit each other."""
+    check_dense(given)
+    rows = (given.q.shape[0], given.q.shape[2])
+    _check_cache("k_cache", given.k_cache, given.k)
+    _check_cache("v_cache", given.v_cache, given.v)
+    slots, positions, table = given.slots, given.positions, given.block_table
+    require(slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(slots.shape)}")
+    require(positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(positions.shape)}")
+    require(table.dim() == 2 and table.shape[0] == rows[0], lambda: "block_table must be [B, M]")
+
+
+def check_rotary(given: RotaryAttention) -> None:
+    """Refuse heads without halves, and angles that do not fit."""
+    q = given.q
+    require(q.shape[3] % 2 == 0, lambda: f"a head of {q.shape[3]} has no halves to rotate")
+    _check_angles("cos", given.cos, q)
+    _check_angles("sin", given.sin, q)
+
+
+def _check_angles(name: str, angles: Tensor, q: Tensor) -> None:
+    require(angles.dim() == 3, lambda: f"{name} must be [B, T, D]")
+    require(angles.shape[1:] == (q.shape[2], q.shape[3]), lambda: f"{name} must agree with q in T and D")
+    require(angles.shape[0] in (1, q.shape[0]), lambda: f"{name} must be for B sequences or for one")
+
+
+def _check_cache(name: str, cache: Tensor, new: Tensor) -> None:
+    wanted = (new.shape[1], new.shape[3])
+    require(cache.dim() == 4 and cache.shape[2:] == wanted, lambda: f"{name} must end in {wanted}")
+    require(cache.dtype == new.dtype, lambda: f"{name} must have the dtype of the rows written to it")

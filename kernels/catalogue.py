@@ -1,0 +1,15 @@
+"""Importing this file declares every op that specgraph has.
+
+A file of ops declares its own when it is imported, and most readers import just the files that they need. Those that
+ask what there is, such as benchmarks and tests of all ops, import this one first.
+"""
+
+import specgraph.kernels.attention.attention
+import specgraph.kernels.attention.rotary
+import specgraph.kernels.linear.experts
+import specgraph.kernels.linear.linear
+import specgraph.kernels.linear.norm
+import specgraph.kernels.sampling.sample
+import specgraph.kernels.step
+import specgraph.kernels.step.results
+import specgraph.kernels.verify  # noqa: F401

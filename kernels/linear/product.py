@@ -1,0 +1,195 @@
+"""A product with what surrounds it, as launches see it: how it is cut into tiles, and its launch in Triton.
+
+:mod:`specgraph.kernels.linear.linear` says what is computed, and what decides the bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.linear.triton_form import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
+
+
+class Tiles(NamedTuple):
+    """How a product is cut. ``pieces`` decides the bits (``block_k`` too in float32), and never follows the rows."""
+
+    block_o: int  # rows of the weight in a tile, gate and up rows together
+    block_n: int  # rows of x in a tile
+    block_k: int
+    pieces: int
+    serial: bool  # one program goes through all pieces
+    warps: int
+    stages: int
+
+
+_UNIT = 128
+"""Pieces begin at multiples of this, whatever the ``block_k``, which divides it."""
+
+
+def num_pieces(out_features: int, in_features: int) -> int:
+    """Of a weight ``[out_features, in_features]``: enough to give most of 132 multiprocessors a tile of 64 rows.
+
+    No more: they take their time to merge, and one program of its own has all the shared memory for what is on its way.
+    """
+    row_tiles, pieces = triton.cdiv(out_features, 64), 1
+    while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
+        pieces *= 2
+    return pieces
+
+
+def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
+    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``: a plain table, measured on an H200 (see
+    docs/performance.md); nothing is timed at run time."""
+    pieces = num_pieces(out_features, in_features)
+    if itemsize == 4:  # no matrix instruction for exact float32: small tiles fit the registers
+        return Tiles(64, 16 if rows <= 16 else 32, 32, pieces, rows > 256, 4, 3)
+    few = out_features < 8192
+    if rows <= 16:
+        return Tiles(64, 16, 128, pieces, False, 4, 4) if few else Tiles(128, 16, 128, pieces, False, 4, 3)
+    if rows <= 32:
+        return Tiles(64, 32, 64, 1, False, 4, 8) if few and pieces == 1 else Tiles(64, 32, 128, pieces, False, 4, 4)
+    if rows <= 64:
+        if few:
+            return Tiles(64, 64, 128, pieces, False, 4, 4 if pieces == 1 else 3)
+        return Tiles(128, 64, 128, pieces, False, 8, 4)
+    return _wide_tiles(rows, out_features, in_features, pieces)
+
+
+def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> Tiles:
+    """The largest tiles of which there are about as many as multiprocessors."""
+    large = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128)
+    # Partial sums take 8 bytes for each row and piece, the weight 2 for each input.
+    if large < 96 and large * pieces >= 96 and 16 * rows * pieces < in_features:
+        return Tiles(128, 128, 64, pieces, False, 8, 5)
+    if large >= 1024:
+        return Tiles(128, 256, 64, pieces, True, 8, 3)
+    if large >= 96:
+        return Tiles(128, 128, 64, pieces, True, 8, 5)
+    if triton.cdiv(out_features, 128) * triton.cdiv(rows, 64) >= 96:
+        return Tiles(128, 64, 64, pieces, True, 8, 6)
+    return Tiles(64, 64, 64, pieces, True, 4, 6)
+
+
+Following = tuple[Tensor, float, Tensor, Tensor]
+"""A norm whose parts are wanted: its weight, its offset, where the two parts go."""
+
+
+@dataclass(slots=True)
+class Product:
+    """What a launch computes: the arguments of the op, rows as matrices, and where the results go."""
+
+    out: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    squares: Tensor | None
+    norm_eps: float
+    activation: str
+    constant_weight: bool
+    following: Following | None
+    pdl: bool
+
+    @property
+    def gated(self) -> bool:
+        """Whether the weight is gate rows over up rows."""
+        return is_gated(self.activation)
+
+
+def is_gated(activation: str) -> bool:
+    """Whether an activation multiplies gate and up."""
+    return activation.endswith("_mul")
+
+
+def norm_groups(features: int) -> int:
+    """How many sums of squares a kernel reads of a row: a power of two."""
+    groups: int = triton.next_power_of_2(triton.cdiv(features, NORM_GROUP))
+    return groups
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` as a matrix of its rows, whose entries lie side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def launch_tiles(product: Product, cut: Tiles) -> None:
+    """Fill the results of ``product``."""
+    groups = norm_groups(product.weight.shape[1])
+    out, x, weight, added = product.out, product.x, product.weight, product.residual
+    rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
+    if product.gated and product.following:
+        cut = cut._replace(block_o=128)  # whole groups of the result
+    # 32 registers of a thread for each of the things that a tile is finished with.
+    early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
+    scale, squares = None, product.squares
+    if squares is not None and not early:
+        scale, squares = norm_scale(squares, in_features, product.norm_eps, pdl), None
+    # The groups of large tiles cross warps: a launch of its own is cheaper then.
+    joined = product.following if cut.block_o * cut.block_n <= 4096 else None
+    norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
+    pieces, blocks = pieces_of(in_features, cut.pieces, cut.block_k)
+    tiles_o = triton.cdiv(weight_rows, cut.block_o)
+    num_tiles = tiles_o * triton.cdiv(rows, cut.block_n)
+    serial = cut.serial or num_tiles > MAX_COUNTERS
+    partial = counters = None
+    if pieces > 1 and not serial:
+        partial = x.new_empty(pieces, rows, tiles_o * cut.block_o, dtype=torch.float32)
+        counters = arrival_counters(x.device)
+    even = in_features % (cut.block_k * blocks * pieces) == 0
+    linear_kernel[(num_tiles, 1 if serial else pieces)](
+        out, x, weight, product.bias, added, squares, scale, norm_weight, gained, out_squares, partial, counters, rows,
+        out.shape[-1], in_features, x.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
+        product.norm_eps, norm_offset,
+        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces, GROUPS=groups,
+        SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
+        GATED=product.gated, EARLY=early, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl,
+        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
+    )  # fmt: skip
+    if product.following and not joined:
+        launch_norm_parts(as_rows(out), product.following, pdl)
+
+
+def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
+    """``rsqrt(sum(squares) / features + norm_eps)``, ``[rows]``: what every row, or its product, is multiplied by.
+
+    ``squares`` is contiguous, ``[..., ceil(features / 64)]``.
+    """
+    rows = squares.shape[:-1].numel()
+    scale = squares.new_empty(rows)
+    norm_scale_kernel[(triton.cdiv(rows, 4),)](
+        scale, squares, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
+        enable_fp_fusion=False, **launch_options(pdl),
+    )  # fmt: skip
+    return scale
+
+
+def launch_norm_parts(rows: Tensor, following: Following, pdl: bool | None) -> None:
+    """Fill the two parts of the norm of ``rows``, which no product has made."""
+    norm_weight, norm_offset, gained, squares = following
+    count, features = rows.shape
+    pdl = supports_pdl(rows.device) if pdl is None else pdl
+    block_o, block_n = 2 * NORM_GROUP, 1 if count <= 16 else 16
+    norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(count, block_n))](
+        gained, squares, rows, norm_weight, count, features, rows.stride(0), norm_offset,
+        BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
+    )  # fmt: skip
+
+
+def pieces_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
+    """How many pieces there are, and how many blocks each of them has."""
+    unit = max(_UNIT, block_k)
+    units = triton.cdiv(in_features, unit)
+    pieces = min(wanted, units)
+    return pieces, triton.cdiv(units, pieces) * (unit // block_k)
+
+
+def _bulk(weight: Tensor) -> bool:
+    """Whether the rows of ``weight`` begin where the hardware's bulk copies may."""
+    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0

@@ -1,0 +1,72 @@
+"""Where the rows of a tensor lie, in the form in which kernels that take one row per program read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16
+"""Widths that are multiples of this are read in vectors; it covers 16 bytes of every dtype."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of ``x`` ``[..., W]`` where they lie: row ``r`` at ``(r // group * outer + r % group * inner) * unit``.
+
+    Two strides cover the heads of a merged projection, ``[B, T, heads, D]``; any other view is copied. ``unit`` is
+    :data:`ALIGNED` if that divides the width. Rows that do not start at a multiple of it are then copied, too, so that
+    kernels may assume it of every ``x``: what they assume is a function of the width alone.
+    """
+
+    x: Tensor
+    count: int
+    group: int
+    outer: int
+    inner: int
+    unit: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        """The rows of ``x``, or of a contiguous copy."""
+        width = x.shape[-1]
+        unit = ALIGNED if width % ALIGNED == 0 else 1
+        strides = _two_strides(x)
+        aligned = x.data_ptr() % 16 == 0 if unit > 1 else True
+        if strides is None or not aligned or any(stride % unit for stride in strides[1:]):
+            x = x.clone(memory_format=torch.contiguous_format)
+            strides = (1, width, 0)
+        group, outer, inner = strides
+        return cls(x, x.numel() // width, group, outer // unit, inner // unit, unit)
+
+    def arguments(self) -> tuple[int, int, int]:
+        """What kernels take after their tensors: ``group``, ``outer``, ``inner``."""
+        return self.group, self.outer, self.inner
+
+
+def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
+    """``group``, ``outer`` and ``inner`` of :class:`Rows` in elements; None if two strides do not describe ``x``."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    merged: list[tuple[int, int]] = []  # (size, stride), innermost first
+    for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
+        if size == 1:
+            continue
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return None
+    if len(merged) < 2:
+        return 1, merged[0][1] if merged else 0, 0
+    (group, inner), (_, outer) = merged
+    return group, outer, inner
+
+
+def aligned(vector: Tensor | None) -> Tensor | None:
+    """``vector``, or a copy at a multiple of 16 bytes: a kernel's layout would follow where it begins."""
+    if vector is None or (vector.is_contiguous() and vector.data_ptr() % 16 == 0):
+        return vector
+    return vector.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,237 @@
+"""How an op is declared: once, with everything that is known about it.
+
+An op's file writes its arguments as a dataclass, from which the schema of the ``torch.library`` op is derived. Every
+implementation takes one object of that class, so that no other signature repeats the schema::
+
+    @dataclass(slots=True)
+    class RowMean:
+        x: Tensor
+
+    def _row_mean_fake(given: RowMean) -> Tensor: ...
+
+    forms = triton_or_reference(row_mean_triton, row_mean_reference)
+    ROW_MEAN = declare(Op("row_mean", RowMean, _row_mean_fake, forms))
+
+The class is not frozen, because an object of it is built at every call and freezing triples what that costs. What the
+op returns is read from the annotation of ``fake``. :data:`OPS` answers what ops there are; a file declares its ops when
+it is imported, and :mod:`specgraph.kernels.catalogue` imports them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "specgraph"
+DEVICES = ("cpu", "cuda")
+"""The device types that every op has a variant for."""
+VARIANTS = {
+    "reference": DEVICES, "cpu": ("cpu",), "triton": ("cuda",), "hopper": ("cuda",), "library": ("cuda",),
+}  # fmt: skip
+"""The names that variants may have, and the device types that each is for: plain PyTorch, one form for CPUs, one in
+Triton, one for GPUs of compute capability 9.x alone, and one around a product of cuBLAS or another library."""
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", int: "int", int | None: "int?",
+    float: "float", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of an op.
+
+    Attributes:
+        name: one of :data:`VARIANTS`, which says for which devices it is.
+        run: takes the op's arguments as one object; keywords behind it are for tests and tuning.
+        row_independent: whether the bits of a row of the result are promised not to depend on the other rows, neither
+            on their values nor on their number.
+        covers: whether it computes these arguments, which is asked before anything runs; None if it computes all.
+        opt_in: whether it covers only arguments that ask for it, so that it is no part of what the op promises.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    row_independent: bool
+    covers: Callable[[Any], bool] | None = None
+    opt_in: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in VARIANTS:
+            raise ValueError(f"A variant is named one of {', '.join(VARIANTS)}, not {self.name!r}.")
+        if self.opt_in and self.covers is None:
+            raise ValueError(f"The variant {self.name} is taken only if arguments ask for it: say in covers which do.")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device types it is for."""
+        return VARIANTS[self.name]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of the namespace ``specgraph``.
+
+    Attributes:
+        name: without the namespace.
+        arguments: a dataclass with a field for each argument; fields after a ``KW_ONLY`` are keywords of the op.
+        fake: makes empty results of the right shapes and dtypes, and refuses arguments that do not fit.
+        variants: in the order in which they are asked whether they cover given arguments.
+        mutates: the arguments that are written in place.
+    """
+
+    name: str
+    arguments: type[Any]
+    fake: Callable[[Any], Any]
+    variants: tuple[Variant, ...]
+    mutates: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = set(self.mutates) - {field.name for field in dataclasses.fields(self.arguments)}
+        if unknown:
+            raise ValueError(f"{self.name} writes {', '.join(sorted(unknown))}, which is no argument of it.")
+        for device in DEVICES:
+            candidates = self.on(device)
+            if not candidates or candidates[-1].covers is not None:
+                raise ValueError(f"{self.name} needs a last variant for {device} that covers all arguments.")
+
+    @functools.cached_property
+    def schema(self) -> str:
+        """What ``torch.library.define`` takes, without the name."""
+        types, parts = get_type_hints(self.arguments), []
+        for field in dataclasses.fields(self.arguments):
+            if field.kw_only and "*" not in parts:
+                parts.append("*")
+            parts.append(self._parameter(field, types[field.name]))
+        return f"({', '.join(parts)}) -> {_result(self.name, get_type_hints(self.fake)['return'])}"
+
+    def _parameter(self, field: dataclasses.Field[Any], hint: Any) -> str:
+        kind = _type(f"{self.name}.{field.name}", hint)
+        if field.name in self.mutates:
+            kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + self.mutates.index(field.name))}!)")
+        if field.default is dataclasses.MISSING:
+            return f"{kind} {field.name}"
+        default = f'"{field.default}"' if isinstance(field.default, str) else field.default
+        return f"{kind} {field.name}={default}"
+
+    def on(self, device: str) -> tuple[Variant, ...]:
+        """The variants for a device type, in order."""
+        return tuple(variant for variant in self.variants if device in variant.devices)
+
+    def variant(self, name: str) -> Variant:
+        """The variant of that name.
+
+        Raises:
+            ValueError: the op has no such variant.
+        """
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        raise ValueError(f"{self.name} has the variants {', '.join(v.name for v in self.variants)}, not {name!r}.")
+
+    def choose(self, device: str, given: Any) -> Variant:
+        """The first variant for a device type that covers ``given``, an object of :attr:`arguments`."""
+        return next(v for v in self.on(device) if v.covers is None or v.covers(given))
+
+    def row_independent(self, device: str) -> bool:
+        """Whether rows are independent of each other on a device type.
+
+        That is the promise of the variant that is asked first, of those that arguments need not ask for. Arguments
+        that only a later one covers, such as those in float64, have what that one promises.
+        """
+        asked = [variant for variant in self.on(device) if not variant.opt_in]
+        return any(variant.row_independent for variant in asked[:1])
+
+    def form(self, name: str, **tuning: Any) -> Callable[..., Any]:
+        """One variant as a function of the op's own arguments, whatever the device and whatever it covers.
+
+        For tests and measurements. ``tuning`` goes to the variant as it is.
+        """
+        run, arguments = self.variant(name).run, self.arguments
+        return lambda *args, **keywords: run(arguments(*args, **keywords), **tuning)
+
+
+OPS: dict[str, Op] = {}
+"""Every op that has been declared, by name."""
+
+
+def find(target: object) -> Op | None:
+    """The declaration of an op as graphs call it, ``torch.ops.specgraph.name.default``; None for everything else."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+        return None
+    return OPS.get(target._opname)
+
+
+def declare(op: Op) -> Op:
+    """Make ``op`` a ``torch.library`` op, and known to :data:`OPS`.
+
+    Raises:
+        ValueError: there is an op of that name, or an argument has a type that a schema cannot express.
+    """
+    if op.name in OPS:
+        raise ValueError(f"An op {op.name} is declared already, with the arguments {OPS[op.name].schema}.")
+    name = f"{NAMESPACE}::{op.name}"
+    torch.library.define(name, op.schema)
+    for device in DEVICES:
+        torch.library.impl(name, device)(_dispatcher(op, device))
+    torch.library.register_fake(name)(_bound(op.fake, op.arguments))
+    OPS[op.name] = op
+    return op
+
+
+def triton_or_reference(
+    triton: Callable[..., Any], reference: Callable[..., Any], *, covers: Callable[[Any], bool] | None = None,
+    moves_only: bool = False,
+) -> tuple[Variant, Variant]:  # fmt: skip
+    """The variants of most ops: a Triton form whose rows are independent of each other, and plain PyTorch.
+
+    PyTorch promises such rows only to ops that move elements and compute with integers alone (``moves_only``).
+    """
+    return (
+        Variant("triton", triton, row_independent=True, covers=covers),
+        Variant("reference", reference, row_independent=moves_only),
+    )
+
+
+def _dispatcher(op: Op, device: str) -> Callable[..., Any]:
+    """What PyTorch calls on a device type: the first variant that covers what is given."""
+    candidates, arguments = op.on(device), op.arguments
+    first = candidates[0]
+    if first.covers is None:
+        return _bound(first.run, arguments)
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        given = arguments(*args, **keywords)
+        for variant in candidates:
+            if variant.covers is None or variant.covers(given):
+                return variant.run(given)
+
+    return run
+
+
+def _bound(run: Callable[[Any], Any], arguments: type[Any]) -> Callable[..., Any]:
+    """PyTorch leaves out trailing arguments that have their default, which the class fills in again."""
+    return lambda *args, **keywords: run(arguments(*args, **keywords))
+
+
+def _type(what: str, hint: Any) -> str:
+    if hint not in _TYPES:
+        allowed = ", ".join(_TYPES.values())
+        raise ValueError(f"{what} is {hint}, which no schema expresses; allowed are the types of {allowed}.")
+    return _TYPES[hint]
+
+
+def _result(what: str, hint: Any) -> str:
+    if hint is type(None):
+        return "()"
+    if get_origin(hint) is tuple:
+        return f"({', '.join(_type(what, part) for part in get_args(hint))})"
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return f"({', '.join(_type(what, part) for part in get_type_hints(hint).values())})"
+    return _type(what, hint)

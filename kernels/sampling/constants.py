@@ -1,0 +1,49 @@
+"""What the PyTorch and the Triton form of the noise must agree in, each value in both forms.
+
+A Triton function reads a global only if it is a ``tl.constexpr``; those are the names that begin with ``TL_``.
+:mod:`specgraph.kernels.sampling.sample` says what the values mean.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+STREAM_TARGET = 0
+"""The target's own samples, keyed by the absolute position of the token; ``strict`` drafts share it."""
+STREAM_DRAFT = 1
+"""Draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
+STREAM_ACCEPT = 2
+"""Acceptance of drafts, keyed by the step and the draft's row."""
+STREAM_RESIDUAL = 3
+"""The token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
+STREAM_BITS = 8
+"""The bits of the last counter word that hold the stream; those above hold the upper half of the key."""
+
+PHILOX_ROUNDS = 7
+"""With 10, the authors' choice with a margin, the scan of a row of logits takes a fifth longer."""
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+"""What Philox multiplies the first and the third word of its counter by."""
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+"""What Philox adds to the two words of its key after every round."""
+
+FIRST_EIGHT = 1 << 31
+"""The first block of the words that groups of eight tokens share."""
+STRIDE = 128
+"""Groups of eight whose words come from one block are this many groups apart."""
+EIGHTS = 512
+"""A run of so many groups of eight takes ``STRIDE`` blocks of four words."""
+
+GREEDY_BELOW = 1e-30
+"""Temperatures below this count as 0: dividing by them could overflow, and only exact ties tell the difference."""
+
+TL_STREAM_TARGET = tl.constexpr(STREAM_TARGET)
+TL_STREAM_ACCEPT = tl.constexpr(STREAM_ACCEPT)
+TL_STREAM_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
+TL_STREAM_BITS = tl.constexpr(STREAM_BITS)
+TL_PHILOX_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+TL_MULTIPLIER_0, TL_MULTIPLIER_1 = (tl.constexpr(value) for value in MULTIPLIERS)
+TL_KEY_STEP_0, TL_KEY_STEP_1 = (tl.constexpr(value) for value in KEY_STEPS)
+TL_FIRST_EIGHT = tl.constexpr(FIRST_EIGHT)
+TL_STRIDE = tl.constexpr(STRIDE)
+TL_EIGHTS = tl.constexpr(EIGHTS)
+TL_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)

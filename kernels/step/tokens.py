@@ -1,0 +1,412 @@
+"""What follows from the tokens of a step, as ops of one launch each: NaN, the end at an EOS, the next window.
+
+:mod:`specgraph.kernels.step.step` has the functions that step graphs call, with the meaning of what they take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.step.rows import positions_of
+
+
+@dataclass(slots=True)
+class NanRows:
+    """Which sequences have a NaN among the logits ``[B, R, V]`` of their real, unforced rows: bool ``[B]``.
+
+    ``width`` is the number of rows of the whole block, which places the ``R`` rows in it.
+    """
+
+    logits: Tensor
+    num_rows: Tensor
+    num_forced: Tensor
+    width: int
+
+
+@dataclass(slots=True)
+class CutAtEos:
+    """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1."""
+
+    emitted: Tensor
+    num_forced: Tensor
+    eos_ids: Tensor
+
+
+@dataclass(slots=True)
+class Settle:
+    """What follows from the verified ``tokens`` ``[B, T]``, for the next step and for the drafter.
+
+    Attributes:
+        tokens: padded with -1.
+        window: ``[B, T]``, what the target has run.
+        start: ``[B]``, the position of its first row.
+        num_forced: ``[B]``, how many of the tokens were given.
+        eos_ids: ``[E]``, padded with -1.
+        accepted_rows: ``[B, T]``, the rows that gave the tokens, padded with -1; None: nobody asks for them.
+        shifted: whether the drafter's row ``t`` takes token ``t + 1``; else it takes the window's first token, too.
+        vocab_size: the drafter's, into which padding is clamped.
+        chain: how many positions behind the accepted tokens are wanted.
+    """
+
+    tokens: Tensor
+    window: Tensor
+    start: Tensor
+    num_forced: Tensor
+    eos_ids: Tensor
+    accepted_rows: Tensor | None = None
+    _: KW_ONLY
+    shifted: bool
+    vocab_size: int
+    chain: int
+
+
+class Settled(NamedTuple):
+    """What :class:`Settle` gives.
+
+    Attributes:
+        emitted: the emitted tokens ``[B, T]``: everything after the first unforced EOS is -1.
+        num_emitted: their number ``n`` ``[B]``.
+        accepted_rows: the rows that gave them ``[B, T]``, -1 behind the last; ``[B, 0]`` where none were given.
+        rows: the drafter's rows ``[B, T]`` if shifted, else ``[B, T + 1]``.
+        positions: their positions, from ``start`` on.
+        num_rows: how many of them are real ``[B]``: ``n`` if shifted, else ``n + 1``, or 0 where nothing is emitted.
+        last: ``n - 1`` ``[B]``, the last row of a shifted drafter.
+        length: ``start + n + 1`` ``[B]``, the number of accepted tokens.
+        chain: ``start + n + i`` ``[B, 1]`` for every ``i`` below ``chain``.
+    """
+
+    emitted: Tensor
+    num_emitted: Tensor
+    accepted_rows: Tensor
+    rows: Tensor
+    positions: Tensor
+    num_rows: Tensor
+    last: Tensor
+    length: Tensor
+    chain: list[Tensor]
+
+
+@dataclass(slots=True)
+class Advance:
+    """The step from one window to the next, see :func:`specgraph.kernels.step.step.advance_`."""
+
+    next_window: Tensor
+    start: Tensor
+    num_rows: Tensor
+    num_forced: Tensor
+    emitted: Tensor
+    num_emitted: Tensor
+    drafts: list[Tensor]
+    max_length: Tensor
+    eos_ids: Tensor
+
+
+def nan_rows_reference(given: NanRows) -> Tensor:
+    """:class:`NanRows` in plain PyTorch."""
+    logits, num_rows, num_forced = given.logits, given.num_rows, given.num_forced
+    rows = logits.shape[1]
+    first = num_forced.clamp(max=given.width - rows)
+    row = first.unsqueeze(1) + torch.arange(rows, device=logits.device)
+    real = (row < num_rows.unsqueeze(1)) & (row >= num_forced.unsqueeze(1))
+    return (logits.isnan().any(-1) & real).any(-1)
+
+
+def cut_at_eos_reference(given: CutAtEos) -> Tensor:
+    """:class:`CutAtEos` in plain PyTorch."""
+    emitted = given.emitted
+    row = torch.arange(emitted.shape[1], device=emitted.device)
+    ends = _among(emitted, given.eos_ids) & (emitted >= 0) & (row >= given.num_forced.unsqueeze(1))
+    after = ends.long().cumsum(1) - ends.long()
+    return emitted.masked_fill(after > 0, -1)
+
+
+def settle_reference(given: Settle) -> Settled:
+    """:class:`Settle` in plain PyTorch."""
+    start, shifted = given.start, given.shifted
+    emitted = cut_at_eos_reference(CutAtEos(given.tokens, given.num_forced, given.eos_ids))
+    count = (emitted >= 0).sum(1)
+    known = given.accepted_rows
+    kept = emitted.new_empty((len(emitted), 0)) if known is None else torch.where(emitted >= 0, known, -1)
+    rows = (emitted if shifted else torch.cat([given.window[:, :1], emitted], 1)).clamp(0, given.vocab_size - 1)
+    places = positions_of(start, rows.shape[1], 1)[0]
+    real = count.clone() if shifted else torch.where(count > 0, count + 1, 0)
+    ahead = positions_of(start + count, 1, given.chain)
+    return Settled(emitted, count, kept, rows, places, real, count - 1, start + count + 1, ahead)
+
+
+def advance_reference(given: Advance) -> None:
+    """:class:`Advance` in plain PyTorch."""
+    emitted, num_emitted, start = given.emitted, given.num_emitted, given.start
+    active = num_emitted > 0
+    last = emitted.gather(1, (num_emitted - 1).clamp_min(0).unsqueeze(1))
+    end = start + num_emitted
+    ended = (num_emitted > given.num_forced) & _among(last[:, 0], given.eos_ids)
+    window = torch.cat([last, *given.drafts], dim=1)
+    proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
+    rows = torch.minimum(proposed + 1, given.max_length - 1 - end).clamp_min(0)
+    given.next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), given.next_window))
+    given.num_rows.copy_(torch.where(active & ~ended, rows, 0))
+    start.copy_(torch.where(active, end, start))
+    given.num_forced.zero_()
+
+
+def _among(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``. ``torch.isin`` sorts from ten ids on, and waits for it."""
+    return (tokens.unsqueeze(-1) == ids).any(-1)
+
+
+@triton.jit
+def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
+    b, r = tl.program_id(0) // rows, tl.program_id(0) % rows
+    forced = tl.load(num_forced + b)
+    row = tl.minimum(forced, width - rows) + r
+    if (row < tl.load(num_rows + b)) & (row >= forced):
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(logits + tl.program_id(0).to(tl.int64) * vocab + token, mask=token < vocab, other=0.0)
+        if tl.max((values != values).to(tl.int32), axis=0) > 0:
+            tl.store(bad + b, 1)  # several programs may, all of them this value
+
+
+@triton.jit
+def _cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tokens ``[BLOCK]`` of one sequence, those after the first unforced EOS replaced by -1."""
+    first = tl.full((BLOCK,), BLOCK, tl.int32)
+    for index in range(NUM_EOS):
+        first = tl.where(token == tl.load(eos_ids + index), row, first)
+    unforced = (token >= 0) & (row >= num_forced)
+    end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
+    return tl.where(row > end, -1, token)
+
+
+@triton.jit
+def _settle_kernel(
+    emitted, num_emitted, kept_rows, rows, positions, num_rows, last, accepted, ahead,
+    tokens, window, start, num_forced, eos_ids, accepted_rows, width, window_width, vocab,
+    NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    row = tl.arange(0, BLOCK)
+    inside = row < width
+    token = tl.load(tokens + b * width + row, mask=inside, other=-1)
+    token = _cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
+    count = tl.sum((token >= 0).to(tl.int64), axis=0)
+    begin = tl.load(start + b)
+    known = tl.minimum(tl.maximum(token, 0), vocab - 1)
+    if accepted_rows is not None:
+        given_by = tl.load(accepted_rows + b * width + row, mask=inside, other=-1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(emitted + b * width + row, token, mask=inside)
+    tl.store(num_emitted + b, count)
+    if accepted_rows is not None:
+        tl.store(kept_rows + b * width + row, tl.where(token >= 0, given_by, -1), mask=inside)
+    if SHIFTED:
+        tl.store(rows + b * width + row, known, mask=inside)
+        tl.store(positions + b * width + row, begin + row, mask=inside)
+        tl.store(num_rows + b, count)
+    else:
+        leading = tl.load(window + b * window_width)
+        tl.store(rows + b * (width + 1), tl.minimum(tl.maximum(leading, 0), vocab - 1))
+        tl.store(rows + b * (width + 1) + 1 + row, known, mask=inside)
+        tl.store(positions + b * (width + 1) + row, begin + row, mask=row <= width)
+        tl.store(num_rows + b, tl.where(count > 0, count + 1, 0))
+    tl.store(last + b, count - 1)
+    tl.store(accepted + b, begin + count + 1)
+    for index in tl.static_range(CHAIN):
+        tl.store(ahead[index] + b, begin + count + index)
+
+
+@triton.jit
+def _cut_at_eos_kernel(
+    cut, emitted, num_forced, eos_ids, width, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    row = tl.arange(0, BLOCK)
+    token = tl.load(emitted + b * width + row, mask=row < width, other=-1)
+    token = _cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(cut + b * width + row, token, mask=row < width)
+
+
+@triton.jit
+def _advance_kernel(
+    next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
+    NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK)  # more lanes than drafts: those behind the last one have none
+    draft = tl.full((BLOCK,), -1, tl.int64)
+    place = k
+    for index in tl.static_range(len(WIDTHS)):
+        inside = (place >= 0) & (place < WIDTHS[index])
+        own = tl.load(drafts[index] + b * WIDTHS[index] + place, mask=inside, other=-1)
+        draft = tl.where(inside, own, draft)
+        place -= WIDTHS[index]
+    accepted = tl.load(num_emitted + b)
+    begin = tl.load(start + b)
+    last = tl.load(emitted + b * width + tl.maximum(accepted - 1, 0))
+    end = begin + accepted
+    ended = accepted < 0
+    for index in range(NUM_EOS):
+        ended = ended | (last == tl.load(eos_ids + index))
+    ended = ended & (accepted > tl.load(num_forced + b))
+    proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
+    rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
+    active = accepted > 0
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    window = next_window + b * (count + 1)
+    tl.store(window, tl.maximum(last, 0), mask=active)
+    tl.store(window + 1 + k, tl.maximum(draft, 0), mask=active & (k < count))
+    tl.store(num_rows + b, tl.where(active & (ended == 0), rows, 0))
+    tl.store(start + b, end, mask=active)
+    tl.store(num_forced + b, 0)
+
+
+def nan_rows_triton(given: NanRows) -> Tensor:
+    """:class:`NanRows` in one kernel that reads the rows in question once."""
+    logits = given.logits
+    batch, rows, vocab = logits.shape
+    bad = torch.zeros(batch, dtype=torch.uint8, device=logits.device)
+    block = min(triton.next_power_of_2(vocab), 8192)
+    if bad.numel() and vocab:
+        _nan_rows_kernel[(batch * rows, triton.cdiv(vocab, block))](
+            bad, logits.contiguous(), given.num_rows.contiguous(), given.num_forced.contiguous(), given.width, rows,
+            vocab, BLOCK=block,
+        )  # fmt: skip
+    return bad.view(torch.bool)
+
+
+def cut_at_eos_triton(given: CutAtEos) -> Tensor:
+    """:class:`CutAtEos` in one kernel."""
+    emitted, eos_ids = given.emitted, given.eos_ids
+    cut = emitted.new_empty(emitted.shape)
+    batch, width = emitted.shape
+    if cut.numel() == 0:
+        return cut
+    pdl = supports_pdl(cut.device)
+    _cut_at_eos_kernel[(batch,)](
+        cut, emitted.contiguous(), given.num_forced.contiguous(), eos_ids.contiguous(), width,
+        NUM_EOS=eos_ids.shape[0], BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1 if width <= 256 else 4,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return cut
+
+
+def settle_triton(given: Settle) -> Settled:
+    """:class:`Settle` in one kernel."""
+    tokens, window, eos_ids = given.tokens, given.window, given.eos_ids
+    batch, width = tokens.shape
+    if tokens.numel() == 0:
+        return settle_reference(given)
+    settled = _settle_fake(given)
+    *outputs, ahead = settled
+    read = (tensor.contiguous() for tensor in (tokens, window, given.start, given.num_forced, eos_ids))
+    accepted_rows = None if given.accepted_rows is None else given.accepted_rows.contiguous()
+    pdl = supports_pdl(tokens.device)
+    _settle_kernel[(batch,)](
+        *outputs, tuple(ahead), *read, accepted_rows, width, window.shape[1], given.vocab_size,
+        NUM_EOS=eos_ids.shape[0], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
+        PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
+    )  # fmt: skip
+    return settled
+
+
+def advance_triton(given: Advance) -> None:
+    """:class:`Advance` in one kernel."""
+    state = (given.next_window, given.start, given.num_rows, given.num_forced)
+    batch, count = given.next_window.shape[0], given.next_window.shape[1] - 1
+    drafts = [tensor.contiguous() for tensor in given.drafts if tensor.shape[1]]
+    pdl = supports_pdl(given.start.device)
+    # One warp: a second one could read what the first has already replaced.
+    _advance_kernel[(batch,)](
+        *state, given.emitted.contiguous(), given.num_emitted.contiguous(), tuple(drafts),
+        given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,
+        NUM_EOS=given.eos_ids.shape[0], WIDTHS=tuple(tensor.shape[1] for tensor in drafts),
+        BLOCK=triton.next_power_of_2(count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
+def _advance_covers(given: Advance) -> bool:
+    """The kernel writes where the state lies; other strides are the reference's."""
+    state = (given.next_window, given.start, given.num_rows, given.num_forced)
+    return all(tensor.is_contiguous() for tensor in state)
+
+
+def _nan_rows_fake(given: NanRows) -> Tensor:
+    logits = given.logits
+    require(logits.dim() == 3, lambda: "logits must be [B, R, V]")
+    for name, values in (("num_rows", given.num_rows), ("num_forced", given.num_forced)):
+        check_batch(name, values, logits.shape[0])
+    return logits.new_empty(logits.shape[0], dtype=torch.bool)
+
+
+def _cut_at_eos_fake(given: CutAtEos) -> Tensor:
+    emitted, eos_ids = given.emitted, given.eos_ids
+    require(emitted.dim() == 2 and eos_ids.dim() == 1, lambda: "emitted must be [B, T], eos_ids [E]")
+    check_batch("num_forced", given.num_forced, emitted.shape[0])
+    return emitted.new_empty(emitted.shape)
+
+
+def _settle_fake(given: Settle) -> Settled:
+    tokens, eos_ids = given.tokens, given.eos_ids
+    require(tokens.dim() == 2 and eos_ids.dim() == 1, lambda: "tokens must be [B, T], eos_ids [E]")
+    batch, width = tokens.shape
+    for name, values in (("window", given.window), ("start", given.start), ("num_forced", given.num_forced)):
+        check_batch(name, values, batch)
+    if given.accepted_rows is not None:
+        rows = given.accepted_rows
+        require(rows.shape == tokens.shape, lambda: f"accepted_rows must be {[batch, width]}, not {list(rows.shape)}")
+    wide = (batch, width if given.shifted else width + 1)
+    kept = (batch, 0 if given.accepted_rows is None else width)
+    shapes = ((batch, width), (batch,), kept, wide, wide, (batch,), (batch,), (batch,))
+    ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]
+    return Settled(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
+
+
+def _advance_fake(given: Advance) -> None:
+    batch, count = given.emitted.shape[0], sum(tensor.shape[1] for tensor in given.drafts)
+    require(given.next_window.shape == (batch, count + 1), lambda: f"next_window must be [B, K + 1], K = {count}")
+    for name in ("start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length"):
+        check_batch(name, getattr(given, name), batch)
+
+
+NAN_ROWS = declare(
+    Op("nan_rows", NanRows, _nan_rows_fake, triton_or_reference(nan_rows_triton, nan_rows_reference, moves_only=True))
+)
+CUT_AT_EOS = declare(
+    Op(
+        "cut_at_eos",
+        CutAtEos,
+        _cut_at_eos_fake,
+        triton_or_reference(cut_at_eos_triton, cut_at_eos_reference, moves_only=True),
+    )
+)
+SETTLE = declare(
+    Op("settle", Settle, _settle_fake, triton_or_reference(settle_triton, settle_reference, moves_only=True))
+)
+ADVANCE = declare(
+    Op(
+        "advance",
+        Advance,
+        _advance_fake,
+        triton_or_reference(advance_triton, advance_reference, covers=_advance_covers, moves_only=True),
+        mutates=("next_window", "start", "num_rows", "num_forced"),
+    )
+)

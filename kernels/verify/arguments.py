@@ -1,0 +1,173 @@
+"""What ``specgraph::verify`` takes and gives: shapes, dtypes and options, with messages that say what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.sampling.sample import check_rule
+
+LOGPROBS = ("none", "raw", "processed")
+
+
+@dataclass(slots=True)
+class Verify:
+    """Drafts of ``B`` sequences, and what verifies them; :mod:`specgraph.kernels.verify.verify` says what the rows are.
+
+    Attributes:
+        logits: ``[B, R, V]`` raw logits of any float dtype, ``1 <= R <= K + 1``.
+        draft_tokens: int ``[B, K]`` target ids, -1 where there is no draft.
+        draft_logits: ``[B, Kd, Vd]``, the processed log-weights the drafts were drawn from, ``Kd <= K``; None for
+            drafts that were proposed without a distribution.
+        temperature: float ``[B]``; 0 is greedy.
+        seeds: int64 ``[B]``; None draws nothing, for batches at temperature 0.
+        positions: int64 ``[B, K + 1]``, the absolute, unpadded position of the token each row gives.
+        top_k, top_p, min_p: ``[B]`` as for :func:`~specgraph.kernels.sampling.sample.process_logits`.
+        num_rows: int64 ``[B]``, real rows. 0: the sequence is inactive.
+        num_forced: int64 ``[B]``, tokens known already, at most K.
+        target_to_draft: int ``[V]`` as :func:`~specgraph.kernels.verify.verify.invert_vocabulary` makes it; None: ids
+            mean the same.
+        point_mass: bool ``[B]``, the sequences whose drafts were proposed without a distribution although
+            ``draft_logits`` are given for others: q is 1 at the draft token and 0 elsewhere. None: without
+            ``draft_logits`` all of them, else none.
+        rule: one of ``RULES``; those not in ``LOSSLESS_RULES`` change the distribution.
+        logprobs: one of :data:`LOGPROBS`, those of the raw or of the processed logits.
+        posterior_threshold, posterior_alpha: the bounds of ``typical``.
+        acceptance_rate: the probability of ``synthetic``.
+    """
+
+    logits: Tensor
+    draft_tokens: Tensor
+    draft_logits: Tensor | None
+    temperature: Tensor
+    seeds: Tensor | None
+    positions: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    num_rows: Tensor
+    num_forced: Tensor
+    target_to_draft: Tensor | None
+    point_mass: Tensor | None = None
+    rule: str = "strict"
+    logprobs: str = "none"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    acceptance_rate: float = 0.7
+
+
+class Verified(NamedTuple):
+    """What verification gives.
+
+    Attributes:
+        emitted: the emitted tokens, int64 ``[B, K + 1]`` padded with -1.
+        num_emitted: their number, int64 ``[B]``.
+        accepted_rows: int64 ``[B, K + 1]``, the row of the block that gave each of them, padded with -1. Row 0 is that
+            of the last known token, the rows behind it are those of the drafts; a chain of drafts gives 0, 1, 2, ...
+        logprobs: their log-probabilities, float32 ``[B, K + 1]``, 0 for forced tokens and padding; ``[B, 0]`` where
+            none are wanted.
+        bad: bool ``[B]``, which sequences have a NaN among the logits that they need.
+    """
+
+    emitted: Tensor
+    num_emitted: Tensor
+    accepted_rows: Tensor
+    logprobs: Tensor
+    bad: Tensor
+
+
+def check(given: Verify) -> None:
+    """Refuse what does not fit, or an option that does not exist.
+
+    Raises:
+        ValueError: names the argument, what it is and what it must be.
+    """
+    check_block(given)
+    for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass"):
+        _check_vector(name, getattr(given, name), given.logits.shape[0])
+
+
+def check_block(given: Verify) -> None:
+    """The part of :func:`check` that looks at the block and the options, and not at the values per sequence."""
+    check_logprobs(given.logprobs)
+    _check_shapes(given)
+    _check_options(given)
+
+
+def check_logprobs(logprobs: str) -> None:
+    """Raise ``ValueError`` unless ``logprobs`` is one of :data:`LOGPROBS`."""
+    if logprobs not in LOGPROBS:
+        raise ValueError(f"logprobs must be one of {', '.join(LOGPROBS)}; got {logprobs!r}.")
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)}"
+
+
+def _check_shapes(given: Verify) -> None:
+    logits, draft_tokens, positions = given.logits, given.draft_tokens, given.positions
+    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], got {_shape(logits)}.")
+    require(logits.dtype.is_floating_point, lambda: f"logits must be floating point, got {logits.dtype}.")
+    batch, rows, _ = logits.shape
+    require(
+        draft_tokens.dim() == 2 and draft_tokens.shape[0] == batch,
+        lambda: f"draft_tokens must be [B, K] with B = {batch} as in logits, got {_shape(draft_tokens)}.",
+    )
+    integer = not draft_tokens.dtype.is_floating_point
+    require(integer, lambda: f"draft_tokens must be integers, got {draft_tokens.dtype}.")
+    width = draft_tokens.shape[1] + 1
+    require(
+        rows >= 1 and rows <= width,
+        lambda: f"logits must have 1 to K + 1 = {width} rows for K = {width - 1} drafts, got {rows}.",
+    )
+    require(
+        positions.dim() == 2 and positions.shape[0] == batch and positions.shape[1] == width,
+        lambda: f"positions must be [B, K + 1] = {[batch, width]}, one per row, got {_shape(positions)}.",
+    )
+    require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
+    if given.draft_logits is not None:
+        _check_draft_logits(given.draft_logits, batch, width - 1)
+        _check_map(given.target_to_draft, logits.shape[2])
+
+
+def _check_draft_logits(draft_logits: Tensor, batch: int, drafts: int) -> None:
+    require(
+        draft_logits.dim() == 3 and draft_logits.shape[0] == batch and draft_logits.shape[1] <= drafts,
+        lambda: (
+            f"draft_logits must be [B, at most K, Vd] with B = {batch} and K = {drafts}, got {_shape(draft_logits)}."
+        ),
+    )
+
+
+def _check_map(ids: Tensor | None, vocab: int) -> None:
+    if ids is not None:
+        require(
+            ids.dim() == 1 and ids.shape[0] == vocab,
+            lambda: f"target_to_draft must be [V] = [{vocab}], one draft id per target id, got {_shape(ids)}.",
+        )
+
+
+def _check_vector(name: str, value: Tensor | None, batch: int) -> None:
+    if value is None:
+        return
+    require(
+        value.dim() == 1 and value.shape[0] == batch,
+        lambda: f"{name} must have one value per sequence, [{batch}], got {_shape(value)}.",
+    )
+    if name in ("seeds", "top_k", "num_rows", "num_forced"):
+        require(value.dtype == torch.int64, lambda: f"{name} must be int64, got {value.dtype}.")
+    if name == "point_mass":
+        require(value.dtype == torch.bool, lambda: f"{name} must be bool, got {value.dtype}.")
+
+
+def _check_options(given: Verify) -> None:
+    check_rule(given.rule)
+    threshold, alpha = given.posterior_threshold, given.posterior_alpha
+    if threshold < 0 or alpha < 0:
+        raise ValueError(f"posterior_threshold and posterior_alpha must not be negative; got {threshold} and {alpha}.")
+    if not 0 <= given.acceptance_rate <= 1:
+        raise ValueError(f"acceptance_rate must be in [0, 1]; got {given.acceptance_rate}.")

@@ -1,0 +1,128 @@
+"""Fills a head's module with the tensors of a checkpoint: every shape is checked first, and only then anything is read.
+
+A module is made on the device ``meta`` for what the configuration says. Tensors that the checkpoint lacks and that a
+head may borrow are the target's own, not copies, and so are those that equal the target's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.files import StoredTensor
+from specgraph.checkpoints.target import TargetTensors
+from specgraph.errors import ConfigError
+from specgraph.ir.tensors import equal_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLoader:
+    """One checkpoint on its way into a module.
+
+    Attributes:
+        checkpoint: where the tensors are from.
+        stored: them, by the names of the module's parameters.
+        target: whose device, dtype and tensors the head takes.
+        what: what the head is, in words, such as ``an EAGLE-3 head``.
+        borrowed: parameters that are the target's where the checkpoint has none.
+        ignored: names of tensors that are read apart, made anew, or needed for training alone.
+        shown: a parameter's name as the file spells it.
+    """
+
+    checkpoint: Checkpoint
+    stored: Mapping[str, StoredTensor]
+    target: TargetTensors
+    what: str
+    borrowed: Sequence[str] = ()
+    ignored: re.Pattern[str] = re.compile(r"$^")
+    shown: Callable[[str], str] = str
+
+    def add_biases(self, module: nn.Module, without: Sequence[str] = ()) -> None:
+        """Biases are where the file has them, whatever its configuration says; modules ``without`` one have none."""
+        owners = {name: owner for name, owner in module.named_modules() if name not in without}
+        for name in self.stored:
+            owner = owners.get(name.removesuffix(".bias"))
+            if name.endswith(".bias") and isinstance(owner, nn.Linear):
+                owner.bias = nn.Parameter(torch.empty(owner.out_features, device="meta"), requires_grad=False)
+
+    def check(self, module: nn.Module, apart: Sequence[str] = ()) -> None:
+        """Compare names and shapes; ``apart`` are parameters that the caller looks at.
+
+        Raises:
+            ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and the found
+                shape.
+        """
+        expected = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in apart}
+        missing = [name for name in expected if name not in self.stored and name not in self.borrowed]
+        if missing:
+            raise ConfigError(
+                f"{self.checkpoint.path} lacks {self._listed(missing)}; download it again or correct its config.json."
+            )
+        for name, shape in expected.items():
+            if name in self.stored:
+                self._check_tensor(name, self.stored[name], shape)
+            else:
+                self._check_borrowed(name, shape)
+        unused = [name for name in self.stored if name not in expected and not self.ignored.match(name)]
+        if unused:
+            raise ConfigError(
+                f"{self.checkpoint.path} holds {self._listed(unused)}, which {self.what} with its configuration "
+                "does not use; correct the configuration or remove them."
+            )
+
+    def fill(self, module: nn.Module) -> None:
+        """Read every parameter, in the target's dtype and on its device."""
+        for name, expected in list(module.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, self._parameter(name, expected))
+
+    def unfit(self, found: str, needed: str) -> ConfigError:
+        """The error for a head that was made for another target."""
+        name = self.target.info.name
+        return ConfigError(f"{self.checkpoint.path} does not fit: {found}, but the target {name} {needed}.")
+
+    def _check_tensor(self, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
+            raise self.unfit(
+                f"{self.shown(name)} has the shape {list(tensor.shape)}", f"and config.json need {list(shape)}"
+            )
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ConfigError(
+                f"{self.shown(name)} of {self.checkpoint.path} is {tensor.dtype}; convert it to bfloat16 or float32."
+            )
+
+    def _check_borrowed(self, name: str, shape: tuple[int, ...]) -> None:
+        own = self.target.own[name]
+        if tuple(own.shape) != shape:
+            raise self.unfit(f"it has no {name}, needs {list(shape)}", f"has {list(own.shape)}")
+
+    def _parameter(self, name: str, expected: Tensor) -> nn.Parameter:
+        if name not in self.stored:
+            return self.target.own[name]
+        info = self.target.info
+        read = self.stored[name].read().reshape(expected.shape).to(info.dtype)
+        if name in self.borrowed and equal_tensors(read, self.target.own[name]):
+            return self.target.own[name]
+        return nn.Parameter(read.to(info.device).contiguous(), requires_grad=False)
+
+    def _listed(self, names: Sequence[str]) -> str:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(self.shown(name) for name in names[:3]) + more
+
+
+def shared_notes(checkpoint: Checkpoint, module: nn.Module, model: PreTrainedModel) -> tuple[str, ...]:
+    """A line for the report on every tensor of a loaded head that is the target's own."""
+    owned = {id(parameter): name for name, parameter in model.named_parameters()}
+    notes = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned:
+            why = "" if name in checkpoint.tensors else " (the checkpoint has none)"
+            size = f"{parameter.nbytes:,} bytes{why}"
+            notes.append(f"shared while loading: draft.{name} is target.{owned[id(parameter)]}, {size}")
+    return tuple(notes)

@@ -1,0 +1,28 @@
+"""What a head can need of its target while it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specgraph.ir.model_info import ModelInfo
+
+EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, eq=False)
+class TargetTensors:
+    """Facts about a target, and the tensors that heads borrow from it, by the names that heads have for them."""
+
+    info: ModelInfo
+    own: dict[str, nn.Parameter]
+
+    @staticmethod
+    def of(model: PreTrainedModel, info: ModelInfo) -> TargetTensors:
+        """Those of a loaded model, or of one whose weights are not loaded."""
+        embeddings: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        return TargetTensors(info, {EMBEDDING: embeddings.weight, PROJECTION: head.weight})

@@ -1,0 +1,46 @@
+"""Names the formats of drafts that are known and that no drafter here reads, so that a refusal can say what it met."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specgraph.checkpoints.checkpoint import architectures
+from specgraph.checkpoints.files import Files
+
+
+def name_unsupported(files: Files) -> str | None:
+    """What the checkpoint in ``files`` is, such as ``a DFlash head``; None if it is nothing that is known."""
+    return _declared(files.config) or _named(files.tensors)
+
+
+def _declared(config: Mapping[str, Any]) -> str | None:
+    """What the configuration says it is."""
+    declared = config.get("speculators_model_type")
+    if declared is not None:
+        return f"a {declared} head"
+    if "dflash_config" in config:
+        return "a DFlash head"
+    if config.get("model_type") == "mlp_speculator":
+        return "an MLP speculator"
+    for name in architectures(config):
+        if name == "Eagle3DeepseekV2ForCausalLM":
+            return f"an EAGLE-3 head with MLA attention ({name})"
+        for part, words in (("DFlash", "a DFlash"), ("DSpark", "a DSpark"), ("MTP", "an MTP")):
+            if part in name:
+                return f"{words} head ({name})"
+    return None
+
+
+def _named(names: Mapping[str, Any]) -> str | None:
+    """What the tensors' names give away."""
+    whole_model = any(re.match(r"(model|transformer|gpt_neox)\.", name) for name in names)
+    if any(name.startswith("speculator.") for name in names):
+        return "an MLP speculator"
+    # A causal LM may carry MTP layers beside its own; transformers leaves them out.
+    if not whole_model and any(re.search(r"^mtp(_layers)?\.|\.eh_proj\.|\.enorm\.", name) for name in names):
+        return "an MTP head"
+    if "fc.weight" in names and "hidden_norm.weight" in names:
+        return "a DFlash head"
+    return None

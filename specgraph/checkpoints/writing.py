@@ -1,0 +1,39 @@
+"""Writes a trained head: its configuration and its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` to ``folder``, which is made if it is missing.
+
+    A file is replaced only once the new one is complete, so that a kill leaves the old one. Tensors keep their dtypes.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = folder / "model.safetensors.tmp"
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, weights, metadata={"format": "pt"})
+    os.replace(weights, folder / "model.safetensors")
+    text = folder / "config.json.tmp"
+    text.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    os.replace(text, folder / "config.json")
+    return folder
+
+
+def without_shared(tensors: Mapping[str, Tensor], shared: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors that are not one of ``shared``: a loader takes those from the target."""
+    frozen = list(shared)
+    return {name: tensor for name, tensor in tensors.items() if not any(_same_memory(tensor, own) for own in frozen)}
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.device == other.device

@@ -1,0 +1,139 @@
+"""The keys of ``draft``: what every drafter has, and what each of them adds.
+
+A drafter's file holds its configuration class. The command line must know every key before it knows which drafter a
+checkpoint belongs to, and its help must not wait for torch, which those files import. So the classes are taken out of
+the files' source, and only they are run: a configuration class refers to builtins and to the names of this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specgraph.errors import ConfigError
+
+DRAFTERS = Path(__file__).parent.parent / "drafters"
+"""The folder of the drafters: a file with a configuration class is one of them, under its own name."""
+
+
+@dataclass
+class DraftConfig:
+    """How drafts are made; a drafter derives its own class from this one."""
+
+    kind: str = "ngram"
+    """Who drafts."""
+    num_speculative_tokens: int = 4
+    """K, drafts per step and sequence (the kind `none` ignores it)."""
+    model: str | None = None
+    """The folder of a checkpoint, or the name of a causal LM; `draft=` takes either, and it says which drafter it is
+    for."""
+
+    trains: ClassVar[tuple[str, ...]] = ()
+    """Values of ``train draft=`` that this drafter's heads are trained by."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a value that the types allow and the drafter does not."""
+        at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
+
+
+@dataclass
+class ParallelDraftConfig(DraftConfig):
+    """Keys of drafters that can draft all tokens in one call."""
+
+    parallel: bool | None = None
+    """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
+    mask_token_id: int | None = None
+    """The mask token of parallel drafting; null takes the one the draft's configuration names."""
+
+
+def at_least_one(key: str, value: int | None) -> None:
+    """Raise ``ConfigError`` if a number is below 1; None is nothing to check."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{key} must be at least 1, got {value}.")
+
+
+_SHARED: dict[str, type[DraftConfig]] = {cls.__name__: cls for cls in (DraftConfig, ParallelDraftConfig)}
+_NAMES = {**_SHARED, "dataclass": dataclass, "field": field, "Any": Any, "ClassVar": ClassVar,
+          "ConfigError": ConfigError, "at_least_one": at_least_one}  # fmt: skip
+
+
+def texts_below(body: ast.ClassDef) -> dict[str, str]:
+    """The texts below the fields of a class; an empty one where there is none."""
+    found: dict[str, str] = {}
+    for item, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            value = after.value if isinstance(after, ast.Expr) else None
+            found[item.target.id] = " ".join(str(value.value).split()) if isinstance(value, ast.Constant) else ""
+    return found
+
+
+@functools.cache
+def drafter_configs() -> dict[str, type[DraftConfig]]:
+    """The configuration class of every drafter in this package, by its kind, made without importing the drafter."""
+    found = {path.stem: _class_in(path) for path in sorted(DRAFTERS.glob("*.py"))}
+    return {kind: cls for kind, cls in found.items() if cls is not None}
+
+
+def drafter_kinds() -> list[str]:
+    """The kinds of drafters in this package."""
+    return list(drafter_configs())
+
+
+def trained_by() -> dict[str, str]:
+    """The kind of drafter that each value of ``train draft=`` trains a head of."""
+    return {name: kind for kind, cls in drafter_configs().items() for name in cls.trains}
+
+
+def _class_in(path: Path) -> type[DraftConfig] | None:
+    """The configuration class of a drafter's file; None if the file is no drafter."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in _SHARED for base in node.bases):
+            future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+            module = ast.fix_missing_locations(ast.Module([future, node], []))
+            namespace: dict[str, Any] = dict(_NAMES, __name__=__name__)
+            exec(compile(module, str(path), "exec"), namespace)
+            cls: type[DraftConfig] = namespace[node.name]
+            cls.__doc__ = ast.get_docstring(node)
+            cls.texts = texts_below(node)  # type: ignore[attr-defined]
+            return cls
+    return None
+
+
+def _every_key() -> type[DraftConfig]:
+    """One class with the keys of all drafters: what can be said before it is known which of them it will be."""
+    fields: dict[str, tuple[str, Any, Any]] = {}
+    owners: dict[str, list[str]] = {}
+    shared = {item.name for cls in _SHARED.values() for item in dataclasses.fields(cls)}
+    for kind, cls in drafter_configs().items():
+        for item in dataclasses.fields(cls):
+            if item.name not in {own.name for own in dataclasses.fields(DraftConfig)}:
+                owners.setdefault(item.name, []).append(kind)
+                fields.setdefault(item.name, (item.name, item.type, _with_text(item, cls)))
+    for name, (_, _, made) in fields.items():
+        if name not in shared:
+            made.metadata = {"text": f"{', '.join(owners[name])}: {made.metadata['text']}"}
+    return dataclasses.make_dataclass("DraftKeys", list(fields.values()), bases=(DraftConfig,))
+
+
+def _with_text(item: dataclasses.Field[Any], cls: type[DraftConfig]) -> Any:
+    """A copy of a field that carries the text below it."""
+    text = getattr(cls, "texts", {}).get(item.name) or _shared_texts().get(item.name, "")
+    kept = {name: getattr(item, name) for name in ("default", "default_factory")}
+    return field(**{k: v for k, v in kept.items() if v is not dataclasses.MISSING}, metadata={"text": text})
+
+
+@functools.cache
+def _shared_texts() -> dict[str, str]:
+    """The texts below the fields of this module's own classes."""
+    source = ast.parse(textwrap.dedent(Path(__file__).read_text(encoding="utf-8")))
+    classes = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name in _SHARED)
+    return {name: text for node in classes for name, text in texts_below(node).items()}
+
+
+DraftKeys = _every_key()
+"""Every key of ``draft``, whichever drafter reads it."""

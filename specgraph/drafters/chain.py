@@ -1,0 +1,95 @@
+"""Drafters that draft token by token, each call over the one before: draft models and EAGLE heads.
+
+One call runs everything that was accepted, which brings the draft's KV cache to the accepted prefix and gives the first
+draft; each further draft is one more call. A plain drafter runs the window's first token, too. One that reads the
+target's hidden states is *shifted*: row ``t`` takes token ``t + 1`` and what ``draft_features`` makes of the target's
+hidden states at ``t``, and predicts token ``t + 2``; in the chain the hidden state is the one its own head returned
+beside the logits. What was rejected is written over, so cache and proposals depend on accepted tokens only.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from specgraph.drafters.base import Drafter
+from specgraph.drafters.step import DraftStep
+from specgraph.errors import PassError
+from specgraph.ir.graphs import new_module, splice
+from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels import step as functions
+
+BODY, HEAD, FEATURES = "draft_body", "draft_head", "draft_features"
+"""Rows to hidden states, with a KV cache; those to logits; the target's hidden states to what the first row reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChainDrafter(Drafter):
+    """A drafter with a module :data:`BODY`, a module :data:`HEAD`, and if it is shifted a module :data:`FEATURES`."""
+
+    chained: ClassVar[bool] = True
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about its body."""
+        return self.models[BODY]
+
+    def build(self, step: DraftStep) -> int:
+        """K calls of ``draft``, which joins body and head: vocabulary logits for one row only."""
+        count = self.num_speculative_tokens
+        if count < 1:
+            raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
+        step.add_module("draft", _join(step.take_module(BODY), step.take_module(HEAD)))
+        bound = step.bind("draft", "draft")
+        inputs = self._shifted(step) if self.shifted else self._unshifted(step)
+        state = {name: node for name, node in bound.items() if name not in inputs}
+        token: fx.Node | None = None
+        for row in range(count):
+            if token is not None:
+                inputs |= {"tokens": token, "positions": self._position(step, row), "num_rows": step.num_emitted}
+            call = step.draft(**state, **inputs, name=f"draft_{row}")
+            logits = call
+            if self.shifted:
+                logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{row}")
+                if row < count - 1:
+                    inputs["hidden"] = step.call(operator.getitem, call, 1, name=f"draft_hidden_{row}")
+            token = step.draw(logits, row, self.model.vocab_size, self.model.dtype)
+        return count
+
+    def _position(self, step: DraftStep, row: int) -> fx.Node:
+        """The position ``[B, 1]`` that draft number ``row`` is run at."""
+        offset = row - 1 if self.shifted else row
+        return step.call(functions.chain_positions, step.start, step.num_emitted, offset, name=f"position_{row}")
+
+    def _unshifted(self, step: DraftStep) -> dict[str, fx.Node]:
+        """Inputs of the first call: the window's first token and everything emitted."""
+        tokens, positions, rows = step.caught_up(self.model.input_ids)
+        return {"tokens": tokens, "positions": positions, "num_rows": rows, "row": step.num_emitted}
+
+    def _shifted(self, step: DraftStep) -> dict[str, fx.Node]:
+        """Inputs of the first call: everything emitted, beside the target's features one position before."""
+        features, vocab = step.features(), self.model.input_ids
+        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=vocab, name="accepted")
+        hidden = step.along_path(step.call(FEATURES, *features, name="features"), "path_features")
+        last = step.call(functions.last_row, step.num_emitted, name="last")
+        return {"tokens": tokens, "positions": step.positions, "hidden": hidden, "num_rows": step.num_emitted,
+                "row": last}  # fmt: skip
+
+
+def _join(body: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
+    """Body and head as one module that selects its row in between."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    inputs = {n.name: n for n in body.graph.nodes if n.op == "placeholder"}
+    mapping = {node: graph.placeholder(name) for name, node in inputs.items()}
+    for traced, node in mapping.items():
+        node.meta.update({key: traced.meta[key] for key in ("val", "state", "shared") if key in traced.meta})
+    index = graph.placeholder("row")
+    hidden = splice(graph, root, body, mapping)
+    hidden = graph.call_function(functions.take_rows, (hidden, index, 1))
+    (source,) = (n for n in head.graph.nodes if n.op == "placeholder")
+    graph.output(splice(graph, root, head, {source: hidden}))
+    return new_module(root, graph, "draft")

@@ -1,0 +1,72 @@
+"""What an untrained head is made of: the sizes of its target, and what a training run or ``bench`` asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPlan:
+    """What an untrained head is made of.
+
+    Attributes:
+        model: the target.
+        layers: transformers' configuration of the head's decoder layers, of which ``vocab_size`` is what its embedding
+            takes.
+        features: indices of the hidden states that it reads.
+        vocabulary: int64 ``[Vd]``, the target ids that it drafts, ascending; None for all.
+        mask_token_id: the mask token of a head that drafts in parallel.
+        steps: drafts that it is trained for.
+        norm_before_residual: of EAGLE-3.
+    """
+
+    model: PreTrainedModel
+    layers: PretrainedConfig
+    features: tuple[int, ...]
+    vocabulary: Tensor | None = None
+    mask_token_id: int | None = None
+    steps: int = 1
+    norm_before_residual: bool = False
+
+    @property
+    def embedding(self) -> Tensor:
+        """The target's embedding ``[V, Ht]``."""
+        module: Any = self.model.get_input_embeddings()
+        weight: Tensor = module.weight
+        return weight
+
+    @property
+    def projection(self) -> Tensor:
+        """The rows ``[Vd, Ht]`` of the target's vocabulary projection that the head drafts."""
+        module: Any = self.model.get_output_embeddings()
+        weight: Tensor = module.weight
+        return weight if self.vocabulary is None else weight[self.vocabulary.to(weight.device)]
+
+
+def random_plan(model: PreTrainedModel, features: tuple[int, ...], steps: int) -> HeadPlan:
+    """A plan for a head of one layer, as wide as the target's layers."""
+    text: Any = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    return HeadPlan(model, plain_layer(text, len(embedding.weight)), features, steps=steps)
+
+
+def plain_layer(text: Any, num_embeddings: int) -> PretrainedConfig:
+    """One decoder layer of Llama's kind with the sizes of a target's, ``text`` being its configuration."""
+    heads = text.num_attention_heads
+    config: PretrainedConfig = AutoConfig.for_model(
+        "llama",
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=num_embeddings,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=1e-5,
+    )
+    return config

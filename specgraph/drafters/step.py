@@ -1,0 +1,163 @@
+"""The step graph as a drafter sees it while it writes its nodes: what was accepted, what the target computed, how a
+draft is drawn, and what it may keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.errors import PassError
+from specgraph.ir.graphs import constant
+from specgraph.ir.program import Program
+from specgraph.kernels import step
+from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
+from specgraph.kernels.state import Buffer, Input, per_call
+
+SAMPLING = {
+    "temperature": Buffer(("B",), torch.float32),
+    "seeds": Buffer(("B",)),
+    "top_k": Buffer(("B",)),
+    "top_p": Buffer(("B",), torch.float32, 1.0),
+    "min_p": Buffer(("B",), torch.float32),
+}
+"""The state that drawing a token reads."""
+PATH = per_call("B", "T", fill=-1)
+"""What names the accepted rows of the window, until verification computes it."""
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """A step graph whose target has run, before its drafts are proposed.
+
+    Nodes, for ``B`` sequences and ``T`` rows of the window: ``emitted`` ``[B, T]``, the tokens that verification
+    emitted, padded with -1; ``num_emitted`` ``[B]``; ``path`` ``[B, T]``, the row of the window that emitted each of
+    them, padded with -1 (a chain of drafts gives 0, 1, 2, ...); ``window`` ``[B, T]``, its first column the last token
+    that was known before; ``start`` ``[B]``, the position of that one.
+
+    Attributes:
+        program: what the nodes are appended to.
+        rule: the verification rule, which decides the noise that drafts are drawn with.
+    """
+
+    program: Program
+    rule: str
+
+    @property
+    def window(self) -> fx.Node:
+        return self.program.input("window")
+
+    @property
+    def start(self) -> fx.Node:
+        return self.program.input("start")
+
+    @property
+    def emitted(self) -> fx.Node:
+        return self.program.input("emitted")
+
+    @property
+    def num_emitted(self) -> fx.Node:
+        return self.program.input("num_emitted")
+
+    @property
+    def path(self) -> fx.Node:
+        node = self.program.placeholder("path", PATH)
+        node.meta["role"] = "path"
+        return node
+
+    @property
+    def positions(self) -> fx.Node:
+        """Absolute positions ``[B, T]`` of the window's rows. Row ``i`` of what was accepted has the ``i``-th one."""
+        return self.program.one("positions")
+
+    @property
+    def target_vocab_size(self) -> int:
+        """Tokens of the target's vocabulary."""
+        return self.program.target.vocab_size
+
+    def call(self, target: Callable[..., Any] | str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
+        return self.program.call(target, *args, name=name, **kwargs)
+
+    def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a call of the module ``draft``."""
+        return self.program.call("draft", *args, name=name, role="draft", **kwargs)
+
+    def features(self) -> list[fx.Node]:
+        """The target's hidden states ``[B, T, Ht]`` that the drafter reads, of all rows of the window.
+
+        Raises:
+            PassError: ``expose_features`` has not made them visible.
+        """
+        drafter, found = self.program.drafter, self.program.with_role("feature")
+        if len(found) != len(drafter.features):
+            raise PassError(
+                f"insert_draft: {drafter.name} reads hs{list(drafter.features)} of the target, and {len(found)} are "
+                "there; put expose_features before it in pipeline.order, with layers unset."
+            )
+        return found
+
+    def along_path(self, values: fx.Node, name: str) -> fx.Node:
+        """The rows ``[B, T, H]`` of ``values`` that were accepted, one behind the other, in front of all others."""
+        return self.call(step.along_path, values, self.path, name=name)
+
+    def caught_up(self, vocab_size: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """All accepted tokens of this step as rows of an unshifted drafter: tokens, positions, how many are real."""
+        tokens = self.call(step.draft_inputs, self.window, self.emitted, vocab_size=vocab_size, name="accepted")
+        positions = self.call(step.row_positions, self.start, tokens, name="accepted_positions")
+        return tokens, positions, self.call(step.catch_up_rows, self.num_emitted, name="accepted_rows")
+
+    def state(self, name: str, buffer: Input) -> fx.Node:
+        """A state input of the step: what the drafter keeps between steps."""
+        return self.program.placeholder(name, buffer)
+
+    def bind(self, module: str, owner: str) -> dict[str, fx.Node]:
+        """The state that a module asks for, as :meth:`~specgraph.ir.program.Program.bind` says."""
+        return self.program.bind(module, owner)
+
+    def add_module(self, name: str, module: fx.GraphModule) -> None:
+        """Make a module callable by ``name``."""
+        self.program.modules[name] = module
+
+    def take_module(self, name: str) -> fx.GraphModule:
+        """Take a traced module out of the program, to build another one of it."""
+        return self.program.modules.pop(name)
+
+    def propose(self, target: Callable[..., Any] | str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a call that gives draft tokens ``[B, k]`` themselves (-1: no draft): point masses."""
+        return self.program.call(target, *args, name=name, role="drafts", **kwargs)
+
+    def draw(self, logits: fx.Node, row: int, vocab_size: int, dtype: torch.dtype, name: str | None = None) -> fx.Node:
+        """Append a node that draws drafts number ``row``, ``row + 1``, ... ``[B, R]`` from logits ``[B, R, Vd]``.
+
+        ``vocab_size`` is ``Vd``, ``dtype`` that of the logits. Rules that compare distributions keep what the drafts
+        were drawn from in the state ``draft_logits``.
+        """
+        sampling = [self.state(key, buffer) for key, buffer in SAMPLING.items()]
+        kept = self._kept_logits(vocab_size, dtype)
+        options: dict[str, Any] = {"row": row, "rule": self.rule, "target_vocab_size": self.target_vocab_size}
+        if self.program.drafter.draft_to_target is not None:
+            options["draft_to_target"] = self._vocabulary(self.program.drafter.draft_to_target)
+        return self.program.call(
+            step.propose_, kept, logits, self.start, self.num_emitted, *sampling, name=name or f"token_{row + 1}",
+            role="drafts", **options,
+        )  # fmt: skip
+
+    def _kept_logits(self, vocab_size: int, dtype: torch.dtype) -> fx.Node | None:
+        """The buffer of what drafts were drawn from, for rules that compare distributions."""
+        if self.rule not in STEP_NOISE_RULES:
+            return None
+        shape = ("B", self.program.drafter.num_speculative_tokens, vocab_size)
+        return self.state("draft_logits", Buffer(shape, torch.promote_types(dtype, torch.float32)))
+
+    def _vocabulary(self, draft_to_target: Tensor) -> fx.Node:
+        """The target id of every draft id as a node in front of all others."""
+        for node in self.program.graph.find_nodes(op="call_module", target="draft_to_target"):
+            return cast(fx.Node, node)
+        self.program.modules["draft_to_target"] = constant(draft_to_target, "draft_to_target")
+        with self.program.graph.inserting_before(self.positions):
+            return self.program.call("draft_to_target")

@@ -1,0 +1,175 @@
+"""Which attention mask reaches which layer of a model, and whether it is the causal window that the layer names.
+
+A traced graph holds no mask: every attention call in it is causal, with a sliding window or without one. So the masks
+that a model builds are looked at before it is exported. In one small forward, transformers' ``AttentionMaskInterface``
+hands out masks that remember the function they were built from, and every attention call notes the mask that it is
+given. A mask that reaches no attention call is of no importance, and a model may build any number of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from specgraph.errors import UnsupportedModelError
+
+MaskFunction = Callable[..., Any]
+"""``function(batch, head, query, key)``, int64 tensors, says whether a query position may see a key position."""
+
+_UNLIMITED = 1 << 24
+"""Up to here the masks of a model are looked at if it does not say how many positions it knows."""
+
+
+class BuiltMask(Tensor):
+    """A mask ``[B, 1, Q, S]`` of transformers, bool, that remembers the function it was built from.
+
+    An operation that returns every element of it unchanged, in the same place and shape, returns this very mask: a
+    slice up to the number of keys, a conversion to the dtype or device it has. What any other operation returns is a
+    plain tensor, so that a mask which a model has altered or combined with another one is no longer recognised.
+    """
+
+    function: MaskFunction
+    version: int
+
+    @classmethod
+    def build(cls, function: MaskFunction, *args: Any, **kwargs: Any) -> BuiltMask:
+        """The mask that transformers' sdpa form of its mask interface builds from these arguments."""
+        kept = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        with torch.inference_mode(False):  # a tensor of inference mode does not count what is written into it
+            mask: BuiltMask = sdpa_mask(*args, mask_function=function, **kept).as_subclass(cls)
+        mask.function, mask.version = function, mask._version
+        return mask
+
+    @property
+    def is_altered(self) -> bool:
+        """Whether an operation has written into the mask."""
+        return self._version != self.version
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` on plain tensors; give the mask itself where that has given all of its elements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if not args or not isinstance(args[0], BuiltMask) or not isinstance(result, Tensor):
+                return result
+            whole = func is not Tensor.__getitem__ or _is_whole(args[1], args[0].shape)
+            return args[0] if whole and _is_same(result, args[0]) else result
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same elements in memory."""
+    described = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (a, b)]
+    return described[0] == described[1]
+
+
+def _is_whole(index: Any, shape: torch.Size) -> bool:
+    """Whether every slice of an index ends at a size of the tensor, and not at a number that it does not reach yet."""
+    slices = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, slice)]
+    return all(part.start in (None, 0) and (part.stop is None or part.stop in shape) for part in slices)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention call was given: its mask, or None, and its sliding window, or None."""
+
+    mask: Tensor | None
+    window: int | None
+
+
+_noted: ContextVar[list[AttentionCall] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def _noting() -> Iterator[list[AttentionCall]]:
+    calls: list[AttentionCall] = []
+    token = _noted.set(calls)
+    try:
+        yield calls
+    finally:
+        _noted.reset(token)
+
+
+def mask_hook(*args: Any, mask_function: MaskFunction = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """What a model calls to build a mask; its signature is transformers'. While it is exported there is none."""
+    return None if _noted.get() is None else BuiltMask.build(mask_function, *args, **kwargs)
+
+
+def note_attention(mask: Tensor | None, window: int | None) -> bool:
+    """Note what an attention call was given; False where nobody asks, as while a model is exported."""
+    calls = _noted.get()
+    if calls is not None:
+        calls.append(AttentionCall(mask, window))
+    return calls is not None
+
+
+def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
+    """The attention calls of one small forward of a hooked model, in order.
+
+    Raises:
+        UnsupportedModelError: the forward fails on a mask of the attention interface.
+    """
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device=next(model.parameters()).device)
+    with _noting() as calls:
+        try:
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+        except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run with its masks left to the attention interface, so it builds or "
+                f"reads them by itself: {str(error).strip().splitlines()[0]}"
+            ) from error
+    return calls
+
+
+def check_masks(calls: Sequence[AttentionCall], name: str, max_positions: int | None = None) -> None:
+    """Every attention call must be given the mask of the causal window that it names, or none if it names no window.
+
+    What a mask would show at ``max_positions`` and beyond is of no importance: no token gets there.
+
+    Raises:
+        UnsupportedModelError: names the model ``name`` and the layer.
+    """
+    limit = max([call.window + 8 for call in calls if call.window is not None] + [max_positions or _UNLIMITED])
+    right: set[tuple[int, int | None]] = set()
+    for layer, call in enumerate(calls):
+        if isinstance(call.mask, BuiltMask) and not call.mask.is_altered:
+            if (id(call.mask), call.window) not in right and not _is_window(call.mask.function, call.window, limit):
+                raise _wrong_mask(name, layer, call.window)
+            right.add((id(call.mask), call.window))
+        elif call.mask is not None:
+            raise UnsupportedModelError(
+                f"{name} alters the attention mask of layer {layer}, or builds it by itself, so specgraph cannot tell "
+                "which keys a token sees. Only masks that transformers' masking_utils builds work, passed on as they "
+                "are."
+            )
+        elif call.window is not None:
+            raise _wrong_mask(name, layer, call.window)
+
+
+def _wrong_mask(name: str, layer: int, window: int | None) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} gives layer {layer} an attention mask that is not the causal window its attention names ({window}), "
+        "so decoding it with a KV cache would be wrong."
+    )
+
+
+def _is_window(function: MaskFunction, window: int | None, limit: int) -> bool:
+    """Whether a mask function equals the causal window around every border of it, up to position ``limit``."""
+    zero = torch.tensor(0)
+    edges = [e for e in (window, limit // 2, limit - 1) if e is not None]
+    for q in sorted({max(0, min(limit - 1, e + d)) for e in edges for d in (-1, 0, 1)}):
+        keys = {q - 1, q, q + 1, 0, q // 2} | ({q - window - 1, q - window, q - window + 1} if window else set())
+        for k in (k for k in keys if 0 <= k < limit):
+            expected = k <= q and (window is None or q - k < window)
+            if bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) != expected:
+                return False
+    return True

@@ -1,0 +1,46 @@
+"""The tensors that a step reads and writes between calls, made and taken apart by what their buffers declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.state import Buffer, Input, map_input
+
+State = dict[str, Any]
+"""Tensors by the name of the step's input; a tuple of them where the input is one."""
+WINDOW = "window"
+"""The input that every call brings by itself."""
+
+
+class HasInputs(Protocol):
+    """What describes its state: a program, or a stage that was loaded from a dump."""
+
+    @property
+    def inputs(self) -> Mapping[str, Input]: ...
+
+
+def allocate(program: HasInputs, sizes: Mapping[str, int], device: torch.device) -> State:
+    """Fresh tensors for every input of the step but ``window``; ``sizes`` gives the letters of shapes."""
+    specs = {name: spec for name, spec in program.inputs.items() if name != WINDOW}
+    return {name: map_input(lambda b: b.allocate(sizes, device), spec) for name, spec in specs.items()}
+
+
+def each_buffer(program: HasInputs, state: State, function: Callable[[Buffer, Tensor], Any]) -> State:
+    """``function(buffer, tensor)`` for every tensor of a state, in the state's own nesting."""
+    return {name: map_input(function, program.inputs[name], value) for name, value in state.items()}
+
+
+def first_sequences(program: HasInputs, state: State, batch: int) -> State:
+    """The state of the first ``batch`` sequences: views, with whatever belongs to all of them as it is."""
+    return each_buffer(program, state, lambda buffer, tensor: buffer.first(tensor, batch))
+
+
+def num_bytes(program: HasInputs, state: State) -> int:
+    """Bytes of all tensors of a state."""
+    sizes: list[int] = []
+    each_buffer(program, state, lambda _, tensor: sizes.append(tensor.numel() * tensor.element_size()))
+    return sum(sizes)
