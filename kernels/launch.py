@@ -1,20 +1,23 @@
-"""What the launchers of several kernels share: programmatic dependent launch, and counters for the last arrival.
+"""What the launches of several kernels share: programmatic dependent launch, and counters for the last arrival.
 
-Programmatic dependent launch (Hopper and later) starts a kernel's programs while the kernel before it still runs. A
-kernel that is launched with :func:`launch_options` keeps to three rules, and is then right after any kernel:
+Programmatic dependent launch (Hopper and later) starts a kernel's programs while the preceding kernel still runs. A
+kernel that is launched with :func:`launch_options` must keep to three rules. Then it is correct after any kernel:
 
-1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything an earlier kernel may have written, and before
-   the first write of anything at all, since an earlier kernel may still be reading it. Any number of kernels may be
-   unfinished before the wait. It ends when the kernel before has finished and its writes are visible; that one has
-   waited in its turn, so all earlier ones are done too. After a kernel that knows nothing of this it returns at once.
-   Two exceptions: a weight that nothing in a CUDA graph writes (``constant_weight`` of ``specgraph::linear``);
-   and what was written before a kernel's predecessor, if that one lets it begin after its own wait and not before.
-   Such reads pass by the first-level cache, which only a wait is known to refresh.
-2. Every program waits, on every path: a grid whose programs leave without waiting finishes before its predecessor.
-3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint, and may come anywhere where nothing makes use of the second
-   exception: what begins early waits in its turn.
+1. ``tl.extra.cuda.gdc_wait()`` comes before the first read of anything that an earlier kernel may have written, and
+   before the first write of anything at all, since an earlier kernel may still be reading it. Any number of kernels may
+   be unfinished before the wait. The wait ends when the preceding kernel has finished and its writes are visible. That
+   kernel has waited too, so all earlier kernels have finished as well. After a kernel that was launched without this
+   mechanism, the wait returns at once.
 
-Both calls sit behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
+   There are two exceptions. A weight that nothing in a CUDA graph writes may be read before the wait
+   (``constant_weight`` of ``specgraph::linear``). And what was written before a kernel's predecessor may be read before
+   the wait if the predecessor calls ``gdc_launch_dependents`` only after its own wait. Such reads bypass the L1 cache,
+   which only a wait is known to refresh.
+2. Every program waits, on every path. A grid whose programs exit without waiting would finish before its predecessor.
+3. ``tl.extra.cuda.gdc_launch_dependents()`` is only a hint. It may come anywhere unless the next kernel relies on the
+   second exception, since a kernel that starts early waits too.
+
+Both calls are behind a ``tl.constexpr`` switch, because Triton's interpreter has neither.
 """
 
 from __future__ import annotations
@@ -35,43 +38,47 @@ _own_counters: ContextVar[Tensor | None] = ContextVar("own_counters", default=No
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU; (0, 0) of anything else, and where kernels are interpreted."""
+    """The compute capability of an NVIDIA GPU, or (0, 0) for any other device and where kernels are interpreted."""
     if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
         return 0, 0
     return torch.cuda.get_device_capability(device)
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may be launched programmatically."""
+    """Whether ``device`` supports programmatic dependent launch."""
     return _capability(device) >= (9, 0)
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether ``device`` may run kernels written for compute capability 9.x."""
+    """Whether ``device`` runs kernels that are written for compute capability 9.x."""
     return _capability(device)[0] == 9
 
 
 GLUON_RELEASE = "3.6"
-"""The release of Triton that the Gluon kernels have been tried with: Gluon still changes between releases."""
+"""The release of Triton with which the Gluon kernels have been tried. Gluon still changes between releases."""
 
 
 def runs_gluon(device: torch.device) -> bool:
-    """Whether the kernels written for Hopper in Gluon run on ``device``; the Triton form gives the same bits."""
+    """Whether the Gluon kernels for Hopper run on ``device``. If not, the Triton form gives the same bits."""
     return is_hopper(device) and triton.__version__.startswith(f"{GLUON_RELEASE}.")
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
-    """The launch keywords beside the kernel's own ``PDL`` switch; none without, since the interpreter knows none."""
+    """The launch keywords that belong to a kernel's ``PDL`` switch.
+
+    Without it there are none: the interpreter knows none.
+    """
     return {"launch_pdl": True} if pdl else {}
 
 
 def arrival_counters(device: torch.device) -> Tensor:
-    """``MAX_COUNTERS`` int32 zeros for "the last program to arrive does the rest"; that one sets its counter back to 0.
+    """``MAX_COUNTERS`` int32 counters, all 0, with which programs find out which of them arrives last.
 
-    One buffer serves every launch, which spares each of them a fill: kernels that use it must follow one another, as
-    those of a step do. Inside of :func:`own_counters` it is the buffer given there; elsewhere all launches on a device
-    share one, and so must be on one stream. It must exist before a CUDA graph is captured, or its zeros would be part
-    of that graph.
+    The program that arrives last sets its counter back to 0. So one buffer serves every launch, and no launch has to
+    fill it with zeros. Kernels that use it must run one after another, as those of a step do. Inside of
+    :func:`own_counters` the buffer is the one given there. Elsewhere all launches on a device share one buffer, and so
+    must be on one stream. The buffer must exist before a CUDA graph is captured, or filling it with zeros would become
+    part of that graph.
     """
     own = _own_counters.get()
     return _shared_counters(device) if own is None or own.device != device else own
@@ -84,9 +91,10 @@ def new_counters(device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def own_counters(counters: Tensor | None) -> Iterator[None]:
-    """Launches of this thread count arrivals in ``counters`` for a while; None changes nothing.
+    """Inside of this context, launches of this thread count arrivals in ``counters``. None changes nothing.
 
-    For a CUDA graph, which keeps the address and may be replayed while kernels on another stream run.
+    This is for a CUDA graph, which keeps the address of its counters and may be replayed while kernels on another
+    stream run.
     """
     token = _own_counters.set(counters if counters is not None else _own_counters.get())
     try:

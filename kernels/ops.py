@@ -53,7 +53,8 @@ class Variant:
         row_independent: whether the bits of a row of the result are promised not to depend on the other rows, neither
             on their values nor on their number.
         covers: whether it computes these arguments, which is asked before anything runs; None if it computes all.
-        opt_in: whether it covers only arguments that ask for it, so that it is no part of what the op promises.
+        opt_in: whether it covers only arguments that ask for it, such as ``bitwise=False``. What the op promises
+            without being asked does not depend on it.
     """
 
     name: str
@@ -142,11 +143,11 @@ class Op:
     def row_independent(self, device: str) -> bool:
         """Whether rows are independent of each other on a device type.
 
-        That is the promise of the variant that is asked first, of those that arguments need not ask for. Arguments
-        that only a later one covers, such as those in float64, have what that one promises.
+        That is the promise of the first variant that arguments need not opt in to. Arguments that only a later one
+        covers, such as those in float64, have what that one promises.
         """
-        asked = [variant for variant in self.on(device) if not variant.opt_in]
-        return any(variant.row_independent for variant in asked[:1])
+        first = next((variant for variant in self.on(device) if not variant.opt_in), None)
+        return first is not None and first.row_independent
 
     def form(self, name: str, **tuning: Any) -> Callable[..., Any]:
         """One variant as a function of the op's own arguments, whatever the device and whatever it covers.

@@ -1,1 +1,1 @@
-"""Attention: dense for tracing, paged for decoding, and the rotary embedding in front of it."""
+"""Attention without a cache for tracing, over a paged cache for decoding, and the angles of rotary embeddings."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 
 PADDING_SLOT = -1
-"""The slot of a row that must not be written."""
+"""The slot of a row that must not be written to the cache."""
 
 
 @dataclass(slots=True)

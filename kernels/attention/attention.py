@@ -1,13 +1,24 @@
-"""Causal attention: dense as traced, and paged over a KV cache.
+"""The definition of causal attention, without a cache and over a paged KV cache.
 
-``specgraph::attention`` is what tracing puts in place of a model's attention layers. ``insert_kv_cache`` turns it into
-``specgraph::paged_attention``, which first writes the new keys and values into their slots and then attends over the
-pages of each sequence; ``specgraph::rotary_attention`` rotates queries and keys before that. All share one formula,
-:func:`attend`, which is the definition that faster kernels are tested against; those of the paged ops are in
-``paged_attention``.
+Every op computes, for each row ``t`` and the keys ``s`` that the row sees::
 
-Paged storage follows vLLM (Kwon et al. 2023, arXiv 2309.06180); attention sinks are gpt-oss's: one learned logit per
-head that takes part in the softmax and has no value; the soft cap is gemma2's.
+    out[t] = sum over s of softmax(scale * q[t] . k[s]) * v[s]
+
+``q`` is ``[B, Hq, T, D]``, ``k`` is ``[B, Hkv, T, D]``, ``v`` is ``[B, Hkv, T, Dv]``, and the result is
+``[B, T, Hq, Dv]`` in the dtype of ``q``. Scores and softmax are computed in float32, or in float64 if ``q`` is float64.
+A soft cap, attention sinks and a sliding window are options.
+
+- ``specgraph::attention`` replaces a model's attention layers while the model is traced. Rows attend to each other.
+- ``specgraph::paged_attention`` is what the pass ``insert_kv_cache`` makes of it. It first writes the new keys and
+  values into their cache slots and then attends over the pages of each sequence.
+- ``specgraph::rotary_attention`` does the same after rotating queries and keys (rotary embedding).
+
+All three share :func:`attend`, the plain-PyTorch definition that the kernels are tested against. The Triton kernels of
+the paged ops are in :mod:`specgraph.kernels.attention.paged`, which also says how they divide the work and why the bits
+of a row do not depend on other rows.
+
+Sources: paged storage follows vLLM (Kwon et al. 2023, arXiv 2309.06180). Attention sinks are those of gpt-oss: one
+learned logit per head takes part in the softmax and has no value. The soft cap is that of gemma2.
 """
 
 from __future__ import annotations
@@ -41,16 +52,16 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Softmax attention with grouped heads; a row that sees no key gives zeros.
+    """Softmax attention with grouped query heads. The result of a row that sees no key is zero.
 
     Args:
         q: ``[B, Hq, T, D]``. Scores and softmax are computed in float32, or float64 if ``q`` is.
         k: ``[B, Hkv, S, D]`` with ``Hq`` a multiple of ``Hkv``.
         v: ``[B, Hkv, S, Dv]``; ``Dv`` may differ from ``D``.
-        visible: bool ``[B, T, S]``, which keys each row sees.
-        sinks: ``[Hq]`` or None, extra logits without a value.
-        scale: factor on the scores.
-        softcap: ``c`` in ``c * tanh(score / c)``, or None.
+        visible: bool ``[B, T, S]``: which keys each row sees.
+        sinks: ``[Hq]`` or None: one extra logit per head, without a value.
+        scale: the factor on the products of queries and keys.
+        softcap: ``c`` in ``c * tanh(score / c)``, or None for no cap.
 
     Returns:
         ``[B, T, Hq, Dv]`` in the dtype of ``q``.
@@ -78,9 +89,9 @@ def attend(
 
 
 def sees(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Which keys a query sees: those at or before it and, with a window ``w``, fewer than ``w`` positions back.
+    """Which keys a query sees: those at or before it and, with a window ``w``, those fewer than ``w`` positions back.
 
-    Takes int64 ``[..., T]`` and ``[..., S]``; returns bool ``[..., T, S]``.
+    Takes int64 positions ``[..., T]`` of queries and ``[..., S]`` of keys. Returns bool ``[..., T, S]``.
     """
     distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
     visible = distance >= 0
@@ -98,7 +109,7 @@ def attention_reference(given: Attention) -> Tensor:
 def write_cache(cache: Tensor, values: Tensor, slots: Tensor) -> None:
     """Store ``values`` ``[B, H, T, D]`` at ``slots`` ``[B, T]`` of ``cache`` ``[N, block_size, H, D]``, in place.
 
-    Rows whose slot is :data:`PADDING_SLOT` are left out.
+    Rows whose slot is :data:`PADDING_SLOT` are not stored.
     """
     keep = slots.reshape(-1) != PADDING_SLOT
     rows = values.transpose(1, 2).reshape(-1, *values.shape[1:2], values.shape[3])
@@ -106,7 +117,7 @@ def write_cache(cache: Tensor, values: Tensor, slots: Tensor) -> None:
 
 
 def read_cache(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """The first ``length`` rows of every sequence, ``[B, H, length, D]``; unallocated pages repeat page 0."""
+    """The first ``length`` rows of every sequence, ``[B, H, length, D]``. Page 0 stands for pages not allocated."""
     block_size = cache.shape[1]
     pages = block_table[:, : -(-length // block_size)].clamp_min(0).long()
     return cache[pages].flatten(1, 2)[:, :length].transpose(1, 2)
@@ -122,7 +133,7 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
     length = max(1, int(ends.max()))
     keys, values = (read_cache(cache, given.block_table, length) for cache in (given.k_cache, given.v_cache))
     places = torch.arange(length, device=q.device)
-    # Rows past a sequence's end are stale; zero times a stale NaN would poison the sum, so they are blanked as well.
+    # Cache rows past the end of a sequence hold old values. Zero times an old NaN would be NaN, so they become zeros.
     stale = (places >= ends.unsqueeze(-1))[:, None, :, None]
     keys, values = keys.masked_fill(stale, 0), values.masked_fill(stale, 0)
     visible = sees(positions, places.expand(q.shape[0], -1), given.window) & real.unsqueeze(-1)
@@ -130,10 +141,10 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding by halves: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``, rounded once.
+    """Rotary embedding by halves: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``, in float32 or wider, rounded once.
 
-    Takes ``[B, H, T, D]`` and ``[B or 1, T, D]``. Source: Su et al. 2021, arXiv 2104.09864, as transformers' llama lays
-    it out.
+    Takes ``x`` ``[B, H, T, D]``, and ``cos`` and ``sin`` ``[B or 1, T, D]``. Source: Su et al. 2021, arXiv 2104.09864,
+    in the layout of llama in transformers.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     lower, upper = x.to(exact).chunk(2, -1)

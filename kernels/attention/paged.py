@@ -1,17 +1,26 @@
-"""Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``, which ``attention`` defines.
+"""The Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``, for few rows per sequence.
 
-The context of a sequence is split at absolute positions into runs of ``Tiling.run`` pieces, each of ``Tiling.piece``
-positions in blocks of ``Tiling.block_keys`` keys. Within a piece, blocks are summed in order (online softmax: Milakov
-and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2: Dao 2023, arXiv 2307.08691); the pieces of a run are merged in
-order, and then the runs (Flash-Decoding: Dao et al. 2023). A block, piece or run that a row does not see multiplies
-what that row has by one and adds zero. So the bits of a row depend on its own query, keys and values alone: not on the
-other rows, the batch, the width of the block table, the tile of rows, or on whether one program merged in registers or
-several did through memory. Runs are there so that a long context leaves few partial results to merge, and a short one
-has a program for every piece.
+It computes what :mod:`specgraph.kernels.attention.attention` defines, for float16, bfloat16 and float32: new keys and
+values ``[B, Hkv, T, D]`` are rotated if asked and written to their cache slots, and each row of ``q`` ``[B, Hq, T, D]``
+attends to the positions of its sequence that it sees. The result is ``[B, T, Hq, Dv]``. Scores and sums are float32.
 
-The kernel here is for few rows of a sequence. Many, as those of a prompt, go to that of
-:mod:`specgraph.kernels.attention.prefill`, which gives the same bits (:mod:`specgraph.kernels.attention.tiles` says
-why). Products and sums are not contracted by the compiler.
+A program takes a tile of (row, head) pairs that share a key-value head, so that it reads that head's keys once for all
+of them. While decoding, tiles are few, so the context is distributed over programs as well. It is cut at absolute
+positions into pieces of ``Tiling.piece`` positions, which are read in blocks of ``Tiling.block_keys`` keys;
+``Tiling.run`` pieces form a run. A short context has a program for every piece. In a long one a program takes whole
+runs, so that few partial results have to be merged (:mod:`specgraph.kernels.attention.units`).
+
+The order of the sums is fixed by absolute positions. Within a piece, blocks are added in order; the pieces of a run are
+merged in order, and then the runs. For a row that does not see a block, piece or run, merging it multiplies by one and
+adds zero. So the bits of a row depend on its own query, keys and values alone. They do not depend on the other rows,
+the batch, the width of the block table, the tile of rows, or whether one program merged in registers or several did
+through memory. Contraction of products and sums by the compiler is off.
+
+Calls with many rows per sequence, such as a prompt's chunk, go to :mod:`specgraph.kernels.attention.prefill`, which
+gives the same bits (:mod:`specgraph.kernels.attention.tiles` says why).
+
+Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, Dao 2023, arXiv 2307.08691;
+merging of partial results, Flash-Decoding, Dao et al. 2023. What else was tried is in ``docs/experiments.md``.
 """
 
 # Triton's functions have no types.
@@ -44,35 +53,40 @@ from specgraph.kernels.attention.units import is_last, merge_units, share_out, s
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, launch_options, supports_pdl
 
 NUM_WARPS = 4
-"""Fixed with context on the left: the sum of a block's weights goes across warps, in an order that they decide."""
+"""The number of warps is fixed: the sum of a block's weights crosses warps, and their number decides its order."""
 PROGRAMS = 264
-"""Rows and contexts are spread over about this many programs: two run on each multiprocessor of a large GPU."""
+"""Tiles and contexts are distributed over about this many programs: two for each multiprocessor of a large GPU."""
 PREFILL_PAIRS = 64
-"""(row, head) pairs in a tile of the kernel for many rows: as many as a tensor core takes on the left."""
+"""(Row, head) pairs in a tile of the kernel for many rows: as many rows as one matrix instruction takes on the left."""
 BLOCKS = (16, 32, 64, 128)
-"""Numbers of keys that a block may have."""
+"""The numbers of keys that a block may have."""
 WRITTEN_ROWS = 16
-"""Up to so many rows per sequence are written by the launch that attends; wider calls write in a launch before."""
+"""Up to this many new rows per sequence are written by the launch that attends.
+
+Wider calls write in a launch before.
+"""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the tiles. The first three decide the bits of the result; the others, None for a default, do not.
+    """Sizes of the tiles. The first three decide the bits of the result. The others do not, and None chooses a default.
 
-    (On a GPU ``block_rows`` and ``prefill`` do as well in float32, and ``prefill`` with other ``block_keys`` than 64.)
+    (Two exceptions on a GPU: in float32 ``block_rows`` and ``prefill`` decide bits as well, and so does ``prefill`` if
+    ``block_keys`` is not 64.)
 
     Attributes:
-        piece: positions that are summed together, in blocks of ``block_keys``.
-        run: pieces that are merged together.
+        piece: positions whose keys are summed together, in blocks of ``block_keys``.
+        run: pieces that are merged with each other before they are merged with the rest.
         block_keys: keys of a block.
         block_rows: (row, head) pairs in a tile of the kernel for few rows.
-        split: programs that share a context, of that kernel.
-        write_apart: whether new rows are written by a launch before; for the kernel for many rows they always are.
-        prefill: whether the kernel for many rows is taken.
-        num_stages: blocks in shared memory.
+        split: programs that share a context in the kernel for few rows.
+        write_apart: whether a launch before attention writes the new rows. The kernel for many rows always needs that.
+        prefill: whether the kernel for many rows is used.
+        num_stages: blocks of keys and values in shared memory.
 
     Raises:
-        ValueError: pieces are not whole blocks, or blocks of a size that the sum over their keys is not written for.
+        ValueError: a piece is not a whole number of blocks, or the sum over keys is not written for blocks of that
+            size.
     """
 
     piece: int = 256
@@ -97,7 +111,7 @@ def _load_new_rows(
     keys, values, cos, sin, angles, keep,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """The rows at ``keys`` and ``values`` of one key-value head, as they are cached; zeros where not ``keep``."""
+    """Load new rows of one key-value head in the form in which they are cached; zeros where not ``keep``."""
     dim = tl.arange(0, DP)[None, :]
     rows = load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
     dim = tl.arange(0, DVP)[None, :]
@@ -109,7 +123,7 @@ def _store_new_rows(
     keys, values, k_cache, v_cache, slot, head, keep, k_slot, k_head, v_slot, v_head,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Write what :func:`_load_new_rows` gave to ``slot``, where ``keep``."""
+    """Write the rows that :func:`_load_new_rows` loaded to the cache at ``slot``, where ``keep``."""
     slot = slot[:, None]
     dim = tl.arange(0, DP)[None, :]
     tl.store(k_cache + slot * k_slot + head * k_head + dim, keys, mask=keep[:, None] & (dim < D))
@@ -124,7 +138,10 @@ def _write_cache(
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
     ROTARY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and write ``ROWS`` rows of one head of one sequence; grid (row tiles, B * Hkv)."""
+    """Rotate ``ROWS`` rows of one head of one sequence and write them to the cache.
+
+    The grid is (row tiles, B * Hkv).
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -145,15 +162,15 @@ def _write_cache(
 
 @triton.jit
 def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """``PAGES`` pages from that of position ``begin`` on, as far as they hold positions below ``end``."""
+    """Read ``PAGES`` entries of the block table, from the page of position ``begin`` on, up to position ``end``."""
     index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
     return tl.maximum(tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0), 0).to(tl.int32)
 
 
 @triton.jit
 def _slots_of(pages, begin, key_place, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """Where positions lie whose pages :func:`_load_pages` has read: int32, which multiplies faster."""
-    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # the last block may reach past the end
+    """The slots of positions whose pages :func:`_load_pages` has read, as int32, which multiplies faster than int64."""
+    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # the last block may reach past the end of a piece
     return tl.gather(pages, index, 0) * BLOCK_SIZE + key_place % BLOCK_SIZE
 
 
@@ -164,13 +181,13 @@ def _attend_piece(
     PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``place`` over the keys in ``[begin, end)``.
+    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at positions ``place`` over the keys in ``[begin, end)``.
 
-    ``begin`` is a multiple of ``BLOCK_K``. Returns the largest score, the sum of weights and the weighted values
+    ``begin`` is a multiple of ``BLOCK_K``. Returns the running maximum, the normaliser and the weighted values
     ``[DVP, BLOCK_R]``.
 
-    All ``pages`` have been read before: keys whose place hangs on another read of the loop would be asked for only when
-    the block before them is done.
+    The caller has read all ``pages`` of the piece. If the loop read each page itself, the address of a block's keys
+    would depend on that read, and the keys could be requested only when the block before them is done.
     """
     top, _, summed = nothing(DVP, BLOCK_R, False)
     totals = no_weights(BLOCK_K, BLOCK_R, False)
@@ -178,7 +195,7 @@ def _attend_piece(
     value_dim = tl.arange(0, DVP)[None, :]
     for start in tl.range(bound(begin), bound(end), BLOCK_K, num_stages=STAGES):
         key_place = start + tl.arange(0, BLOCK_K)
-        # Unwritten rows may hold NaN, and zero times NaN is NaN: values are blanked like keys.
+        # Unwritten cache rows may hold NaN, and zero times NaN is NaN. So values are masked to zero as keys are.
         live = (key_place < end)[:, None]
         slot = _slots_of(pages, begin, key_place, BLOCK_SIZE, PAGES).to(OFFSET)[:, None]
         keys = tl.load(k_cache + slot * k_slot + dim, mask=live & (dim < D), other=0.0)
@@ -190,7 +207,10 @@ def _attend_piece(
 
 @triton.jit
 def _piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
-    """Where a piece begins: at the block that holds the first position that any row sees, if a window hides some."""
+    """The first position of a piece that is read.
+
+    With a window this is the block that holds the first visible position.
+    """
     begin = piece * PIECE
     if WINDOW > 0:
         begin = tl.maximum(begin, low // BLOCK_K * BLOCK_K)
@@ -208,17 +228,18 @@ def _paged_attention(
     ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_R`` (row, head) pairs of one key-value head against every ``num_programs(2)``-th unit of its context.
+    """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to a share of the work units of their context.
 
-    Grid (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units hold, so
-    no program waits for another; several row tiles write the same bits to the same place. If ``SPLIT``, the units of a
-    tile that has several go through ``partials`` and the program that finishes last merges them.
+    The grid is (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units
+    contain, so that no program waits for another. Several row tiles then write the same bits to the same slots. If
+    ``SPLIT`` and a tile has several units, their partial results go through ``partials``, and the program that finishes
+    last merges them.
     """
     if PDL:
-        # Only few programs attend; those of the next launch can ask for its weights meanwhile.
+        # This kernel has few programs. Those of the next launch may start and request its weights meanwhile.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # The last rows see the most: they start first.
+    # The last rows see the most keys and take longest, so their programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
@@ -261,7 +282,7 @@ def _paged_attention(
         _store_new_rows(
             keys, values, k_cache, v_cache, new_slot, head, mine, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
         )
-        # What the threads of this program wrote, all of them may read.
+        # Any thread of this program may read what the others have just written to the cache.
         tl.debug_barrier()
 
     top, total, summed = nothing(DVP, BLOCK_R, False)
@@ -287,7 +308,7 @@ def _paged_attention(
         top, total, summed = merge(top, total, summed, unit_top, unit_total, unit_summed, scale, False)
 
     out_row = (batch * T + row) * (HEADS * GROUP) + q_head
-    # Each way stores for itself: one store after both would have to move the sums to a common layout.
+    # Each branch stores its own result. A common store after both would first convert the sums to a common layout.
     if SPLIT and programs > 1:
         if is_last(counters + task, programs):
             top, total, summed = merge_units(
@@ -340,7 +361,7 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
             k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
         )
 
-    counters = arrival_counters(q.device)  # even if not needed now: a later call may be captured
+    counters = arrival_counters(q.device)  # allocated even if not needed now, since a later call may be captured
     capacity = block_table.shape[1] * caches[0].shape[1]
     out = q.new_empty(batch, rows, heads, value_dim)
     cut = {
@@ -375,30 +396,30 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
 
 
 def _shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
-    """Pieces of the longest context that ``capacity`` holds, programs that share one, and the units they may have."""
+    """The pieces in the longest context that ``capacity`` holds, the programs that share it, and its work units."""
     pieces = triton.cdiv(capacity, tiling.piece)
     split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
-    # Of a context of more than `split` pieces, a unit is a run.
+    # If a context has more than `split` pieces, its units are runs.
     return pieces, split, max(split, triton.cdiv(pieces, tiling.run))
 
 
 def _padded(dim: int) -> int:
-    """The tile that holds a head: a power of two, and at least what ``tl.dot`` takes."""
+    """The width of a tile that holds a head: a power of two, and at least the 16 that ``tl.dot`` needs."""
     return max(16, _power_of_two(dim))
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that is at least ``n``."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
 
 
 def _extent(x: Tensor) -> int:
-    """How far the last element lies from the first, in elements."""
+    """The distance from the first element of ``x`` to the last one in memory, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """``cos``, ``sin`` ``[B or 1, T, D]`` and their strides for a sequence and for a row."""
+    """``cos`` and ``sin`` ``[B or 1, T, D]`` and their strides per sequence and per row."""
     if angles is None:
         return None, None, 0, 0
     cos, sin = angles
@@ -408,20 +429,27 @@ def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
 
 
 def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What turns scores into units of log 2, and what makes of a product the power of 2 of which its tanh is made.
+    """The factor that makes a score an exponent of 2, and the factor inside the soft cap.
 
-    Scores are products, or with a cap their hyperbolic tangents; without one the second is 0.
+    Without a cap a score is a product of query and key, and the second factor is 0. With a cap it is the hyperbolic
+    tangent of the scaled product, which is computed from a power of 2; the second factor makes the product its
+    exponent.
     """
     log2e = 1.4426950408889634
     return (scale * log2e, 0.0) if softcap is None else (softcap * log2e, 2 * log2e * scale / softcap)
 
 
 def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
-    """The (row, head) pairs in a tile, of ``pairs`` for each of ``sequences`` (sequence, key-value head) pairs.
+    """The number of (row, head) pairs in a tile.
 
-    As few as leave no program waiting for another: a program of 16 rows is done sooner. Then twice as many, since every
-    tile reads all keys. float32 has no tensor cores here, so its sum over keys is ordered by a layout that depends on
-    the tile: one for all.
+    Tiles have 16 pairs as long as all programs run at once, since a program with a small tile finishes sooner. With
+    more programs than that, tiles have 32 pairs, since every tile reads all keys. float32 does not use tensor cores
+    here, and the layout that orders its sum over keys depends on the tile, so it always has tiles of 16.
+
+    Args:
+        pairs: (row, head) pairs of each key-value head of a sequence.
+        sequences: the number of (sequence, key-value head) combinations.
+        dtype: the dtype of q, k and v.
     """
     fewest = 16
     many = dtype.itemsize == 2 and pairs > fewest and triton.cdiv(pairs, fewest) * sequences > PROGRAMS
@@ -429,24 +457,27 @@ def block_rows(pairs: int, sequences: int, dtype: torch.dtype) -> int:
 
 
 def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel for many rows is the faster one and has the same bits on Hopper, the arguments as above.
+    """Whether the kernel for many rows is faster and gives the same bits on Hopper.
 
-    It is faster where tiles of 16 would be more than a GPU runs at once and more than half of its own are filled. With
-    values in less than 64 columns the kernel for few rows multiplies by another instruction.
+    The arguments are those of :func:`block_rows`, and the width of the values.
+
+    It is faster if tiles of 16 pairs would be more than a GPU runs at once, and if its own tiles are more than half
+    full. If values have fewer than 64 columns, the kernel for few rows multiplies with another instruction, so bits may
+    differ.
     """
     few = pairs <= PREFILL_PAIRS // 2 or triton.cdiv(pairs, 16) * sequences <= PROGRAMS
     return not few and dtype.itemsize == 2 and value_dim >= 64
 
 
 def _pages(piece: int, block_size: int) -> int:
-    """At least as many as hold a piece, wherever it begins."""
+    """A number of pages, a power of two, that holds a piece wherever it begins."""
     return _power_of_two(piece // block_size if piece % block_size == 0 else piece // block_size + 2)
 
 
 def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
-    """Blocks of keys and values in shared memory, one of them in use: up to three, in 128 KiB.
+    """The number of blocks of keys and values in shared memory, one of them in use: up to three, in 128 KiB.
 
-    Products without tensor cores run out of registers when anything is in flight.
+    float32 has one: products without tensor cores run out of registers when further blocks are being loaded.
     """
     if dtype.itemsize > 2:
         return 1

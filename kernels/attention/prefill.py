@@ -1,9 +1,19 @@
-"""The kernel of paged attention for many rows: those of a prompt, whose keys and values have been written before.
+"""The kernel of paged attention for many rows per sequence, such as a prompt's chunk.
 
-It gives the bits of :mod:`specgraph.kernels.attention.paged`, whose docstring says how a context is cut. Here a program
-goes through the whole context of its tile of rows, block by block, and ends a piece or a run when it comes to the end
-of one. Where a block lies is read a block ahead: keys whose place hangs on a read of the same turn of the loop would be
-asked for only when the block before them is done.
+It computes the same as :mod:`specgraph.kernels.attention.paged`: rows of ``q`` ``[B, Hq, T, D]`` attend to the cached
+positions that they see, and the result is ``[B, T, Hq, Dv]``. A launch before it must have written the new keys and
+values to the cache.
+
+With many rows there are enough tiles of (row, head) pairs to fill a GPU, so one program reads the whole context of its
+tile, block by block. No partial results go through memory. The slots of a block are read one block ahead. If the same
+iteration read them, the keys could be requested only when the block before them is done.
+
+The program ends a piece or a run of the context where the kernel for few rows does, at the same absolute positions, and
+merges in the same order. So it gives the same bits, and like there the bits of a row do not depend on the other rows.
+:mod:`specgraph.kernels.attention.tiles` says why products in the other layout have the same bits.
+
+Source: FlashAttention-2, Dao 2023, arXiv 2307.08691. Variants that were measured and not kept are in
+``docs/experiments.md``.
 """
 
 # Triton's functions have no types.
@@ -31,14 +41,15 @@ from specgraph.kernels.attention.tiles import (
 
 @triton.jit
 def _read_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the ``BLOCK_K`` positions from ``start`` on lie, as far as they are below ``end``: int32."""
+    """The slots, int32, of the ``BLOCK_K`` positions from ``start`` on. Past ``end`` the last page is repeated."""
     tl.static_assert(table.dtype.element_ty == tl.int64, "pages are int64")
     place = (start + tl.arange(0, BLOCK_K)).to(tl.uint32)
     entry = table + tl.minimum(place, tl.maximum(end - 1, 0).to(tl.uint32)) // BLOCK_SIZE
     if INTERPRETED:
         page = tl.load(entry)
     else:
-        # What the compiler knows as a load it would bring to shared memory, with a wait in every turn of the loop.
+        # The compiler would pipeline a load that it recognises through shared memory, and wait for it in every
+        # iteration.
         page = tl.inline_asm_elementwise(
             "ld.global.b64 $0, [$1];", "=l,l", [entry.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
         )
@@ -53,7 +64,11 @@ def _add_blocks(
     PIECE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``[first, past)`` of a run more; what has been added is the pieces of the run and the piece in hand."""
+    """Add the keys ``[first, past)`` of a run.
+
+    The state is that of the run's finished pieces (``run_top``, ``run_total``, ``run_summed``) and that of the current
+    piece (``top``, ``totals``, ``summed``), and is returned in this order.
+    """
     dim = tl.arange(0, DP)[None, :]
     value_dim = tl.arange(0, DVP)[None, :]
     next_slot = _read_slots(table, first, end, BLOCK_SIZE, BLOCK_K)
@@ -61,13 +76,13 @@ def _add_blocks(
         slot = next_slot.to(OFFSET)[:, None]
         next_slot = _read_slots(table, start + BLOCK_K, end, BLOCK_SIZE, BLOCK_K)
         key_place = start + tl.arange(0, BLOCK_K)
-        # Unwritten rows may hold NaN, and zero times NaN is NaN: values are blanked like keys.
+        # Unwritten cache rows may hold NaN, and zero times NaN is NaN. So values are masked to zero as keys are.
         live = (key_place < end if MASKED else key_place >= 0)[:, None]
         keys = tl.load(k_cache + dim + slot * k_slot, mask=live & (dim < D), other=0.0)
         values = tl.load(v_cache + value_dim + slot * v_slot, mask=live & (value_dim < DV), other=0.0)
         scores = score(query, keys, place, key_place, cap, WINDOW, SOFTCAP, MASKED, True)
         if start % PIECE == 0:
-            # Only now: the products of the block before have had those above to finish in.
+            # The merge comes after the scores above, so that the products of the previous block finish during them.
             total = sum_of_keys(totals, BLOCK_K, BLOCK_R, True)
             run_top, run_total, run_summed = merge(run_top, run_total, run_summed, top, total, summed, scale, True)
             top, total, summed = nothing(DVP, BLOCK_R, True)
@@ -85,10 +100,13 @@ def prefill_attention_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr, STAGES: tl.constexpr,
     OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_R`` (row, head) pairs of one key-value head against what they see; grid (row tiles, B * Hkv)."""
+    """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to all that they see.
+
+    Grid: (row tiles, B * Hkv).
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # The last rows see the most: they start first.
+    # The last rows see the most keys and take longest, so their programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
@@ -97,8 +115,8 @@ def prefill_attention_kernel(
     real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
     place = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
     low, end = seen_range(place, real, WINDOW)
-    end = tl.minimum(end, capacity)  # what no page is for is not looked for
-    # Positions below it need no mask; with a window every block has one.
+    end = tl.minimum(end, capacity)  # the block table has no pages beyond its capacity
+    # Every row sees the positions below this one, so they need no mask. With a window every block has a mask.
     seen_by_all = 0 if WINDOW > 0 else tl.min(tl.where(row < T, place, 2147483646), 0) + 1
 
     q_head = head * GROUP + pair % GROUP

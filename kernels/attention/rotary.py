@@ -1,8 +1,16 @@
-"""``specgraph::rotary_angles``: cosine and sine of every row's angles, for rotary embeddings (Su et al. 2021,
-arXiv 2104.09864).
+"""``specgraph::rotary_angles``: cosine and sine of the angles that rotary embeddings use.
 
-One launch for what models spell as seven to nine. Arguments reach the length of the longest context, 131072 and more,
-so cosine and sine are the accurate ones, which reduce their argument; the hardware's own are not.
+For int64 positions ``[B, T]`` and inverse frequencies ``[F]`` it computes ``cos(positions * inv_freq) * scaling`` and
+the same with ``sin``, ``[B, T, 2 * F]`` or ``[B, T, F]``, in float32 (or float64), rounded once to the dtype that is
+asked for. Models compute this with seven to nine operations; here it is one launch.
+
+A program computes one row. Rows are short (a head's width), and there are as many programs as rows. An entry is a
+function of its row's position and one frequency, so it does not depend on other rows.
+
+Angles reach the length of the longest context, 131,072 and more. The kernel therefore uses libdevice's cosine and sine,
+which reduce their argument accurately; the hardware's approximate instructions do not.
+
+Source: Su et al. 2021, arXiv 2104.09864.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from specgraph.kernels.ops import Op, declare, triton_or_reference
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 LAYOUTS = ("halves", "pairs", "once")
-"""Where frequency ``i`` of ``F`` is found: in columns ``i`` and ``F + i``, ``2 * i`` and ``2 * i + 1``, or ``i``."""
+"""The columns that hold frequency ``i`` of ``F``: ``i`` and ``F + i``, ``2 * i`` and ``2 * i + 1``, or ``i`` alone."""
 
 
 @dataclass(slots=True)
@@ -68,6 +76,7 @@ def _rotary_angles_kernel(
     out_cos, out_sin, positions, inv_freq, SCALING: tl.constexpr, MAX: tl.constexpr, FREQUENCIES: tl.constexpr,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)

@@ -1,11 +1,21 @@
-"""What the two kernels of paged attention share: one tile of rows against one block of keys, and sums of such.
+"""Functions that both kernels of paged attention share: online softmax for a tile of rows and a block of keys.
 
-The kernel for few rows multiplies ``K Q^T`` and ``V^T P``, context on the left and rows as columns, of which there may
-be as few as 8; the one for many rows multiplies ``Q K^T`` and ``P V``, in which what is multiplied with the values
-stays in registers. Both give the same bits: an entry of a product is the same sum of the same products in the same
-order whichever operand is on the left (so it is on Hopper where the instruction is the same, which takes values of 64
-columns or more; ``tests/gpu`` compares), the sum of a block's weights is one tree in both, and all else is done entry
-by entry.
+For a tile of ``BLOCK_R`` (row, head) pairs, online softmax keeps three float32 values for the keys read so far:
+``top``, the running maximum of the scores (``[BLOCK_R]``); ``total``, the normaliser, which is the sum of the weights
+``exp2((score - top) * scale)`` (``[BLOCK_R]``); and ``summed``, the values weighted by them (``[BLOCK_R, DVP]`` or its
+transpose). Within a piece the normaliser is kept as ``totals``, one sum for each place in a block of keys, and the
+places are added up where the piece ends.
+
+There are two layouts, chosen by ``ROWS_LEFT``. The kernel for few rows computes ``K Q^T`` and ``V^T P``: the context is
+the left operand, which a matrix instruction takes in multiples of 64, and rows are columns, of which there may be as
+few as 8. The kernel for many rows computes ``Q K^T`` and ``P V``, so that the weights ``P`` stay in registers.
+
+Both layouts give the same bits. An entry of a product is the same sum of the same products in the same order, whichever
+operand is on the left. (This holds on Hopper where both layouts use the same instruction, which they do if values have
+64 columns or more; ``tests/gpu`` compares the bits.) The sum of a block's weights is the same tree in both layouts. All
+other operations act on single entries, so no row influences another.
+
+Sources: Milakov and Gimelshein 2018, arXiv 1805.02867 (online softmax); Dao 2023, arXiv 2307.08691 (FlashAttention-2).
 """
 
 # Triton's functions have no types.
@@ -21,7 +31,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def bound(x):
-    """``x`` as the bound of a loop: the interpreter's scalars are arrays of one element, which are no integers."""
+    """``x`` as the bound of a loop.
+
+    The interpreter's scalars are arrays of one element, which ``range`` does not take.
+    """
     if INTERPRETED:
         return (x + tl.zeros([1], tl.int32)).handle.data.item()
     return x
@@ -29,19 +42,19 @@ def bound(x):
 
 @triton.jit
 def per_row(x, ROWS_LEFT: tl.constexpr):
-    """A value for each row beside a tile: rows on the left of a product are its rows, else its columns."""
+    """Broadcast one value per row over a tile. Rows are the tile's rows if ``ROWS_LEFT``, and its columns otherwise."""
     return x[:, None] if ROWS_LEFT else x[None, :]
 
 
 @triton.jit
 def across_rows(x, ROWS_LEFT: tl.constexpr):
-    """The same values for every row of a tile."""
+    """Broadcast one value per key, or per dimension, over a tile: the same values for every row."""
     return x[None, :] if ROWS_LEFT else x[:, None]
 
 
 @triton.jit
 def seen_range(place, real, WINDOW: tl.constexpr):
-    """The first position that any of the ``real`` rows at ``place`` sees, and the one after the last."""
+    """The first position that any ``real`` row at the positions ``place`` sees, and the position after the last one."""
     end = tl.max(place, 0) + 1
     low = 0
     if WINDOW > 0:
@@ -51,7 +64,10 @@ def seen_range(place, real, WINDOW: tl.constexpr):
 
 @triton.jit
 def load_rows(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
-    """Elements ``dim`` of the heads at ``x``, rotated by halves in float32 and rounded to their dtype."""
+    """Load the elements ``dim`` of the heads at ``x``.
+
+    If ``ROTARY``, rotate them in float32 and round to their dtype.
+    """
     values = tl.load(x, mask=mask, other=0.0)
     if ROTARY:
         lower = dim < D // 2
@@ -65,7 +81,7 @@ def load_rows(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.conste
 
 @triton.jit
 def nothing(DVP: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
-    """Largest score, sum of weights and weighted values of no keys: what merges with anything without a trace."""
+    """The running maximum, normaliser and weighted values before any key. Merging them with others changes no bit."""
     top = tl.full([BLOCK_R], float("-inf"), tl.float32)
     summed = tl.zeros([BLOCK_R, DVP] if ROWS_LEFT else [DVP, BLOCK_R], tl.float32)
     return top, tl.zeros([BLOCK_R], tl.float32), summed
@@ -73,7 +89,7 @@ def nothing(DVP: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
 
 @triton.jit
 def no_weights(BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
-    """The weights of no keys, a sum for each place in a block: only :func:`sum_of_keys` adds up places."""
+    """The normaliser before any key, with one sum for each place in a block. :func:`sum_of_keys` adds up the places."""
     return tl.zeros([BLOCK_R, BLOCK_K] if ROWS_LEFT else [BLOCK_K, BLOCK_R], tl.float32)
 
 
@@ -82,9 +98,9 @@ def score(
     query, keys, place, key_place, cap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, ROWS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Scores of ``query``, ``[BLOCK_R, DP]`` or turned, and ``keys`` ``[BLOCK_K, DP]``.
+    """Scores of ``query`` (``[BLOCK_R, DP]``, or its transpose) and ``keys`` ``[BLOCK_K, DP]``, before ``scale``.
 
-    They are in units that times ``scale`` are those of log 2. Without ``MASKED`` every row sees every key.
+    A score times the caller's ``scale`` is an exponent of 2. If not ``MASKED``, every row sees every key.
     """
     if ROWS_LEFT:
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
@@ -103,16 +119,16 @@ def score(
 
 @triton.jit
 def above(top):
-    """``top``, or 0 where nothing has been seen yet, so that differences to it are never NaN."""
+    """``top``, or 0 where no key has been seen yet, so that differences to it are never NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def add_block(scores, values, top, totals, summed, scale, ROWS_LEFT: tl.constexpr):
-    """Online softmax: the largest score, weights by place and weighted values with those of a block more."""
+    """Add a block of keys to the running maximum, the normaliser by place, and the weighted values."""
     new_top = tl.maximum(top, tl.max(scores, 1 if ROWS_LEFT else 0))
     base = above(new_top)
-    # Product and difference in one instruction; the compiler is not to choose where it does that.
+    # An explicit fused multiply-add: contraction by the compiler is off, since it could differ between compilations.
     subtracted = tl.broadcast_to(per_row(-base * scale, ROWS_LEFT), scores.shape)
     weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), subtracted))
     kept = per_row(tl.exp2((top - base) * scale), ROWS_LEFT)
@@ -127,11 +143,12 @@ def add_block(scores, values, top, totals, summed, scale, ROWS_LEFT: tl.constexp
 
 @triton.jit
 def sum_of_keys(totals, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
-    """The sum over a block's places: a tree of pairs.
+    """Add up the places of a block: a binary tree in a fixed order.
 
-    With 64 keys on the left, four warps have 16 places each and a thread two that are 8 apart, and one reduction
-    compiles to this very tree: a thread's own, halves of a warp's, halves of the warps. (Step by step it would take
-    1.2 us longer, for the barriers between warps.)
+    With 64 keys as the left operand, each of four warps holds 16 places, and a thread holds two that are 8 apart. A
+    single reduction then compiles to this very tree: first the two places of a thread, then halves of a warp, then
+    halves of the warps. Written out step by step, the tree would take 1.2 us longer because of the barriers between
+    warps.
     """
     if not ROWS_LEFT and not INTERPRETED:
         return tl.sum(totals, 0)
@@ -150,7 +167,10 @@ def sum_of_keys(totals, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT:
 
 @triton.jit
 def merge(top, total, summed, next_top, next_total, next_summed, scale, ROWS_LEFT: tl.constexpr):
-    """Add keys to those before them; the first ones merge with nothing and keep their bits."""
+    """Merge the state of later keys into that of earlier ones.
+
+    Merging into :func:`nothing` keeps the later state's bits.
+    """
     new_top = tl.maximum(top, next_top)
     base = above(new_top)
     old, new = tl.exp2((top - base) * scale), tl.exp2((next_top - base) * scale)
@@ -162,7 +182,7 @@ def merge(top, total, summed, next_top, next_total, next_summed, scale, ROWS_LEF
 
 @triton.jit
 def _result(top, total, summed, sinks, q_head, scale, SINKS: tl.constexpr, ROWS_LEFT: tl.constexpr):
-    """The weighted mean of the values, the sink's weight among the weights; a row that sees nothing has zeros."""
+    """The weighted mean of the values, where the sink adds to the normaliser only. A row that sees no key is zero."""
     if SINKS:
         top = top * scale
         sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
@@ -178,7 +198,7 @@ def store_result(
     out, out_row, keep, top, total, summed, sinks, q_head, scale,
     DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr, ROWS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of the rows to ``keep``; ``out`` is ``[rows, DV]``."""
+    """Write the results of the rows selected by ``keep`` to ``out`` ``[rows, DV]``."""
     value_dim = across_rows(tl.arange(0, DVP), ROWS_LEFT)
     cells = per_row(out_row * DV, ROWS_LEFT) + value_dim
     rows = _result(top, total, summed, sinks, q_head, scale, SINKS, ROWS_LEFT)

@@ -1,6 +1,15 @@
-"""How the kernel of paged attention for few rows shares a context out to programs and puts together what they find.
+"""How the attention kernel for few rows distributes a context over programs, and how it merges their partial results.
 
-:mod:`specgraph.kernels.attention.paged` says why the cut changes no bit.
+A partial result is the state of an online softmax over some of the keys: for each of ``BLOCK_R`` (row, head) pairs the
+running maximum, the normaliser and the weighted values, all float32.
+
+A context is cut at absolute positions into pieces of ``PIECE`` positions, and ``RUN`` pieces form a run. A *work unit*
+(``unit``) is what a program takes at a time: a piece while there are enough programs for all pieces, and a run for a
+longer context, so that few partial results have to be merged. Program ``p`` of ``n`` takes the units ``p``, ``p + n``,
+``p + 2 n`` and so on. The last program to finish merges the partial results of all units in the order of positions.
+
+:mod:`specgraph.kernels.attention.paged` says why this distribution does not change the bits of a row. Source:
+Flash-Decoding (Dao et al. 2023).
 """
 
 # Triton's functions have no types.
@@ -16,13 +25,16 @@ from specgraph.kernels.attention.tiles import bound, merge, nothing, seen_range
 
 @triton.jit
 def share_out(place, real, max_pieces, PIECE: tl.constexpr, RUN: tl.constexpr, WINDOW: tl.constexpr):
-    """What the rows at ``place`` see and the units it is cut into, of which a program takes every ``programs``-th one.
+    """The part of the context that the ``real`` rows at positions ``place`` see, and its division into work units.
 
-    A unit is a piece if there are programs for all of them, and a run of ``RUN`` pieces otherwise.
+    A unit is a piece if there is a program for every piece, and a run of ``RUN`` pieces otherwise.
 
     Returns:
-        The first position that a row sees, the one after the last; the first piece, the one after the last; pieces per
-        unit; the number of the first unit, the number of units, and that of programs that have any.
+        - the first position that any row sees, and the position after the last one
+        - the first piece, and the piece after the last one
+        - the number of pieces per unit
+        - the index of the first unit, and the number of units
+        - the number of programs that have at least one unit
     """
     low, end = seen_range(place, real, WINDOW)
     first = low // PIECE
@@ -37,7 +49,10 @@ def share_out(place, real, max_pieces, PIECE: tl.constexpr, RUN: tl.constexpr, W
 
 @triton.jit
 def store_unit(partials, index, real, top, total, summed, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Leave the ``real`` rows of a unit for the program that merges: ``[BLOCK_R * (2 + DVP)]`` float32."""
+    """Store the partial result of a unit for the program that merges: float32 ``[BLOCK_R * (2 + DVP)]``.
+
+    Only the ``real`` rows are stored.
+    """
     lane = tl.arange(0, BLOCK_R)
     partial = partials + index * ((DVP + 2) * BLOCK_R)
     tl.store(partial + lane, top, mask=real)
@@ -48,7 +63,10 @@ def store_unit(partials, index, real, top, total, summed, DVP: tl.constexpr, BLO
 
 @triton.jit
 def _load_unit(partials, index, real, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
-    """A unit that another program may have left, past this multiprocessor's own cache."""
+    """Read the partial result of a unit.
+
+    Another multiprocessor may have written it, so the read bypasses the L1 cache.
+    """
     lane = tl.arange(0, BLOCK_R)
     partial = partials + index * ((DVP + 2) * BLOCK_R)
     top = tl.load(partial + lane, mask=real, other=float("-inf"), cache_modifier=".cg")
@@ -59,8 +77,9 @@ def _load_unit(partials, index, real, DVP: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def is_last(counter, programs):
-    """Whether this program is the last of ``programs`` to come here; what the others have stored can be read then."""
-    # Every thread's partial sums, then the count: release. The last to count sees all others': acquire.
+    """Whether this program is the last of ``programs`` to arrive. If so, it can read what the others have stored."""
+    # The barrier and the release make every thread's stores visible before the count. The acquire lets the program that
+    # counts last see the stores of all others.
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -73,7 +92,7 @@ def merge_units(
     partials, first_index, units, first_unit, per, real, scale,
     RUN: tl.constexpr, DVP: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """All units of a tile, in the order in which one program has them: pieces to runs, runs to the whole."""
+    """Merge all units of a tile in the order of a single program: pieces into runs, and runs into the whole."""
     top, total, summed = nothing(DVP, BLOCK_R, False)
     run_top, run_total, run_summed = nothing(DVP, BLOCK_R, False)
     for unit in tl.range(0, bound(units), num_stages=4 if BLOCK_R <= 32 else 2):

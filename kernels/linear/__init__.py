@@ -1,1 +1,1 @@
-"""Linear layers with what surrounds them: norms, activations, residuals, experts."""
+"""Linear layers and the operations that are fused with them: norms, activations, residuals and experts."""

@@ -1,12 +1,19 @@
-"""``specgraph::expert_linear``: a linear layer whose weight is chosen per row, the two halves of a mixture of experts.
+"""``specgraph::expert_linear``: a linear layer whose weight is chosen per row, for mixtures of experts.
 
-Tracing puts one before and one after the activation of every expert layer, so the activation itself stays plain ATen
-and no model's gating has to be known here.
+It computes ``y[s] = weight[e] @ x[s] + bias[e]`` with ``e = expert_ids[s]``, for ``x`` ``[S, I]``, ``weight``
+``[E, O, I]`` (or ``[E, I, O]``), ``bias`` ``[E, O]`` and int64 ``expert_ids`` ``[S]``. The result is ``[S, O]`` in the
+dtype of ``x``; sums are float32, or float64 for float64. Tracing puts one such op before and one after the activation
+of every expert layer. The activation itself stays plain ATen, so no model's gating has to be known here.
 
-On a GPU rows are first grouped by expert, on the device: a list of row numbers and their count for each expert. Then a
-program takes one tile of one expert's outputs through all rows of that expert, as columns beside a tile of the weight,
-so that a weight is read once for :attr:`Tiles.block_n` rows and not at all for experts without rows. Along the summed
-dimension every row meets the same blocks in the same order, whichever columns stand beside it and however many.
+There are two launches. The first groups rows by expert, on the device: a program per expert writes the list of its rows
+and their number. In the second, a program takes one tile of one expert's outputs and computes it for all rows of that
+expert. Rows are columns beside the tile of the weight, so that a weight is read once for :attr:`Tiles.block_n` rows,
+and not at all for experts without rows.
+
+Along the summed dimension every row is multiplied with the same blocks in the same order, however many columns stand
+beside it. So the bits of a row do not depend on the other rows, nor on its place in the list of its expert.
+
+The technique is known as a grouped matrix product.
 """
 
 from __future__ import annotations
@@ -67,9 +74,9 @@ def expert_linear_reference(given: ExpertLinear) -> Tensor:
 
 
 class Tiles(NamedTuple):
-    """How a product is cut. ``block_k`` is a function of the weight alone; the others do not change the bits.
+    """How a product is tiled. ``block_k`` is a function of the weight alone, and no other field changes the bits.
 
-    ``wgmma`` takes 64 rows of the weight and any number of columns, and sums each column by itself.
+    The reason is that ``wgmma`` takes 64 rows of the weight and any number of columns, and sums each column by itself.
     """
 
     block_o: int
@@ -92,12 +99,13 @@ _GROUP_BLOCK = 512
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_kernel(order, counts, expert_ids, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """List the rows of one expert and count them. The grid is (experts)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     count = 0
     first = 0
-    while first < num_rows:  # the interpreter's range takes no bound that is known at run time only
+    while first < num_rows:  # not a range, since the interpreter's range takes no bound known only at run time
         row = first + tl.arange(0, BLOCK)
         mine = tl.load(expert_ids + row, mask=row < num_rows, other=-1) == expert
         place = count + tl.cumsum(mine.to(tl.int32), axis=0) - 1
@@ -115,6 +123,7 @@ def _expert_linear_kernel(
     OUTER: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """One tile of one expert's outputs for all of its rows. The grid is (tiles of outputs, experts)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(1).to(tl.int64)

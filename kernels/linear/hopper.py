@@ -1,13 +1,23 @@
-"""``specgraph::linear`` of few rows on Hopper, in Gluon (a level below Triton): weights come before the wait.
+"""``specgraph::linear`` for few rows on Hopper, written in Gluon, the language below Triton.
 
-With few rows a product is as fast as its weights arrive, and between two launches they do not: the last programs of one
-store, merge and leave, and the first of the next wait for that before they ask for anything. Here a program first fills
-a ring in shared memory with weights, which no kernel writes, and only then waits for its rows of x. The launch lets the
-next one begin at once, so as programs leave, those of the next launch take their room and keep the memory busy.
+It computes ``activation(x @ weight.T * scale + bias) + residual``, and on request the parts of the norm that follows,
+as :mod:`specgraph.kernels.linear.linear` defines them, for rows ``x`` ``[N, I]`` and a weight ``[O, I]`` or
+``[2 * O, I]`` of bfloat16 or float16, with float32 sums.
 
-The ring is filled by the tensor memory accelerator, a tile of the weight and one of x at a time; one warp group
-multiplies (``wgmma``), as :mod:`specgraph.kernels.linear.triton_form` does: 64 rows of the weight, 16 products at a
-time, in order, pieces added in theirs. So the bits are the same as those of that kernel, which serves all other cases.
+With few rows the time of a product is the time that its weights take to arrive. Between two launches no weights arrive:
+the last programs of one launch merge, store and exit, and the first programs of the next launch wait for them before
+they request anything. This kernel closes that gap. A program first requests weights into a ring of stages in shared
+memory, which is safe because no kernel writes them, and only then waits for the preceding kernel, which writes x. It
+also allows the next launch to start at once. As programs exit, programs of the next launch take their place and keep
+the memory busy.
+
+A program computes one tile of 64 rows of the weight (or 64 gate and 64 up rows) times ``BLOCK_N`` rows of x, over one
+piece of the summed dimension or over all pieces. The tensor memory accelerator fills the ring with a tile of the weight
+and a tile of x at a time, and one warp group multiplies them (``wgmma``).
+
+The bits are those of :mod:`specgraph.kernels.linear.triton_form`, and so do not depend on the number of rows. Both
+kernels multiply 64 rows of the weight with the same instruction, add 16 products at a time in the same order, and add
+the pieces in the same order. What was measured is in ``docs/experiments.md``.
 """
 
 # Gluon's functions have no types.
@@ -33,21 +43,24 @@ from specgraph.kernels.linear import triton_form as linear_triton
 from specgraph.kernels.linear.product import Product, norm_groups, num_pieces, pieces_of
 
 TILE_O = 64
-"""Rows of the weight in a tile: what one matrix instruction of a warp group takes."""
+"""The rows of the weight in a tile: as many as one matrix instruction of a warp group takes."""
 BLOCK_K = 128
 
 _TILE_O = gl.constexpr(TILE_O)
 _NORM_GROUP = gl.constexpr(linear_triton.NORM_GROUP)
-# What has no layouts in it is the same text in both languages.
+# Functions without layouts have the same source in both languages.
 _activate = gluon.jit(linear_triton.activate.fn)
 _sum_in_any_order = gluon.jit(linear_triton.sum_in_any_order.fn)
 _OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
-"""Tiles ``[64, BLOCK_N]`` as they are read and written: 8 neighbours of a row of the result in a thread."""
+"""The layout of tiles ``[64, BLOCK_N]`` in memory accesses: a thread has 8 neighbouring entries of a result row."""
 
 
 @gluon.jit
 def _ask_weight(weight, ring, arrived, slot, row, apart, k, wanted, TILES: gl.constexpr, BYTES: gl.constexpr):
-    """Ask for the block of a program's weight tiles at column ``k``, and say how many bytes its slot waits for."""
+    """Request the block of the program's weight tiles at column ``k`` into stage ``slot`` of the ring.
+
+    The stage's barrier is told how many bytes to expect, those of the tile of x included.
+    """
     mbarrier.expect(arrived.index(slot), BYTES, wanted)
     for tile in gl.static_range(TILES):
         place = [row + tile * apart, k]
@@ -60,7 +73,7 @@ def _fill(
     BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the first blocks, those of the weight before the wait for the kernel before, those of x after it."""
+    """Request the first blocks: those of the weight before the wait for the preceding kernel, those of x after it."""
     for slot in gl.static_range(STAGES):
         mbarrier.init(arrived.index(slot), count=1)
     if PDL:
@@ -84,8 +97,11 @@ def _multiply(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCKS: gl.constexpr, OWN_PIECES: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """The product of one or two tiles of the weight, ``[64, BLOCK_N]`` each, over ``OWN_PIECES`` pieces of ``BLOCKS``
-    blocks, summed apart and then added in order. The ring has been filled."""
+    """Compute the products of one or two tiles of the weight with the rows of x, ``[64, BLOCK_N]`` each.
+
+    They run over ``OWN_PIECES`` pieces of ``BLOCKS`` blocks. Each piece is summed by itself, and the sums are added in
+    order. The caller has filled the ring.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
     second_total = gl.zeros([_TILE_O, BLOCK_N], gl.float32, layout)
@@ -100,7 +116,7 @@ def _multiply(
             if TILES == 2:
                 second = warpgroup_mma(ring.index(slot * TILES + 1), columns, second, is_async=True)
             first, second = warpgroup_mma_wait(TILES, deps=(first, second))
-            # The block before this one has been multiplied: its slot is free.
+            # The previous block has been multiplied, so its stage is free for the next request.
             following = block - 1 + STAGES
             wanted = (block > 0) & (following < OWN_PIECES * BLOCKS)
             slot = following % STAGES
@@ -117,7 +133,7 @@ def _multiply(
 
 @gluon.jit
 def _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
-    """``[BLOCK_N]``: what the norm in front multiplies the rows by; ones if there is none."""
+    """The scale ``[BLOCK_N]`` of the norm before the product; ones if there is no norm."""
     scale = gl.full([BLOCK_N], 1.0, gl.float32, gl.SliceLayout(0, _OUT))
     if squares_ptr is not None:
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
@@ -133,7 +149,7 @@ def _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.c
 
 @gluon.jit
 def _load_added(residual_ptr, o, n, mask, residual_stride):
-    """The residual of a tile of the result, zeros if there is none."""
+    """Load the residual of a tile of the result; zeros if there is none."""
     added = gl.zeros([o.shape[0], n.shape[0]], gl.float32, _OUT)
     if residual_ptr is not None:
         places = residual_ptr + n.to(gl.int64)[None, :] * residual_stride + o[:, None]
@@ -143,7 +159,7 @@ def _load_added(residual_ptr, o, n, mask, residual_stride):
 
 @gluon.jit
 def _load_gain(gain_ptr, o, out_features, norm_offset):
-    """The weight of the norm that follows, zeros if there is none."""
+    """Load the weight of the norm that follows; zeros if there is none."""
     gain = gl.zeros([o.shape[0]], gl.float32, gl.SliceLayout(1, _OUT))
     if gain_ptr is not None:
         gain = gl.load(gain_ptr + o, mask=o < out_features, other=0.0).to(gl.float32) + norm_offset
@@ -152,9 +168,10 @@ def _load_gain(gain_ptr, o, out_features, norm_offset):
 
 @gluon.jit
 def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: gl.constexpr, PIECES: gl.constexpr):
-    """Leave this piece in scratch memory; the last program of a tile to arrive has the sum, in the order of the pieces.
+    """Store this piece in scratch memory. The last program of a tile to arrive adds all pieces in their order.
 
-    Scratch: products ``[PIECES, rows, tiles * 64]``.
+    The scratch memory holds products ``[PIECES, rows, tiles * 64]``. Returns the sums, and whether this program is
+    last.
     """
     o = gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
     real = (n < rows)[None, :]
@@ -164,7 +181,7 @@ def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: g
     gl.store(at + gl.program_id(1) * stride, y, mask=real)
     if TILES == 2:
         gl.store(at + _TILE_O + gl.program_id(1) * stride, second, mask=real)
-    gl.thread_barrier()  # one thread counts for all, so all must have stored
+    gl.thread_barrier()  # one thread counts for all threads, so all of them must have stored
     last = gl.atomic_add(counter_ptr + gl.program_id(0), 1, sem="acq_rel") == PIECES - 1
     if last:
         gl.store(counter_ptr + gl.program_id(0), 0)
@@ -179,7 +196,7 @@ def _merge(y, second, partial_ptr, counter_ptr, tile, tiles_o, n, rows, TILES: g
 
 @gluon.jit
 def _scaled(y, scale, bias_ptr, weight_row, weight_rows):
-    """The product of a tile with the norm in front, and the bias."""
+    """Apply the scale of the norm before the product, and the bias, to a tile."""
     y = y * scale[None, :]
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + weight_row, mask=weight_row < weight_rows, other=0.0)
@@ -191,7 +208,10 @@ def _scaled(y, scale, bias_ptr, weight_row, weight_rows):
 def _store(
     y, added, gain, out_ptr, gained_ptr, out_squares_ptr, tile, o, n, mask, rows, out_features, RESIDUAL: gl.constexpr
 ):
-    """Residual, the one rounding, and the parts of the norm that follows, of which a tile is one group."""
+    """Add the residual, round once, and store the result.
+
+    On request, also store the parts of the norm that follows. A tile is one norm group.
+    """
     at = n[None, :] * out_features + o[:, None]
     if RESIDUAL:
         y = y + added
@@ -235,11 +255,11 @@ def linear_hopper_kernel(
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid (tiles of the result, ``PIECES`` if ``SPLIT``, else 1); tiles of x side by side, so that they read a weight
-    once.
+    """One tile of the result, from a tile of the weight or, if ``GATED``, from a tile of gate rows and one of up rows.
 
-    A program makes one tile of the result, of a tile of the weight or, if ``GATED``, of one of gate rows and one of up
-    rows. ``weight`` and ``x`` are tensor descriptors. Unless ``weight_is_constant``, the wait comes first.
+    The grid is (tiles of the result, ``PIECES`` if ``SPLIT``, else 1). Tiles of x are neighbours in it, so that a tile
+    of the weight is read from memory once for all of them. ``weight`` and ``x`` are tensor descriptors. If not
+    ``weight_is_constant``, the wait for the preceding kernel comes before any request.
     """
     TILES: gl.constexpr = 2 if GATED else 1
     BYTES: gl.constexpr = (TILES * _TILE_O + BLOCK_N) * BLOCK_K * weight.dtype.primitive_bitwidth // 8
@@ -249,7 +269,8 @@ def linear_hopper_kernel(
     tiles_n = gl.cdiv(rows, BLOCK_N)
     tile = gl.program_id(0) // tiles_n
     row = tile * _TILE_O
-    # The last tile of several ends at the last row: it repeats rows, with the same bits. Reads past the end are slow.
+    # The last of several tiles ends at the last row. It computes some rows a second time, with the same bits, because a
+    # tile that reaches past the last row is slow.
     first_n = gl.maximum(gl.minimum(gl.program_id(0) % tiles_n * BLOCK_N, rows - BLOCK_N), 0)
     begin = gl.program_id(1) * BLOCKS
     OWN_PIECES: gl.constexpr = 1 if SPLIT else PIECES
@@ -260,7 +281,7 @@ def linear_hopper_kernel(
     o = row + gl.arange(0, _TILE_O, gl.SliceLayout(1, _OUT))
     n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
     mask = (o < out_features)[:, None] & (n < rows)[None, :]
-    # What the tile is finished with arrives during the product.
+    # The operands of the epilogue arrive during the product.
     scale = _norm_scale(squares_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
     added = _load_added(residual_ptr, o, n, mask, residual_stride)
     gain = _load_gain(gain_ptr, o, out_features, norm_offset)
@@ -283,26 +304,29 @@ def linear_hopper_kernel(
 
 
 class Ring(NamedTuple):
-    """How much of a product a program has in shared memory; nothing of it decides bits."""
+    """How a product is tiled and how many stages its ring has. None of this decides bits."""
 
     block_n: int  # rows of x
-    split: bool  # a program for every piece of the summed dimension
+    split: bool  # whether every piece of the summed dimension has a program of its own
     stages: int
 
 
 _SHARED_BYTES = 224 * 1024
-"""Of a multiprocessor, less what the programs' barriers take."""
+"""The shared memory of a multiprocessor, less what the barriers of its programs take."""
 _MULTIPROCESSORS = 132
 MOST_ROWS = 256
 """Of more rows than that, larger tiles are always better."""
 
 
 def ring(rows: int, out_features: int, pieces: int, gated: bool) -> Ring | None:
-    """Measured on an H200 (see docs/performance.md): two programs share a multiprocessor and its memory if there are
-    enough of them, otherwise one has it; with gate and up rows one has it as well, and four stages are enough.
+    """The ring for ``rows`` rows, as measured on an H200 (see docs/experiments.md).
 
-    None where larger tiles than these are better: more than 64 rows, unless tiles of the weight are as few as to leave
-    half of the multiprocessors without work.
+    If there are enough programs, two share a multiprocessor and its shared memory; otherwise a program has it to
+    itself. A gated product also has one program per multiprocessor, and four stages are enough for it.
+
+    Returns None where the larger tiles of the Triton kernel are better. This is so above 256 rows. Above 64 rows it is
+    so for gated products, and for other products unless the weight has so few tiles of 64 rows that half of the
+    multiprocessors would have no work.
     """
     tiles_o = triton.cdiv(out_features, TILE_O)
     if rows > MOST_ROWS or (rows > 64 and (gated or 2 * tiles_o > _MULTIPROCESSORS)):
@@ -322,7 +346,10 @@ def _layout(rows: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _tiled(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """``matrix`` for the tensor memory accelerator, in blocks of ``rows``; beyond its edges it reads zeros."""
+    """A descriptor of ``matrix`` for the tensor memory accelerator, in blocks of ``rows`` rows.
+
+    Reads beyond the edges give 0.
+    """
     count, width = matrix.shape
     strides = [matrix.stride(0) if count > 1 else width, 1]
     return TensorDescriptor(matrix, [count, width], strides, [rows, BLOCK_K], _layout(rows, matrix.dtype))
@@ -355,7 +382,7 @@ def covers(x: Tensor, weight: Tensor, gated: bool, scaled: bool) -> bool:
     if rows > MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or inner % 8:
         return False
     plan = _plan(rows, weight_rows, inner, gated)
-    if plan is None or (scaled and plan.groups * plan.cut.block_n > 8192):  # more than the registers have room for
+    if plan is None or (scaled and plan.groups * plan.cut.block_n > 8192):  # they would not fit the registers
         return False
     return _is_reachable(x) and _is_reachable(weight)
 
@@ -392,7 +419,7 @@ def launch(product: Product) -> None:
         partial = x.new_empty(pieces, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
         counters = arrival_counters(x.device)
     norm_weight, norm_offset, gained, out_squares = product.following or (None, 0.0, None, None)
-    # Outside of a graph, anyone may have written the weight just before.
+    # Outside of a CUDA graph, a kernel that has not finished may be writing the weight.
     ahead = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
     linear_hopper_kernel[(tiles_o * tiles_n, pieces if cut.split else 1)](
         _tiled(weight, TILE_O), _tiled(x, cut.block_n), out, product.bias, residual, product.squares, norm_weight,

@@ -1,21 +1,32 @@
-"""``specgraph::linear``: a linear layer with its neighbours: RMS norm before, bias, activation and residual after it.
+"""``specgraph::linear``: a linear layer fused with the RMS norm before it and the bias, activation and residual after.
 
-A row's result is the same, bit for bit, whatever the number of rows: what cuts the summed dimension (the number of
-pieces and the order of their sum) is a function of the weight's shape and dtype alone, and the weight is the left
-operand of ``tl.dot``, so that rows are columns of the product and only its width follows their number. Tiles differ in
-size, warps and stages; every one of them has at least 64 rows of the weight and a multiple of 4 warps, hence the same
-matrix instruction (``wgmma`` on Hopper), which adds 16 products at a time to a sum whose order does not depend on its
-width. Floating point contraction is off, so that no compilation fuses what another does not.
+It computes ``activation(x @ weight.T * scale + bias) + residual`` for ``x`` ``[..., I]`` and ``weight`` ``[O, I]``, in
+float32, rounded once to the dtype of ``x`` (bfloat16, float16 or float32; float64 takes the definition). Gated
+activations take a weight ``[2 * O, I]`` of gate rows over up rows and give ``act(gate) * up``.
 
-With very few tiles the summed dimension is cut into pieces ("split-K", e.g. Osama et al. 2023, arXiv 2301.03598).
-Programs of the same tile leave their partial sums in scratch memory and the last to arrive adds them in the order of
-the pieces. With many rows one program goes through all pieces and adds them in that order.
+An RMS norm before the product costs no launch and nothing in the main loop, because it comes in two parts: ``x``, which
+is the row times the norm's weight, and ``squares``, the sums of squares of 64 entries each, from which the ``scale`` of
+the row's result is made. The linear layer that writes a row produces both parts (``specgraph::linear_norm``), since its
+tiles hold whole groups of 64 entries. For rows from elsewhere ``specgraph::norm_parts`` produces them.
 
-An RMS norm in front costs no launch and nothing in the main loop. It comes in two parts: the rows times the norm's
-weight, which are multiplied, and the sums of their squares, which scale the result. The linear that wrote the rows
-gives both (``specgraph::linear_norm``): its tiles hold whole groups of 64 entries of a row. ``specgraph::norm_parts``
-gives them for rows from elsewhere. The squares of a group, and the sums of all groups, are added as integers, in any
-order with the same result.
+A program computes one tile of the result. If that gives too few programs to fill a GPU, the summed dimension is cut
+into pieces (split-K) with a program for each. These programs store partial sums in scratch memory, and the last one to
+arrive adds them in the order of the pieces. With many rows one program computes all pieces and adds them in the same
+order.
+
+The bits of a row's result do not depend on the number of rows, for these reasons:
+
+- The pieces of the summed dimension and the order of their sum are a function of the weight's shape and dtype alone.
+- The weight is the left operand of ``tl.dot``, so that rows are columns of the product, and their number changes only
+  its width.
+- Tiles may differ in size, warps and stages. Every tile has at least 64 rows of the weight and a multiple of 4 warps,
+  and hence uses the same matrix instruction (``wgmma`` on Hopper), which adds 16 products at a time to a sum whose
+  order does not depend on the width.
+- Squares within a group, and the sums of all groups, are added as integers, whose sum is the same in any order.
+- Contraction is off, so that no compilation fuses a product and a sum that another compilation does not fuse.
+
+On Hopper, few rows go to :mod:`specgraph.kernels.linear.hopper`, which gives the same bits. All other cases go to
+:mod:`specgraph.kernels.linear.triton_form`. Source of split-K: for example Osama et al. 2023, arXiv 2301.03598.
 """
 
 from __future__ import annotations
@@ -61,7 +72,7 @@ _GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh_mul": _GELU_TANH,
 }
 ACTIVATIONS = (*_PLAIN, *_GATED)
-"""What may follow the product; the last three take a weight of gate rows over up rows and give ``act(gate) * up``."""
+"""The activations. The last three take a weight of gate rows over up rows and give ``act(gate) * up``."""
 
 
 @dataclass(slots=True)
@@ -288,7 +299,7 @@ def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
 def _product(given: Linear | LinearNorm, out: Tensor, following: Following | None, pdl: bool | None) -> Product:
     x, weight = given.x, given.weight
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
-    rows = weight if weight.stride(1) == 1 else weight.contiguous()  # a copy is written just before
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()  # a copy is not constant: it is written just before
     constant = given.constant_weight and rows is weight
     added = None if given.residual is None else as_rows(given.residual)
     pdl = supports_pdl(x.device) if pdl is None else pdl

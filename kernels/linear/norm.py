@@ -1,11 +1,22 @@
-"""``specgraph::rms_norm`` (alone, or two side by side), ``layer_norm`` and ``row_mean``: sums over the last dimension.
+"""Norms and means over the last dimension: ``specgraph::rms_norm``, ``rms_norm_pair``, ``layer_norm`` and ``row_mean``.
 
-Root mean square norm: Zhang and Sennrich 2019 (arXiv 1910.07467); layer norm: Ba et al. 2016 (arXiv 1607.06450). The
-mean alone serves every other formula that reduces over the features of a row.
+For rows ``x`` ``[..., H]`` of any float dtype they compute, in float32 (float64 stays), rounded once::
 
-A program takes one row as a whole, so the order of its sum is given by the row's width and dtype alone. The compiler
-derives the layout of a reduction from what it may assume of the pointers. Hence it may assume the same for all inputs
-of one width: see :class:`Rows`.
+    rms_norm    x * rsqrt(mean(x ** 2) + eps) * (weight + offset)
+    layer_norm  (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias
+    row_mean    mean(x), [..., 1]
+
+``rms_norm_pair`` puts two RMS norms side by side. The mean serves every other formula that reduces over the features of
+a row.
+
+A program takes a whole row, because all of it is needed for the sum and a row fits into registers. (A linear layer that
+follows a norm does not need the whole row first; see :mod:`specgraph.kernels.linear.linear`.)
+
+The order of a row's sum is therefore a function of the row's width and dtype alone, and does not depend on other rows.
+The compiler derives the layout of a reduction from what it may assume about the pointers, so it must be able to assume
+the same for all inputs of one width; :class:`Rows` takes care of that.
+
+Sources: RMS norm, Zhang and Sennrich 2019, arXiv 1910.07467; layer norm, Ba et al. 2016, arXiv 1607.06450.
 """
 
 from __future__ import annotations
@@ -94,7 +105,10 @@ class LayerNorm:
 
 @dataclass(slots=True)
 class RowMean:
-    """The mean over the last dimension: ``[..., H]`` to ``[..., 1]`` in the dtype of ``x``, summed in float32 or 64."""
+    """The mean over the last dimension, ``[..., H]`` to ``[..., 1]`` in the dtype of ``x``.
+
+    Summed in float32 (float64 stays) and rounded once.
+    """
 
     x: Tensor
 
@@ -138,14 +152,17 @@ def row_mean_reference(given: RowMean) -> Tensor:
 
 @triton.jit
 def _row_start(row, group, outer, inner, UNIT: tl.constexpr):
-    """Offset of a row of :class:`Rows`; the product with a constant tells the compiler what divides it."""
+    """The offset of a row of :class:`Rows`.
+
+    The product with the constant ``UNIT`` tells the compiler what divides it.
+    """
     row = row.to(tl.int64)
     return (row // group * outer + row % group * inner) * UNIT
 
 
 @triton.jit
 def _rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    """The normed row that begins at ``x``, not rounded."""
+    """The norm of the row that begins at ``x``, not rounded."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + column, mask=inside, other=0.0).to(EXACT)
@@ -160,6 +177,7 @@ def _rms_norm_kernel(
     out, x, weight, group, outer, inner, EPS: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -177,6 +195,7 @@ def _rms_norm_pair_kernel(
     X_OFFSET: tl.constexpr, Y_EPS: tl.constexpr, Y_OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The norm of one row of ``x`` or of ``y``. The grid is (rows, 2)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -200,6 +219,7 @@ def _layer_norm_kernel(
     out, x, weight, bias, group, outer, inner, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -222,6 +242,7 @@ def _row_mean_kernel(
     out, x, group, outer, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -234,7 +255,7 @@ def _row_mean_kernel(
 
 
 def _launch(kernel: Any, rows: Rows, out: Tensor, *vectors: Tensor | None, **options: float) -> Tensor:
-    """One program per row; everything it is compiled for is a function of the width and the dtypes."""
+    """Launch one program per row. Everything that it is compiled for is a function of the width and the dtypes."""
     width = rows.x.shape[-1]
     block = triton.next_power_of_2(width)
     pdl = supports_pdl(out.device)

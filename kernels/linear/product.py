@@ -17,25 +17,30 @@ from specgraph.kernels.linear.triton_form import NORM_GROUP, linear_kernel, norm
 
 
 class Tiles(NamedTuple):
-    """How a product is cut. ``pieces`` decides the bits (``block_k`` too in float32), and never follows the rows."""
+    """How a product is tiled.
+
+    ``pieces`` decides the bits, and in float32 so does ``block_k``. Neither depends on the number of rows.
+    """
 
     block_o: int  # rows of the weight in a tile, gate and up rows together
     block_n: int  # rows of x in a tile
     block_k: int
     pieces: int
-    serial: bool  # one program goes through all pieces
+    serial: bool  # one program computes all pieces
     warps: int
     stages: int
 
 
 _UNIT = 128
-"""Pieces begin at multiples of this, whatever the ``block_k``, which divides it."""
+"""Pieces begin at multiples of this number of entries, whatever ``block_k`` is; ``block_k`` divides it."""
 
 
 def num_pieces(out_features: int, in_features: int) -> int:
-    """Of a weight ``[out_features, in_features]``: enough to give most of 132 multiprocessors a tile of 64 rows.
+    """The number of pieces into which the summed dimension of a weight ``[out_features, in_features]`` is cut.
 
-    No more: they take their time to merge, and one program of its own has all the shared memory for what is on its way.
+    There are enough to give most of 132 multiprocessors a tile of 64 rows of the weight. There are not more, because
+    merging takes time, and because a program that has a multiprocessor to itself can use all of its shared memory for
+    weights that are being loaded.
     """
     row_tiles, pieces = triton.cdiv(out_features, 64), 1
     while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
@@ -44,10 +49,12 @@ def num_pieces(out_features: int, in_features: int) -> int:
 
 
 def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> Tiles:
-    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``: a plain table, measured on an H200 (see
-    docs/performance.md); nothing is timed at run time."""
+    """The tiling of ``rows`` rows and a weight ``[out_features, in_features]``.
+
+    This is a plain table that was measured on an H200 (see docs/experiments.md). Nothing is timed at run time.
+    """
     pieces = num_pieces(out_features, in_features)
-    if itemsize == 4:  # no matrix instruction for exact float32: small tiles fit the registers
+    if itemsize == 4:  # exact float32 has no matrix instruction, and small tiles fit the registers
         return Tiles(64, 16 if rows <= 16 else 32, 32, pieces, rows > 256, 4, 3)
     few = out_features < 8192
     if rows <= 16:
@@ -62,9 +69,9 @@ def tiles(rows: int, out_features: int, in_features: int, itemsize: int = 2) -> 
 
 
 def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> Tiles:
-    """The largest tiles of which there are about as many as multiprocessors."""
+    """The largest tiles of which there are about as many as there are multiprocessors."""
     large = triton.cdiv(out_features, 128) * triton.cdiv(rows, 128)
-    # Partial sums take 8 bytes for each row and piece, the weight 2 for each input.
+    # For each output, partial sums move 8 bytes per row and piece, and the weight moves 2 bytes per input.
     if large < 96 and large * pieces >= 96 and 16 * rows * pieces < in_features:
         return Tiles(128, 128, 64, pieces, False, 8, 5)
     if large >= 1024:
@@ -77,7 +84,7 @@ def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> 
 
 
 Following = tuple[Tensor, float, Tensor, Tensor]
-"""A norm whose parts are wanted: its weight, its offset, where the two parts go."""
+"""The norm after a product: its weight, its offset, and the two tensors that receive its parts."""
 
 
 @dataclass(slots=True)
@@ -98,7 +105,7 @@ class Product:
 
     @property
     def gated(self) -> bool:
-        """Whether the weight is gate rows over up rows."""
+        """Whether the weight consists of gate rows over up rows."""
         return is_gated(self.activation)
 
 
@@ -125,13 +132,13 @@ def launch_tiles(product: Product, cut: Tiles) -> None:
     out, x, weight, added = product.out, product.x, product.weight, product.residual
     rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
     if product.gated and product.following:
-        cut = cut._replace(block_o=128)  # whole groups of the result
-    # 32 registers of a thread for each of the things that a tile is finished with.
+        cut = cut._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result
+    # Each operand of the epilogue may take 32 registers of a thread if it is read before the product.
     early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
     scale, squares = None, product.squares
     if squares is not None and not early:
         scale, squares = norm_scale(squares, in_features, product.norm_eps, pdl), None
-    # The groups of large tiles cross warps: a launch of its own is cheaper then.
+    # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     joined = product.following if cut.block_o * cut.block_n <= 4096 else None
     norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
     pieces, blocks = pieces_of(in_features, cut.pieces, cut.block_k)
@@ -157,9 +164,16 @@ def launch_tiles(product: Product, cut: Tiles) -> None:
 
 
 def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
-    """``rsqrt(sum(squares) / features + norm_eps)``, ``[rows]``: what every row, or its product, is multiplied by.
+    """The scale of a norm, ``rsqrt(sum(squares) / features + norm_eps)``, by which a row or its product is multiplied.
 
-    ``squares`` is contiguous, ``[..., ceil(features / 64)]``.
+    Args:
+        squares: contiguous ``[..., ceil(features / 64)]`` in float32, as ``norm_parts`` gives them.
+        features: the number of entries of a row.
+        norm_eps: is added to the mean of the squares.
+        pdl: whether to use programmatic dependent launch.
+
+    Returns:
+        One entry for each row, ``[rows]`` in float32.
     """
     rows = squares.shape[:-1].numel()
     scale = squares.new_empty(rows)
@@ -183,7 +197,7 @@ def launch_norm_parts(rows: Tensor, following: Following, pdl: bool | None) -> N
 
 
 def pieces_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
-    """How many pieces there are, and how many blocks each of them has."""
+    """The number of pieces of the summed dimension, and the number of blocks in each of them."""
     unit = max(_UNIT, block_k)
     units = triton.cdiv(in_features, unit)
     pieces = min(wanted, units)
@@ -191,5 +205,5 @@ def pieces_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
 
 
 def _bulk(weight: Tensor) -> bool:
-    """Whether the rows of ``weight`` begin where the hardware's bulk copies may."""
+    """Whether the rows of ``weight`` begin at addresses that the hardware's bulk copies accept."""
     return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0

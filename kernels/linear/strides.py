@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 ALIGNED = 16
-"""Widths that are multiples of this are read in vectors; it covers 16 bytes of every dtype."""
+"""Widths that are multiples of this are read in vectors. This many elements are at least 16 bytes in every dtype."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of ``x`` ``[..., W]`` where they lie: row ``r`` at ``(r // group * outer + r % group * inner) * unit``.
+    """The rows of ``x`` ``[..., W]`` in memory. Row ``r`` is at ``(r // group * outer + r % group * inner) * unit``.
 
-    Two strides cover the heads of a merged projection, ``[B, T, heads, D]``; any other view is copied. ``unit`` is
-    :data:`ALIGNED` if that divides the width. Rows that do not start at a multiple of it are then copied, too, so that
-    kernels may assume it of every ``x``: what they assume is a function of the width alone.
+    Two strides describe the heads of a merged projection, ``[B, T, heads, D]``. A view that needs more is copied.
+    ``unit`` is :data:`ALIGNED` if that divides the width, and 1 otherwise. Rows that do not begin at a multiple of
+    ``unit`` are copied as well, so that kernels may assume this alignment of every ``x``. What kernels assume, and
+    hence the layout of their sums, is then a function of the width alone.
     """
 
     x: Tensor
@@ -41,7 +42,7 @@ class Rows:
         return cls(x, x.numel() // width, group, outer // unit, inner // unit, unit)
 
     def arguments(self) -> tuple[int, int, int]:
-        """What kernels take after their tensors: ``group``, ``outer``, ``inner``."""
+        """The arguments that kernels take after their tensors: ``group``, ``outer``, ``inner``."""
         return self.group, self.outer, self.inner
 
 
@@ -66,7 +67,7 @@ def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
 
 
 def aligned(vector: Tensor | None) -> Tensor | None:
-    """``vector``, or a copy at a multiple of 16 bytes: a kernel's layout would follow where it begins."""
+    """``vector``, or a copy that begins at a multiple of 16 bytes: a kernel's layout would depend on the alignment."""
     if vector is None or (vector.is_contiguous() and vector.data_ptr() % 16 == 0):
         return vector
     return vector.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,18 @@
-"""The Triton kernels of :mod:`specgraph.kernels.linear.linear`: products with an epilogue, and a norm's parts."""
+"""The Triton kernels of :mod:`specgraph.kernels.linear.linear`: products with an epilogue, and the parts of a norm.
+
+``linear_kernel`` computes ``activation(x @ weight.T * scale + bias) + residual`` for rows ``x`` ``[N, I]``, and on
+request the parts of the norm that follows. ``norm_parts_kernel`` computes these parts for rows from elsewhere, and
+``norm_scale_kernel`` computes the scale of every row once where many tiles would compute it again. Inputs are bfloat16,
+float16 or float32; sums are float32.
+
+A program of ``linear_kernel`` computes a tile of ``BLOCK_O`` rows of the weight times ``BLOCK_N`` rows of ``x``, over
+one piece of the summed dimension or over all pieces. Programs are ordered such that neighbouring ones share a tile of
+the weight, which is then read from memory once.
+
+In this file rows of ``x`` are columns: tiles are ``[O, N]``. A column's sum runs over the same blocks in the same order
+whatever stands beside it, and all other operations act on single columns.
+:mod:`specgraph.kernels.linear.linear` says why the bits are the same for all tilings, and names the sources.
+"""
 
 # Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -9,11 +23,11 @@ import triton
 import triton.language as tl
 
 NORM_GROUP = 64
-"""Entries of a row whose squares are summed together: what every tile of a product holds whole."""
+"""The entries of a norm group, whose squares are summed together. Every tile of a product holds whole groups."""
 
 _NORM_GROUP = tl.constexpr(NORM_GROUP)
 _TILE_GROUP = tl.constexpr(8)
-"""Tiles along the rows of x that run side by side, so that a tile of the weight is read once for all of them."""
+"""The number of tiles of x that run side by side, so that a tile of the weight is read once for all of them."""
 
 
 @triton.constexpr_function
@@ -28,19 +42,19 @@ def activate(y, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = sigmoid(2 u), which keeps the digits of the left tail.
+        # (1 + tanh(u)) / 2 = sigmoid(2 u). The right side keeps its precision where u is far below 0.
         y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     elif ACTIVATION == "relu":
-        y = tl.where(y < 0.0, 0.0, y)  # not a maximum, which would swallow NaN
+        y = tl.where(y < 0.0, 0.0, y)  # a maximum would turn NaN into 0
     return y
 
 
 @triton.jit
 def sum_in_any_order(values, AXIS: tl.constexpr):
-    """Sums of non-negative values, the same for every order of summation, hence for every layout.
+    """Sums of non-negative values along ``AXIS`` whose bits do not depend on the order, and hence not on the layout.
 
-    Integers add up exactly: each sum is scaled by a power of two so that its largest value just cannot overflow, which
-    leaves that one 24 bits if there are 64.
+    Values are converted to integers, which add up exactly. Each sum has its own power-of-two scale, the largest with
+    which the sum cannot overflow. If 64 values are added, the largest one keeps 24 bits.
     """
     COUNT: tl.constexpr = values.shape[AXIS]
     BITS: tl.constexpr = 30 - _log2(COUNT)
@@ -59,7 +73,7 @@ def _norm_scale(squares, features, norm_eps):
 
 @triton.jit
 def _load_squares(squares_ptr, n, real, features, GROUPS: tl.constexpr):
-    """The sums of squares ``[GROUPS, N]`` of the rows ``n``."""
+    """Load the sums of squares ``[GROUPS, N]`` of the rows ``n``."""
     groups = tl.cdiv(features, _NORM_GROUP)
     group = tl.arange(0, GROUPS)
     places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
@@ -68,7 +82,7 @@ def _load_squares(squares_ptr, n, real, features, GROUPS: tl.constexpr):
 
 @triton.jit
 def _norm_parts(y, gain, gained_ptr, squares_ptr, tile_o, n, real, features):
-    """Of ``y`` ``[O, N]``, rounded already: times the norm's weight, and the sums of squares of whole groups."""
+    """Store the norm's parts of the rounded ``y`` ``[O, N]``: ``y`` times the norm's weight, and sums of squares."""
     GROUPS: tl.constexpr = y.shape[0] // _NORM_GROUP
     o = tile_o * y.shape[0] + tl.arange(0, y.shape[0])
     mask = (o < features)[:, None] & real[None, :]
@@ -102,8 +116,10 @@ def _neighbours(
     norm_offset,
     GROUPS: tl.constexpr,
 ):
-    """What a tile is finished with: sums of squares ``[GROUPS, N]`` or the scale ``[1, N]`` made of them, residual
-    ``[O, N]``, weight of the following norm ``[O]``. What does not exist is zeros, which nothing reads.
+    """Load the operands of the epilogue.
+
+    They are the sums of squares ``[GROUPS, N]`` or the scale ``[1, N]`` made of them, the residual ``[O, N]``, and the
+    weight of the norm that follows ``[O]``. An operand that does not exist is zeros, which nothing reads.
     """
     squares = tl.zeros((1, n.shape[0]), tl.float32)
     added = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
@@ -133,7 +149,7 @@ def _multiply(
     BLOCKS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """One piece of the product: ``[BLOCK_O, BLOCK_N]``."""
+    """Compute one piece of the product: ``[BLOCK_O, BLOCK_N]``."""
     acc = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
     for block in range(BLOCKS):
         k = (piece * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -152,9 +168,9 @@ def _multiply(
 def _add_partials(
     partial_ptr, partial_stride, real, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr
 ):
-    """The sum over the pieces, in their order. Other multiprocessors wrote them: read past this one's own cache."""
+    """Add the partial sums in the order of the pieces. Reads bypass the L1 cache: other multiprocessors wrote them."""
     total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-    # Unrolled, the loads go out together; the registers of large tiles do not hold that.
+    # In an unrolled loop all loads are issued together. Large tiles do not have enough registers for that.
     for piece in tl.range(PIECES, loop_unroll_factor=PIECES if BLOCK_O * BLOCK_N <= 4096 else 1):
         total += tl.load(partial_ptr + piece * partial_stride, mask=real[None, :], other=0.0, cache_modifier=".cg")
     return total
@@ -185,8 +201,11 @@ def _finish(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Everything after the product: scale of the norm before, bias, activation, residual, the one rounding, and the
-    parts of the norm that follows."""
+    """Apply the epilogue and store the result.
+
+    The epilogue is the scale of the norm before the product, the bias, the activation, the residual and the only
+    rounding. On request it also stores the parts of the norm that follows.
+    """
     if SCALE == "squares":
         y = y * _norm_scale(squares, in_features, norm_eps)[None, :]
     elif SCALE == "ready":
@@ -210,7 +229,7 @@ def _finish(
 
 @triton.jit
 def _bring_nearer(rows, size: tl.constexpr):
-    """Ask for ``size`` bytes of every row to come to the second-level cache; nothing waits for them."""
+    """Prefetch ``size`` bytes of every row into the L2 cache. Nothing waits for them."""
     address = rows.to(tl.int64)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
@@ -254,10 +273,14 @@ def linear_kernel(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid ``(tiles, PIECES)`` if ``SPLIT``, or ``(tiles, 1)``; tiles of x in groups, tiles of the weight within.
+    """One tile of a product with its epilogue.
 
-    ``EARLY`` reads what a tile is finished with before the product, during which it arrives; large tiles have no room
-    for it. ``AHEAD`` asks for the first block of the weight before the wait: weights are constant.
+    The grid is ``(tiles, PIECES)`` if ``SPLIT``, and ``(tiles, 1)`` otherwise. Tiles of x are taken in groups of
+    ``_TILE_GROUP``; for each tile of the weight, the programs of a group's tiles are neighbours.
+
+    ``EARLY`` requests the operands of the epilogue before the product, so that they arrive meanwhile; large tiles do
+    not have enough registers for that. ``AHEAD`` prefetches the first block of the weight before the wait for the
+    preceding kernel. This needs no wait because weights are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     SCALE: tl.constexpr = "squares" if squares_ptr is not None else "none" if scale_ptr is None else "ready"
@@ -268,7 +291,7 @@ def linear_kernel(
     tile_n = group * _TILE_GROUP + tile % (_TILE_GROUP * tiles_o) % group_size
     tile_o = tile % (_TILE_GROUP * tiles_o) // group_size
 
-    # Rows past the end of the weight repeat its last one: a load without a mask, and nothing of them is stored.
+    # Rows past the end of the weight repeat its last row, so that loads need no mask. Their results are not stored.
     row = tl.arange(0, BLOCK_O)
     if GATED:
         weight_row = tl.minimum(tile_o * OUT_ROWS + row % OUT_ROWS, out_features - 1) + row // OUT_ROWS * out_features
@@ -295,18 +318,18 @@ def linear_kernel(
         total = _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
     else:
         total = tl.zeros((BLOCK_O, BLOCK_N), tl.float32)
-        # As one loop, the loads do not run dry between pieces; larger tiles are slower that way.
+        # As one flat loop, the pipeline of loads does not run empty between pieces. Larger tiles are slower that way.
         for piece in tl.range(PIECES, flatten=BLOCK_O == 64):
             total += _multiply(weight_rows, x_rows, real, piece, in_features, BLOCK_O, BLOCK_N, BLOCK_K, BLOCKS, EVEN_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     finish = True
     if SPLIT:
-        # Scratch: products [PIECES, rows, tiles_o * BLOCK_O].
+        # The scratch memory holds products [PIECES, rows, tiles_o * BLOCK_O].
         partial_stride = tl.cast(rows, tl.int64) * tiles_o * BLOCK_O
         partial_ptrs = partial_ptr + n.to(tl.int64)[None, :] * (tiles_o * BLOCK_O) + (tile_o * BLOCK_O + row)[:, None]
         tl.store(partial_ptrs + piece * partial_stride, total, mask=real[None, :])
-        tl.debug_barrier()  # one thread counts for all, so all must have stored
+        tl.debug_barrier()  # one thread counts for all threads, so all of them must have stored
         finish = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == PIECES - 1
         if finish:
             tl.store(counter_ptr + tile, 0)
@@ -334,7 +357,7 @@ def norm_scale_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The scale of every row, once for all tiles of a wide product. Grid (blocks of rows)."""
+    """Compute the scale of every row once for all tiles of a wide product. The grid is (blocks of rows)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
     if PDL:
@@ -359,7 +382,7 @@ def norm_parts_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of a norm of rows that no product of ours has made. Grid (blocks of a row, blocks of rows)."""
+    """Compute the parts of a norm for rows from elsewhere. The grid is (blocks of a row, blocks of rows)."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows

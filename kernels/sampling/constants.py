@@ -9,18 +9,18 @@ from __future__ import annotations
 import triton.language as tl
 
 STREAM_TARGET = 0
-"""The target's own samples, keyed by the absolute position of the token; ``strict`` drafts share it."""
+"""Noise of the target's own samples, keyed by the absolute position of the token. Drafts of ``strict`` share it."""
 STREAM_DRAFT = 1
-"""Draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
+"""Noise of the draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
 STREAM_ACCEPT = 2
-"""Acceptance of drafts, keyed by the step and the draft's row."""
+"""Noise that decides whether drafts are accepted, keyed by the step and the draft's row."""
 STREAM_RESIDUAL = 3
-"""The token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
+"""Noise of the token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
 STREAM_BITS = 8
 """The bits of the last counter word that hold the stream; those above hold the upper half of the key."""
 
 PHILOX_ROUNDS = 7
-"""With 10, the authors' choice with a margin, the scan of a row of logits takes a fifth longer."""
+"""The number of Philox rounds. With 10, the authors' choice with a margin, the scan of a row takes a fifth longer."""
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 """What Philox multiplies the first and the third word of its counter by."""
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -34,7 +34,7 @@ EIGHTS = 512
 """A run of so many groups of eight takes ``STRIDE`` blocks of four words."""
 
 GREEDY_BELOW = 1e-30
-"""Temperatures below this count as 0: dividing by them could overflow, and only exact ties tell the difference."""
+"""Temperatures below this count as 0. Dividing by them could overflow, and only exact ties would show a difference."""
 
 TL_STREAM_TARGET = tl.constexpr(STREAM_TARGET)
 TL_STREAM_ACCEPT = tl.constexpr(STREAM_ACCEPT)

@@ -1,21 +1,32 @@
-"""Top-k, top-p and min-p as one number per row: the smallest logit that is kept, found without a sort.
+"""Top-k, top-p and min-p as one number per row: its *floor*, the smallest logit that is kept, found without a sort.
 
-Top-k and top-p ask the same question with other weights, a token's weight being 1 or its unnormalised probability:
+For logits ``[B, R, V]`` (float32, bfloat16 or float16) the result is float32 ``[B * R]``. Top-k and top-p solve the
+same problem with different weights. A token's weight is 1 for top-k and its unnormalised probability for top-p::
 
-    floor = min { v : W(v) < goal },   W(v) = sum of the weights of tokens above v,   goal = k or p * (all of W)
+    floor = min { v : W(v) < goal },   W(v) = sum of the weights of tokens above v,   goal = k or p * (sum of all
+    weights)
 
-``W`` falls as ``v`` rises, so the floor is searched for among the ordered integer images of floats. A pass evaluates
-``W`` at 15 values inside the bracket that is left and narrows it to a sixteenth: four passes for bfloat16, five for
-float16, eight for float32. Each is one launch with a program per row and split, and begins by merging what the pass
-before has found. Nothing waits for the host: a row whose bracket is down to one value, or whose option is off, is not
-read. Min-p's floor is ``max + log(min_p)``.
+``W`` falls as ``v`` rises, so the floor can be searched for. The search runs over sort keys, which are integers ordered
+like the floats (``image`` in names), and keeps a *bracket* of two keys between which the floor lies. A pass evaluates
+``W`` at 15 pivots inside the bracket and narrows it to a sixteenth. bfloat16 takes four passes, float16 five, and
+float32 eight. The floor of min-p is ``max + log(min_p)`` and needs no search.
 
-Options apply to ``logit / temperature`` as rounded. The floor found is therefore lowered to the smallest number that
-divides to the same value, so that ties after the division are kept, as in ``process_logits``. Sums over a split have a
-fixed order, and so have those over splits; the rest of a batch does not enter.
+The vocabulary is divided into splits, one per program and row, because one program would read a row too slowly. A pass
+needs the sums of all splits of the pass before, so each pass is a launch, and its programs begin by merging these sums.
+Nothing waits for the host. A program does not read its logits if the bracket of its row is down to one value, or if the
+option is off for the row.
+
+Options apply to the rounded value of ``logit / temperature``. The floor that is found is therefore lowered to the
+smallest number that gives the same value after the division, so that ties after the division are kept, as in
+``process_logits``.
+
+Sums over a split and sums over splits have a fixed order, and the size of a split depends on the vocabulary alone. So
+the bits of a row's floor do not depend on the rest of the batch.
+
+Source: a plain search by multisection. The options themselves are defined as in transformers.
 """
 
-# Triton functions carry no types.
+# Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -42,17 +53,17 @@ from specgraph.kernels.sampling.gumbel import (
 )
 
 TILE = 512
-"""Tokens per turn: 16 sums of four tokens each per thread fit into registers."""
+"""Tokens of a tile. A thread has four of them and 16 sums for each, which fit into registers."""
 _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low bits that are 0 in the float32 of every such value."""
+"""The number of low bits that are 0 when a value of the dtype is converted to float32."""
 _WAYS = tl.constexpr(16)
 _LOWEST = tl.constexpr(MINUS_INF_IMAGE.value - 1)
-"""One less than the image of -inf."""
+"""One less than the sort key of -inf."""
 
 
 @triton.jit
 def _short_value(bits, ZERO_BITS: tl.constexpr):
-    """The float whose image begins with ``bits``, of those that have ``ZERO_BITS`` zeros at the end."""
+    """The float whose sort key begins with ``bits``, among the floats that end in ``ZERO_BITS`` zero bits."""
     rest = tl.where(bits < 0, (1 << ZERO_BITS) - 1, 0)
     return image_value((bits << ZERO_BITS) | rest)
 
@@ -65,7 +76,7 @@ def _goal(option_ptr, batch, total, MASS: tl.constexpr):
 
 @triton.jit
 def _applies(option_ptr, temperature_ptr, batch, vocab, MASS: tl.constexpr):
-    """Whether the option cuts anything from rows of this sequence: it is on, and the row is not greedy."""
+    """Whether the option can remove tokens from rows of this sequence: it is on, and the rows are not greedy."""
     option = tl.load(option_ptr + batch)
     on = option < 1 if MASS else (option > 0) & (option < vocab)
     return on & (tl.load(temperature_ptr + batch).to(tl.float32) >= TL_GREEDY_BELOW)
@@ -76,9 +87,10 @@ def _bracket(
     option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turn,
     ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """What is left of a row's bracket before pass ``turn``: the goal is missed at the first image, met at the second.
+    """The bracket of a row before pass number ``turn``: ``W < goal`` is false at its first key and true at its second.
 
-    ``sums`` ``[2, B * R, splits, 16]`` of the pass before: the weight of all, then of what is above each pivot.
+    ``sums`` ``[2, B * R, splits, 16]`` are those of the pass before: the weight of all tokens, then the weight above
+    each of the 15 pivots.
     """
     low = tl.full((), _LOWEST, tl.int64) >> ZERO_BITS
     high = tl.full((), INF_IMAGE, tl.int64) >> ZERO_BITS
@@ -109,7 +121,7 @@ def _row_largest(largest_ptr, line, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def _load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED: tl.constexpr):
-    """Float32 logits at ``place``, -inf behind the last and where the target has no such token."""
+    """Load float32 logits at ``place``, with -inf beyond the last and where the target does not have the token."""
     x = tl.load(row_ptr + place, mask=place < size, other=-float("inf")).to(tl.float32)
     if MAPPED:
         x = tl.where(tl.load(ids_ptr + place, mask=place < size, other=limit) < limit, x, -float("inf"))
@@ -121,7 +133,7 @@ def _find_largest(
     logits_ptr, ids_ptr, largest_ptr, vocab, size, limit, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of every split, ``[B * R, splits]``."""
+    """Store the largest logit of every split, ``[B * R, splits]``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -142,7 +154,7 @@ def _weigh_above(
     ZERO_BITS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
     FLOORED: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pass ``turn`` for one split of one row: narrow the bracket, then weigh what is above 15 values inside it."""
+    """Pass number ``turn`` for one split of one row: narrow the bracket, then sum the weights above 15 pivots in it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     line, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -162,7 +174,7 @@ def _weigh_above(
                 largest = tl.where(largest > -float("inf"), largest, 0.0)
                 scale = exponent_scale(tl.load(temperature_ptr + line // count).to(tl.float32))
             floor = tl.load(floors_ptr + line) if FLOORED else -float("inf")
-            # The first sum is that of all tokens; nothing real is below the smallest float.
+            # The first of the 16 sums is that of all tokens: no logit that counts is below the smallest float.
             bound = tl.where(way == 0, -float("inf"), bound)
             above = tl.zeros((_WAYS, TILE), tl.float32)
             row_ptr = logits_ptr + line.to(tl.int64) * vocab
@@ -183,10 +195,10 @@ def _weigh_above(
 
 @triton.jit
 def _smallest_with(value, high, temperature):
-    """The smallest float that divided by ``temperature`` gives at least ``value``; the image ``high`` does.
+    """The smallest float that gives at least ``value`` when it is divided by ``temperature``.
 
-    Blocks of one element, so that the division is that of
-    :func:`~specgraph.kernels.sampling.gumbel.processed_value`.
+    The float with the sort key ``high`` does so. Arguments are blocks of one element, so that the division is the one
+    of :func:`~specgraph.kernels.sampling.gumbel.processed_value`.
     """
     low = tl.full((1,), _LOWEST, tl.int64) + 1
     for _ in range(32):
@@ -204,7 +216,7 @@ def _raise_floors(
     ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, SEARCHED: tl.constexpr, MASS: tl.constexpr, MIN: tl.constexpr,
     FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: what a search has found, or min-p asks for, where it is above the floor so far."""
+    """For one row, raise the floor to the one that a search has found or that min-p asks for, if that is higher."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     line = tl.program_id(0)
@@ -228,7 +240,7 @@ def _raise_floors(
     if MIN:
         least = tl.load(min_p_ptr + batch)
         if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= TL_GREEDY_BELOW):
-            # A logarithm rounded once from float64, so that it is the reference's.
+            # The logarithm is computed in float64 and rounded once, so that it has the reference's bits.
             value = processed_value(largest, temperature) + tl.log(least.to(tl.float64)).to(tl.float32)
             floor = tl.maximum(floor, _smallest_with(value, image(largest).to(tl.int64), temperature))
     tl.store(floors_ptr + line + one, floor)
@@ -244,13 +256,13 @@ def find_floors(
 
     Args:
         logits: contiguous ``[B, R, V]``, float32 or half precision.
-        temperature, top_k, top_p, min_p: ``[B]``; each option or None.
-        split: tokens per program, a multiple of 512 that depends on ``V`` alone.
-        ids: int64 ``[V]``, the target id of every entry; None: its index.
-        limit: entries whose id is not below it count as -inf. None: all are real.
+        temperature, top_k, top_p, min_p: ``[B]``. Each of the options may be None.
+        split: the tokens of a split, a multiple of 512 that depends on ``V`` alone.
+        ids: int64 ``[V]``: the target id of every entry. None: the entry's index.
+        limit: entries whose id is not below this count as -inf. None: every entry counts.
 
     Returns:
-        float32 ``[B * R]``, -inf where nothing is cut, as at temperature 0; None if no option is given.
+        float32 ``[B * R]``, with -inf where every token is kept, as at temperature 0. None if no option is given.
     """
     if top_k is None and top_p is None and min_p is None:
         return None

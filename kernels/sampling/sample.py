@@ -42,7 +42,10 @@ from specgraph.kernels.sampling.triton_form import sample_draft_triton
 SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
 """Rules whose drafts and next tokens use the target's own noise, keyed by position."""
 STEP_NOISE_RULES = ("probabilistic", "block")
-"""Rules whose noise is keyed by the step: noise of discarded rows has influenced acceptance and is never used again."""
+"""Rules whose noise is keyed by the step, because noise of discarded rows has influenced acceptance.
+
+It must not be used again.
+"""
 RULES = ("strict", "probabilistic", "block", "typical", "synthetic")
 
 _WORD = 0xFFFFFFFF
@@ -60,7 +63,7 @@ def philox(
     """Philox4x32: four random 32-bit words for each counter and key.
 
     Words are int64 tensors in ``[0, 2**32)`` that broadcast against each other. Products wrap modulo ``2**64``, which
-    leaves both of their 32-bit halves right.
+    keeps both of their 32-bit halves correct.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -81,7 +84,7 @@ def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: T
 
 
 def _unit(word: Tensor) -> Tensor:
-    """Float32 uniforms of words: of each, 23 bits are used.
+    """Convert words to float32 uniforms, which use 23 bits of each word.
 
     ``(bits + 0.5) * 2**-23`` is exact in float32 and lies in ``[2**-24, 1 - 2**-24]``.
     """
@@ -89,7 +92,7 @@ def _unit(word: Tensor) -> Tensor:
 
 
 def _exponential(word: Tensor) -> Tensor:
-    """``-log1p(-u)``, in place: noise is the largest tensor of a step."""
+    """Exponentials ``-log1p(-u)`` of words, computed in place because noise is the largest tensor of a step."""
     return _unit(word).neg_().log1p_().neg_()
 
 
@@ -112,13 +115,13 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
 
 
 def _picked_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor, lane: Tensor) -> Tensor:
-    """Word ``lane`` of every block."""
+    """Word ``lane`` (0 to 3) of every block."""
     words = torch.stack(_words(seeds, stream, key, row, block), dim=-1)
     return words.gather(-1, lane.unsqueeze(-1).expand(*words.shape[:-1], 1)).squeeze(-1)
 
 
 def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
-    """Every token's own word; all ids up to a number make use of all words of a block."""
+    """Every token's own word. If ``ids`` is a number, all four words of a block are used."""
     if isinstance(ids, Tensor):
         return _picked_words(seeds, stream, key, row, ids // 4, ids % 4)
     block = torch.arange((ids + 3) // 4, device=key.device)
@@ -126,7 +129,7 @@ def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
 
 
 def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
-    """The word of every token's eight."""
+    """The word of every token's octet."""
     if isinstance(ids, Tensor):
         eight = ids // 8
         block = FIRST_EIGHT + eight // EIGHTS * STRIDE + eight % STRIDE
@@ -141,11 +144,11 @@ def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
 
 
 def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
-    """Independent exponentials of rate 1 for the given token ids, as the module says.
+    """Independent exponentials of rate 1 for the given token ids, made as the module's docstring says.
 
     Args:
         seeds, stream, key, row: as for :func:`uniform`.
-        token_ids: int64 ``[V']``, target token ids; or a number ``V'`` for the ids ``0 .. V' - 1``, which is about
+        token_ids: int64 ``[V']``, target token ids; or a number ``V'`` for the ids ``0 .. V' - 1``. A number is about
             four times cheaper because all four words of a block are used.
 
     Returns:
@@ -159,14 +162,15 @@ def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, to
 
 
 def gumbel(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
-    """Gumbel noise ``-log(e)`` of :func:`exponentials`, whose arguments it takes: float32 ``[B, R, V']``, finite."""
+    """Gumbel noise ``-log(e)`` of :func:`exponentials`, with the same arguments: float32 ``[B, R, V']``, finite."""
     return exponentials(seeds, stream, key, row, token_ids).log_().neg_()
 
 
 def clean_logits(logits: Tensor) -> Tensor:
-    """Logits that a softmax can take: float32 (float64 stays), NaN as -inf, and token 0 where nothing else is left.
+    """Logits that a softmax can take: float32 (float64 stays), with NaN as -inf and +inf as the largest number.
 
-    Takes ``[..., V]`` of any float dtype and returns a new tensor of the same shape.
+    A row that has nothing but -inf gives token 0 all of the mass. Takes ``[..., V]`` of any float dtype and returns a
+    new tensor of the same shape.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     cleaned = logits.to(exact).nan_to_num(nan=-torch.inf, posinf=torch.finfo(exact).max, neginf=-torch.inf)
@@ -185,16 +189,17 @@ def process_logits(
     """Log-weights to sample from: temperature, then top-k, then top-p, then min-p, as transformers' warpers do.
 
     Args:
-        logits: ``[B, R, V]`` of any float dtype. NaN counts as -inf; a row with nothing else is a point mass at 0.
-        temperature: float ``[B]``. 0 is a point mass at the first argmax (0 there, -inf elsewhere).
-        top_k: int64 ``[B]``, keep the k largest and ties with the k-th; 0 is off. None: off for all.
-        top_p: float ``[B]`` in (0, 1], keep the smallest set of most likely tokens that holds this mass, and ties with
-            its last one (transformers keeps some of those, as its sort happens to fall); 1 is off.
-        min_p: float ``[B]`` in [0, 1], keep tokens at least this fraction as likely as the top one; 0 is off. Both are
-            compared as logarithms: the floor is the largest log-weight plus ``log(min_p)``.
+        logits: ``[B, R, V]`` of any float dtype. NaN counts as -inf. A row with nothing else is a point mass at token
+            0.
+        temperature: float ``[B]``. 0 gives a point mass at the first argmax (0 there, -inf elsewhere).
+        top_k: int64 ``[B]``: keep the k largest and ties with the k-th. 0 is off. None is off for all sequences.
+        top_p: float ``[B]`` in (0, 1]: keep the smallest set of most likely tokens that holds this mass, and ties with
+            its last token (transformers keeps some of these ties, depending on its sort). 1 is off.
+        min_p: float ``[B]`` in [0, 1]: keep tokens that are at least this fraction as likely as the most likely one. 0
+            is off. The comparison is one of logarithms: the floor is the largest log-weight plus ``log(min_p)``.
 
     Returns:
-        ``[B, R, V]`` float32, or float64 if ``logits`` are: unnormalised log-weights, -inf where cut.
+        ``[B, R, V]`` float32, or float64 if ``logits`` are float64: unnormalised log-weights, -inf for removed tokens.
     """
     weights = clean_logits(logits)
     greedy = (temperature < GREEDY_BELOW).view(-1, 1, 1)
@@ -211,7 +216,7 @@ def process_logits(
 
 
 def _keep_top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Top-k, then top-p of what is left, from one sort: cut everything below the smallest value that is kept."""
+    """Top-k, then top-p of what is left, from one sort: remove everything below the smallest value that is kept."""
     ordered = weights.sort(dim=-1).values
     if top_k is not None:
         vocab = weights.shape[-1]
@@ -220,7 +225,7 @@ def _keep_top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
         weights = weights.masked_fill(weights < floor, -torch.inf)
         ordered = ordered.masked_fill(ordered < floor, -torch.inf)
     if top_p is not None:
-        # In float64, whose rounding decides nothing. At 1 it still could, and "off" has to mean untouched.
+        # In float64 rounding does not decide. It could at top_p = 1, but that is "off" and must leave all tokens.
         wanted = top_p.double().view(-1, 1, 1)
         cut = (ordered.double().softmax(-1).cumsum(-1) <= 1 - wanted) & (wanted < 1)
         first_kept = cut[..., :-1].sum(-1, keepdim=True)
@@ -240,12 +245,12 @@ def sample(
 
     Args:
         processed: ``[B, R, V]`` log-weights, float32 or float64.
-        seeds, key, row, stream: as for :func:`uniform`; without seeds there is no noise, which is the same where every
-            temperature is 0.
-        token_ids: int64 ``[V]``, the target token id whose noise each entry uses; None: its index.
+        seeds, key, row, stream: as for :func:`uniform`. Without seeds there is no noise, which makes no difference
+            where every temperature is 0.
+        token_ids: int64 ``[V]``: the target token id whose noise each entry uses. None: the entry's index.
 
     Returns:
-        int64 ``[B, R]``, indices into ``V``; always in ``[0, V)``.
+        int64 ``[B, R]``: indices into ``V``, always in ``[0, V)``.
     """
     if seeds is None:
         return processed.argmax(-1)
@@ -268,21 +273,22 @@ def sample_draft(
     target_vocab_size: int | None = None,
     return_processed: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the draft tokens from number ``row`` on of a step: the op ``specgraph::sample_draft``.
+    """Draw the drafts of a step from number ``row`` on: the op ``specgraph::sample_draft``.
 
-    Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, ``key``
-    plus the draft's number; the others draw from their own stream, keyed by ``key`` and that number.
+    Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, which is
+    ``key`` plus the draft's number. The other rules draw from their own stream, keyed by ``key`` and the draft's
+    number.
 
     Args:
         logits: ``[B, R, Vd]``, the draft's raw logits in its own vocabulary, for ``R`` drafts.
         temperature, top_k, top_p, min_p: ``[B]`` as for :func:`process_logits`.
         seeds: int64 ``[B]``, or None as for :func:`sample`.
-        key: int64 ``[B]``, the absolute position of the step's first draft token.
-        row: which draft of the step the first one is, from 0.
+        key: int64 ``[B]``: the absolute position of the step's first draft token.
+        row: the number of the first of these drafts within the step, from 0.
         rule: the verification rule, one of :data:`RULES`.
-        draft_to_target: int64 ``[Vd]``, the target id of every draft id; None: the same.
-        target_vocab_size: draft ids whose target id is not below it are never drawn. None: all may be.
-        return_processed: whether the log-weights are wanted.
+        draft_to_target: int64 ``[Vd]``: the target id of every draft id. None: they are the same.
+        target_vocab_size: draft ids whose target id is not below this are never drawn. None: every id may be drawn.
+        return_processed: whether to return the log-weights.
 
     Returns:
         The tokens as target ids, int64 ``[B, R]``, and the processed log-weights they were drawn from,

@@ -1,26 +1,41 @@
-"""The token that a row of logits gives: one pass over the logits, and exact scores only where two are close.
+"""The token that each row of logits draws, found in one pass over the logits.
 
-A row of the vocabulary is cut into splits, a program for each, and a split into turns of a tile. Exact scores
-``logit / temperature - log(e)``, ``e`` exponential, cost accurate logarithms and a quarter of a block of noise per
-token, several times what reading the logits allows. So a program looks at eights of neighbouring tokens, which share
-one word of noise: that of the smallest of their exponentials (:mod:`specgraph.kernels.sampling.sample`). With ``u``
-the uniform of that word
+For a row of logits ``[V]`` (float32, bfloat16 or float16) it is the first argmax of the exact scores
+``logit / temperature - log(e)``, where ``e`` is the token's exponential. Without noise (at temperature 0, or without
+seeds) it is the first argmax of the values.
+
+An exact score takes accurate logarithms and a quarter of a block of Philox per token, which costs several times as much
+as reading the logits. So the scan computes upper bounds first. Eight neighbouring tokens form an *octet* (``eight`` in
+names) and share one word of noise, which gives the smallest of their exponentials
+(:mod:`specgraph.kernels.sampling.sample`). With ``u`` the uniform of that word, every exponential ``e`` of the octet
+satisfies::
 
     e >= -log1p(-u) / 8 >= u / 8,  so  score / ln(2) <= largest logit / temperature / ln(2) - log2(u) + 3
 
-which costs half an instruction per token for the maximum, and little per eight. A warp looks at a group, 256 tokens of
-every turn. A thread reads an eight of each turn, a column, and keeps its three largest bounds. Then the warp looks at
-the eights of the four largest of all, a token per thread: their noise gives their scores to within :func:`_least_near`.
+The maximum costs half an instruction per token, and the rest of the bound costs little per octet. The bounds rule out
+most octets, for whose tokens no further noise is drawn.
 
-A group reports the best of these scores, its token, and the largest score or bound of all its other tokens, as integers
-that order floats. :func:`row_tokens` merges the groups of a row. Where no other score comes near the best, which is
-nearly always, its token is drawn; else whatever may hold the best one is scanned again with exact scores. The result is
-the first exact argmax, whatever the splits and tiles. Groups with a NaN, an infinity, or a bound that overflows are
-scanned again as well, and rows in which no score is above -inf. Without noise (at temperature 0, or without seeds) the
-values themselves are compared, which leaves no doubt.
+The vocabulary is divided into splits, one per program and row. A program walks through its split in tiles (``turn`` is
+the index of a tile). A warp reads a *group*: the same 256 neighbouring tokens of every tile. A thread reads one octet
+of every tile, always at the same place in the tile; these octets are a *column*. It keeps the three largest bounds of
+its column. The warp then takes the four octets with the largest bounds of its group and computes the scores of their 32
+tokens, one token per thread, with an error that :func:`_least_near` bounds.
+
+A group reports three int32: the sort key of the best of these scores (the *candidate*, ``lead`` in names), its token,
+and the sort key of the *runner-up* (``second``), which is the largest score or bound of all other tokens of the group.
+:func:`row_tokens` merges the groups of a row. If no other score comes near the best candidate, which is nearly always
+the case, the candidate is drawn. Otherwise the row is *in doubt*, and whatever may hold its largest score is scanned
+again with exact scores. This is also done for groups with a NaN, an infinity or a bound that overflows, and for rows in
+which no score is above -inf. Without noise nothing is approximate, so a near tie puts no row in doubt.
+
+The result is the first exact argmax, so it does not depend on splits and tiles, nor on other rows.
+
+Sources: the bound follows from Renyi's representation of order statistics (1953). A* sampling (Maddison et al. 2014,
+arXiv 1411.0030) also searches for the largest Gumbel score with upper bounds. Variants that were measured are in
+``docs/experiments.md``.
 """
 
-# Triton functions carry no types.
+# Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -62,23 +77,23 @@ from specgraph.kernels.sampling.gumbel import (
 )
 
 GROUP = tl.constexpr(256)
-"""Tokens of a tile that one warp looks at: a group of a split, which reports for all turns."""
+"""The tokens of a tile that one warp reads. With those at the same place in all other tiles they form a group."""
 _MANY_PROGRAMS = 1024
-"""Some eight on each multiprocessor of a large GPU, which are enough to hide each other's waits."""
+"""About eight programs on each multiprocessor of a large GPU, which are enough to hide each other's latency."""
 _BOUND_LIMIT = tl.constexpr(0x7F61B1E6)
-"""The image of 3e38: a group with a larger bound is scanned again."""
+"""The sort key of 3e38. A group with a larger bound is scanned again."""
 _NOTHING = tl.constexpr(-0x80000000)
 _MINUS_INF, _INF = MINUS_INF_IMAGE, INF_IMAGE
 _LOWEST = tl.constexpr(MINUS_INF_IMAGE.value + 1)
-"""The image of the smallest number."""
+"""The sort key of the smallest number."""
 _NAN = tl.constexpr(0x7FFFFFFF)
-"""What stands for a NaN among images, above all numbers."""
+"""The sort key that stands for NaN, above those of all numbers."""
 
 
 def scan_size(vocab: int, rows: int) -> int:
-    """Entries of one split of a scan: :func:`split_size`, and more where that would make many small programs.
+    """The number of entries of a split in a scan: :func:`split_size`, or more if that would give many small programs.
 
-    What a row draws does not depend on it. Sums do, so that those go by :func:`split_size`.
+    The token that a row draws does not depend on it. The bits of sums do, so kernels that sum use :func:`split_size`.
     """
     size = split_size(vocab)
     return 4096 if rows * triton.cdiv(vocab, size) > _MANY_PROGRAMS else size
@@ -86,7 +101,7 @@ def scan_size(vocab: int, rows: int) -> int:
 
 @triton.jit
 def _read_split(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """All tiles of a split as stored, 16 bytes a read."""
+    """Read all tiles of a split in their own dtype, 16 bytes at a time."""
     tiles = ()
     for i in tl.static_range(SPLIT // TILE):
         place = begin + i * TILE + tl.arange(0, TILE)
@@ -102,7 +117,7 @@ def _load_ids(ids_ptr, place, vocab):
 
 @triton.jit
 def _plain_value(x, temperature, DIVIDED: tl.constexpr):
-    """What rows without noise compare; NaN stays."""
+    """The values that are compared without noise. NaN stays NaN."""
     value = tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if DIVIDED:
         value = tl.where(x == x, processed_value(x, tl.zeros_like(x) + temperature), x)
@@ -111,13 +126,13 @@ def _plain_value(x, temperature, DIVIDED: tl.constexpr):
 
 @triton.jit
 def _groups(x):
-    """Columns ``[N]`` by groups, ``[N * 8 // GROUP, GROUP // 8]``: those of one warp, mostly."""
+    """Reshape columns ``[N]`` into groups, ``[N * 8 // GROUP, GROUP // 8]``. A group is usually in one warp."""
     return tl.reshape(x, (x.shape[0] * 8 // GROUP, GROUP // 8))
 
 
 @triton.jit
 def _first_best(rank, token):
-    """The largest of every row ``[R, N]`` of images, and the first token that has it."""
+    """The largest of every row ``[R, N]`` of sort keys, and the first token that has it."""
     best = tl.max(rank, 1)
     return best, tl.min(tl.where(rank == best[:, None], token, NO_TOKEN), 1)
 
@@ -127,9 +142,7 @@ def _lead_values(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Of the eights of every column over all turns, ``[TILE // 8]``: the largest value, NaN where one is, and the turn
-    of the first eight that has it.
-    """
+    """The largest value of every column (NaN if it has one), and the first tile whose octet has it: ``[TILE // 8]``."""
     COLUMNS: tl.constexpr = TILE // 8
     tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE)
     top = tl.full((COLUMNS,), -float("inf"), tl.float32)
@@ -139,7 +152,7 @@ def _lead_values(
         if MAPPED:
             ids = _load_ids(ids_ptr, begin + i * TILE + tl.arange(0, TILE), vocab)
             x = kept_logits(widen(x), ids, limit, 0.0, True, False)
-        # Division keeps the order, so it can wait for the best of eight.
+        # Division keeps the order, so it is enough to divide the largest value of each octet.
         value = _plain_value(most_of_eight(x), temperature, DIVIDED)
         turn = tl.where(value > top, i, turn)
         top = tl.maximum(top, value, propagate_nan=tl.PropagateNan.ALL)
@@ -151,12 +164,14 @@ def _column_bounds(
     row_ptr, ids_ptr, begin, vocab, limit, floor, scale, k0, k1, c1, c2, c3,
     SPLIT: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Of the eights of every column over all turns, ``[TILE // 8]``: the images of the three largest bounds, in units
-    of log2, less 3. Their bits ``LOW`` are the turn and the column. And unless ``MAPPED``, every turn's words of noise.
+    """The sort keys of the three largest bounds of every column, ``[TILE // 8]``.
+
+    A bound is in units of log2, less 3. The bits ``LOW`` of a key are replaced by the tile and the column. If not
+    ``MAPPED``, the words of noise of every tile are returned as well.
     """
     COLUMNS: tl.constexpr = TILE // 8
-    # Every four turns of whole tiles have blocks of their own, so a split is some of them, or a part of one; a tile has
-    # one word of each.
+    # Four consecutive whole tiles share blocks of Philox, and each tile has one word of each block. So a split is a
+    # multiple of four tiles, or a part of that.
     tl.static_assert(TILE <= BLOCK_TOKENS)
     tl.static_assert(SPLIT <= 2 * TILE or SPLIT % (4 * TILE) == 0)
     tiles = _read_split(row_ptr, begin, vocab, SPLIT, TILE)
@@ -172,7 +187,7 @@ def _column_bounds(
             x = kept_logits(widen(tiles[i]), ids, limit, floor, True, FLOORED)
             bound = most_of_eight(tl.fma(x, tl.zeros_like(x) + scale, rough_minus_log2(uniform(own))))
         else:
-            if i % 4 == 0 or TILE < BLOCK_TOKENS:  # turns of whole tiles share a block
+            if i % 4 == 0 or TILE < BLOCK_TOKENS:  # four whole tiles share a block
                 w0, w1, w2, w3 = eight_words(place // 8 + tl.arange(0, COLUMNS), k0, k1, c1, c2, c3)
             own = pick_word(w0, w1, w2, w3, eight_lane(place // 8))
             x = kept_logits(most_of_eight(tiles[i]), 0, limit, floor, False, FLOORED)
@@ -190,10 +205,10 @@ def _scan_values(
     row_ptr, ids_ptr, begin, vocab, limit, temperature,
     SPLIT: tl.constexpr, TILE: tl.constexpr, DIVIDED: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """What groups find without noise. The largest value is never cut, so there is no floor here."""
+    """The reports of groups without noise. No floor is needed, since the largest value is always kept."""
     top, turn = _lead_values(row_ptr, ids_ptr, begin, vocab, limit, temperature, SPLIT, TILE, DIVIDED, MAPPED)
     nan = tl.max(_groups(tl.where(top == top, _MINUS_INF, _NAN)), 1)
-    # Images tell -0 from 0, which are equal; their sum with 0 is 0.
+    # Sort keys distinguish -0 from 0, which are equal. Adding 0 makes 0 of both.
     best, first = _first_best(_groups(image(top + 0.0)), _groups(begin + turn * TILE + tl.arange(0, TILE // 8) * 8))
     place = first[:, None] + tl.arange(0, GROUP // 8)[None, :] % 8
     x = load_logits(row_ptr, place, vocab)
@@ -205,22 +220,23 @@ def _scan_values(
 
 @triton.jit
 def _four_largest(first, second, third, LOW: tl.constexpr):
-    """Of every group's columns ``[groups, columns]``: the four largest bounds, eight lanes for each; the largest; and
-    what all others are below.
+    """Of every group's columns ``[groups, columns]``: the four largest bounds, the largest, and a bound on all others.
+
+    Each of the four largest bounds is given to eight lanes.
     """
     lane = tl.arange(0, GROUP // 8)[None, :]
     largest, chosen = tl.max(first, 1), tl.zeros_like(first)
     for k in tl.static_range(4):
         top = tl.max(first, 1)[:, None]
         chosen = tl.where(lane // 8 == k, top, chosen)
-        hit = first == top  # in one column, which all low bits name
+        hit = first == top  # true for one column only, since the low bits name the column
         first, second = tl.where(hit, second, first), tl.where(hit, _NOTHING, second)
     return chosen, largest, tl.max(tl.maximum(first, third), 1) | LOW
 
 
 @triton.jit
 def _chosen_words(words, turn, column):
-    """Of every turn's words ``[COLUMNS]``, those of the eights at ``turn`` and ``column`` of their group."""
+    """From the words ``[COLUMNS]`` of every tile, those of the octets at tile ``turn`` and ``column`` of a group."""
     word = tl.gather(_groups(words[0]), column, 1)
     for i in tl.static_range(1, len(words)):
         word = tl.where(turn == i, tl.gather(_groups(words[i]), column, 1), word)
@@ -229,7 +245,7 @@ def _chosen_words(words, turn, column):
 
 @triton.jit
 def _near_noise(eight_word, ids, k0, k1, c1, c2, c3):
-    """The exponentials of tokens, to within 1.2e-5 of them."""
+    """The exponentials of tokens, with a relative error of 1.2e-5."""
     more = rough_exponential(uniform(word_of_token(ids // 4, ids % 4, k0, k1, c1, c2, c3)))
     return rough_exponential(uniform(eight_word)) * 0.125 + tl.where(has_smallest(eight_word, ids), 0.0, more)
 
@@ -239,7 +255,7 @@ def _scan_scores(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """What groups find with noise."""
+    """The reports of groups with noise."""
     LOW: tl.constexpr = SPLIT // 8 * GROUP // TILE - 1
     scale = exponent_scale(temperature)
     first, second, third, words = _column_bounds(
@@ -266,7 +282,10 @@ def _scan_scores(
 
 @triton.jit
 def _store_in_place(ptr, value, mask):
-    """Store int32, each from the thread that has it. ``tl.store`` would collect neighbours first, by shared memory."""
+    """Store int32 values from the threads that have them.
+
+    ``tl.store`` would first collect neighbours in shared memory.
+    """
     if INTERPRETED:
         tl.store(ptr, value, mask=mask)
     else:
@@ -282,11 +301,13 @@ def scan_split(
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Write what the groups of split ``number`` have, int32 ``[3, splits of all rows, groups]``: the image of the best
-    score, its token, and the image of the second or of what it is below. ``area`` is the number of splits of all rows.
+    """Write the reports of the groups of split ``number``, int32 ``[3, splits of all rows, groups]``.
 
-    The noise is that of ``seed``, ``place`` (int64) and ``line``. ``MAPPED`` entries have their target's ids, and those
-    that are not below ``limit`` are never drawn.
+    They are the sort key of the candidate's score, the candidate's token, and the sort key of the runner-up or of a
+    bound on it. ``area`` is the number of splits of all rows.
+
+    The noise is that of ``seed``, the key ``place`` (int64) and the noise's row ``line``. If ``MAPPED``, ``ids_ptr``
+    gives the target id of every entry, and entries whose id is not below ``limit`` are never drawn.
     """
     at = number * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
     if temperature < TL_GREEDY_BELOW:
@@ -312,8 +333,9 @@ def _exact_best(
     row_ptr, ids_ptr, begin, vocab, limit, floor, temperature, k0, k1, c1, c2, c3,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The largest exact score of ``GROUP`` neighbours, and its first place: ``gumbel_scores``, or without noise what
-    :func:`_scan_values` compares.
+    """The largest exact score of ``GROUP`` neighbouring entries, and the first entry that has it.
+
+    Scores are those of ``gumbel_scores``, or without noise the values that :func:`_scan_values` compares.
     """
     four = begin // 4 + tl.arange(0, GROUP // 4)[:, None]
     lane = tl.arange(0, 4)[None, :]
@@ -334,11 +356,12 @@ def _exact_best(
 
 @triton.jit
 def _least_near(lead):
-    """The least image above that of -inf that may belong to a score as large as that of ``lead``, in units of log2.
+    """The smallest sort key, above that of -inf, whose exact score may be as large as that of the candidate ``lead``.
 
-    The difference of two near scores is off by at most 5e-5 and 4e-7 of a score: exponentials by 1.2e-5 of them, the
-    hardware's logarithm by 2**-22 of it (in (0.5, 2): of 1), beside the multiply-add and the steps of the exact score;
-    the error of the scale is common to both. A logit is at most 5 above its score, a score at most 27 above its logit.
+    Scores are in units of log2. The difference of two approximate scores that are close has an error of at most 5e-5
+    plus 4e-7 of a score. Its sources are the exponentials (a relative error of 1.2e-5), the hardware's logarithm (a
+    relative error of 2**-22, absolute in (0.5, 2)), the multiply-add, and the roundings of the exact score. The error
+    of the scale is common to both scores. A logit is at most 5 above its score, and a score at most 27 above its logit.
     """
     score = image_value(lead)
     return tl.maximum(image(score - (tl.abs(score) * 4e-6 + 2e-4)), _LOWEST)
@@ -351,8 +374,10 @@ def _settle(
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, MAPPED: tl.constexpr,
     FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The first exact argmax of every row, NO_TOKEN if there is none. Of the groups ``[R, groups]``, all of the
-    ``pending`` ones are scanned, and what is about the token that the ``near`` ones report.
+    """The first exact argmax of every row, or NO_TOKEN if there is none.
+
+    Of the groups ``[R, groups]``, those that are ``pending`` are scanned completely. Of those that are ``near``, the
+    256 tokens around the candidate are scanned.
     """
     ROWS: tl.constexpr = near.shape[0]
     ALL: tl.constexpr = near.shape[1]
@@ -368,7 +393,7 @@ def _settle(
         place, number = tl.sum(tl.where(here, places, 0), 0), tl.sum(tl.where(here, numbers, 0), 0)
         k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, number)
         floor = load_floor(floors_ptr, line, FLOORED)
-        # The turn of that token if that is all, else every turn.
+        # Scan the candidate's tile if nothing else is pending in this group, and every tile otherwise.
         turn = tl.max(tl.max(tl.where(left == chosen, tl.where(pending, -1, (tokens - begin) // TILE), -1), 1), 0)
         end = tl.where(turn < 0, SPLIT // TILE, turn + 1)
         turn = tl.maximum(turn, 0)
@@ -392,15 +417,15 @@ def row_tokens(
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The place every row draws, int32 ``[R]``, ``NO_TOKEN`` where nothing but -inf is left; and whether a needed row
-    has a NaN (0 or 1).
+    """The entry that every row draws, int32 ``[R]``, and whether a needed row has a NaN (0 or 1).
 
-    ``lines`` ``[R]`` are the rows of logits, of one sequence; ``places`` and ``numbers`` (int64) those of their noise.
+    An entry is ``NO_TOKEN`` if the row has nothing but -inf. ``lines`` ``[R]`` are the indices of rows of logits, all
+    of one sequence. ``places`` and ``numbers`` (int64) are the keys and rows of their noise.
     """
     ks = tl.arange(0, SPLITS * (TILE // GROUP))[None, :]
     groups = splits * (TILE // GROUP)
     inside = needed[:, None] & (ks < groups)
-    # Kinds apart, so that a warp has all of a row, from reads of 16 bytes.
+    # The three kinds of values are stored separately, so that a warp gets all of a row with reads of 16 bytes.
     found_ptr += lines.to(tl.int64)[:, None] * groups + ks
     plane = area * (TILE // GROUP)
     leads = tl.load(found_ptr, mask=inside, other=_MINUS_INF)

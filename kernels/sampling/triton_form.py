@@ -1,10 +1,19 @@
-"""The Triton form of ``specgraph::sample_draft``: see ``scan`` beside it, and ``floors`` for its cuts.
+"""The Triton form of ``specgraph::sample_draft``, which :mod:`specgraph.kernels.sampling.sample` defines.
 
-``_scan_drafts`` has a program per row and split of the draft's vocabulary, ``_finish_drafts`` one per row. Where the
-processed log-weights are wanted, ``_write_processed`` writes them: at temperature 0 they depend on the token drawn.
+For logits ``[B, R, Vd]`` (float32, bfloat16 or float16) it draws a token per row, int64 ``[B, R]``, and on request
+writes the processed log-weights, float32 ``[B, R, Vd]``.
+
+The first kernel, ``_scan_drafts``, has a program per row and split of the draft's vocabulary, so that a few rows fill a
+GPU. The second, ``_finish_drafts``, has a program per row, which merges the splits and draws the token. If log-weights
+are asked for, ``_write_processed`` writes them in a third launch, because at temperature 0 they depend on the token
+drawn. Top-k, top-p and min-p are floors that :mod:`specgraph.kernels.sampling.floors` finds first.
+
+A program reads the logits of one row only, and noise is a function of the seed and the position. So neither the token
+nor the log-weights depend on other rows. :mod:`specgraph.kernels.sampling.scan` explains the search and names the
+sources.
 """
 
-# Triton functions carry no types.
+# Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -36,14 +45,15 @@ from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_s
 
 @triton.jit
 def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE: tl.constexpr):
-    """Seed, place and row of the noise of draft ``number``; zeros if there is none.
+    """The seed, key and row of the noise of draft ``number``; zeros if there is no noise.
 
-    Shared noise is keyed by the draft's position, noise of its own by the step and the draft's number.
+    Noise that is shared with the target is keyed by the draft's position. Otherwise it is keyed by the step and the
+    draft's number.
     """
     number = number.to(tl.int64)
     seed, place, row = number * 0, number * 0, number * 0
     if NOISE:
-        # By the second-level cache, as ``_finish_drafts`` reads before its wait.
+        # These reads bypass the L1 cache, because ``_finish_drafts`` performs them before its wait.
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
         place = tl.load(key_ptr + batch, cache_modifier=".cg")
         if SHARED:
@@ -60,16 +70,18 @@ def _scan_drafts(
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Scan one split of one row. The grid is (rows * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # After the wait, which ``_finish_drafts`` relies on. It is small and may as well be there at the end.
+        # This has to come after the wait, since ``_finish_drafts`` relies on that. It is a small kernel, so starting it
+        # early costs little.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     line, split = program // splits, program % splits
     batch = line // count
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
-    # Without a map, ids beyond the limit are those at the end.
+    # Without a map, the ids beyond the limit are the last entries.
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     scan_split(
         logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
@@ -85,12 +97,12 @@ def _finish_drafts(
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: its token as a target id, and as a draft id, -1 if nothing but -inf was there."""
+    """For one row, store its token as a target id and as a draft id, which is -1 if the row has nothing but -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(0)
     batch = line // count
-    # What was written before ``_scan_drafts`` is there: it had waited for that before it let this kernel begin.
+    # What kernels before ``_scan_drafts`` wrote can be read: it waited for them before it let this kernel start.
     temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
     seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
     if PDL:
@@ -115,7 +127,7 @@ def _write_processed(
     logits_ptr, ids_ptr, temperature_ptr, floors_ptr, chosen_ptr, out_ptr, count, vocab, limit, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``process_logits`` of one split of a row, ids beyond the target's masked."""
+    """Write ``process_logits`` of one split of a row, with -inf for ids that the target does not have."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -167,7 +179,7 @@ def sample_draft_triton(
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
     noise = key if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
-    # Without contraction the same expression gives the same bits in every kernel.
+    # Without contraction, the same expression gives the same bits in every kernel.
     common: dict[str, Any] = {
         "SPLIT": split, "TILE": tile, "MAPPED": mapped, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
         "enable_fp_fusion": False, **launch_options(pdl),

@@ -1,4 +1,4 @@
-"""The functions that step graphs are written in, and the packing of what a step returns."""
+"""The functions from which step graphs are built, and the packing of a step's results."""
 
 from specgraph.kernels.step.step import (
     FINAL_WRITES,

@@ -1,10 +1,16 @@
-"""``specgraph::pack_results``: all that the host reads of a step in one small tensor, so that one copy takes it there.
+"""``specgraph::pack_results``: everything that the host reads of a step, in one small tensor that one copy transfers.
 
-``B`` sequences, ``T`` rows of the call, ``W`` rows of a decode step. A row of the packed tensor, int32
-``[B, 2 W + 3]``, is: the last ``min(num_emitted, W)`` tokens that the sequence emitted (the rest is padding), the bits
-of their float32 log-probabilities, the number of tokens emitted, whether the logits were NaN, and the number of rows of
-the next step. More than ``W`` tokens are emitted in a prompt's chunk alone, and those before the last ``W`` are then
-the prompt's own.
+For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the packed tensor is int32
+``[B, 2 W + 3]``. A row of it holds
+
+- the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
+- the bits of their float32 log-probabilities (``W`` columns),
+- the number of tokens emitted, whether the logits had a NaN, and the number of rows of the next step.
+
+Only a step that reads a prompt emits more than ``W`` tokens. Those before the last ``W`` then belong to the prompt,
+which the host knows.
+
+A program packs one sequence, which is only a few dozen numbers. Values are copied, so no sequence influences another.
 """
 
 # Triton's functions have no types.
@@ -47,7 +53,7 @@ class PackResults:
 
 
 class Unpacked(NamedTuple):
-    """A packed tensor as lists: per sequence its last tokens and their log-probabilities, and the three counts."""
+    """A packed tensor as lists: for each sequence its last tokens, their log-probabilities, and the three counts."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -65,7 +71,7 @@ def pack_results(
 
 
 def unpack_results(packed: Tensor) -> Unpacked:
-    """The lists in a packed tensor ``[B, 2 W + 3]`` on the host; of tokens, those that were emitted."""
+    """The lists in a packed tensor ``[B, 2 W + 3]`` on the host, without the padding."""
     width = (packed.shape[1] - NUM_COUNTS) // 2
     rows, values = packed.tolist(), packed[:, width : 2 * width].view(torch.float32).tolist()
     counts = [min(row[-3], width) for row in rows]
@@ -97,6 +103,7 @@ def _pack_results_kernel(
     packed, emitted, num_emitted, logprobs, bad, num_rows, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     LOGPROBS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)

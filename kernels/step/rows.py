@@ -25,7 +25,7 @@ _BLOCK = 1024
 
 @dataclass(slots=True)
 class RowPositions:
-    """``start + row + i`` ``[B, width]`` for every ``i`` below ``count``, from ``start`` ``[B]``."""
+    """For ``start`` ``[B]``, the positions ``start + row + i`` ``[B, width]`` for every ``i`` below ``count``."""
 
     start: Tensor
     width: int
@@ -46,10 +46,10 @@ class RowSlots:
 
 @dataclass(slots=True)
 class TakeRows:
-    """``count`` rows of ``values`` ``[B, T, H]`` from row ``first`` ``[B]`` on: ``[B, count, H]``.
+    """``count`` consecutive rows of ``values`` ``[B, T, H]`` from row ``first`` ``[B]`` on: ``[B, count, H]``.
 
-    Those outside of the block become its first or last row, each by itself; with ``together``, which needs
-    ``count <= T``, all of them move until the last one is inside.
+    A row outside of the block is replaced by the block's first or last row. With ``together``, which needs
+    ``count <= T``, all rows are moved back until the last one is inside.
     """
 
     values: Tensor
@@ -119,6 +119,7 @@ def expand_rows_reference(given: ExpandRows) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _row_positions_kernel(positions, start, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The positions of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
@@ -135,6 +136,7 @@ def _take_rows_kernel(
     taken, values, first, count, length, width, outer, inner, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Copy a part of one row. The grid is (B * count, blocks of features)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b, r = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
@@ -154,6 +156,7 @@ def _expand_rows_kernel(
     out_tokens, out_rows, out_hidden, tokens, num_rows, hidden, mask_hidden, length, width, outer, inner, mask_token,
     COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Write a part of one row of the expanded input. The grid is (B * (T + count), blocks of features)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = length + COUNT
@@ -178,6 +181,7 @@ def _row_slots_kernel(
     slots, positions, num_rows, block_table, max_length, width, pages, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """The slots of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)

@@ -22,9 +22,9 @@ FINAL_WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
 
 
 def writes(*final: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Mark a function that writes in place, which keeps dead-code elimination from dropping it.
+    """Mark a function that writes in place, so that dead-code elimination does not remove it.
 
-    ``final`` names the parameters that hold the next step's values from then on.
+    ``final`` names the parameters that hold the next step's values after the call.
     """
 
     def declare(function: Callable[..., object]) -> Callable[..., object]:
@@ -36,13 +36,13 @@ def writes(*final: str) -> Callable[[Callable[..., object]], Callable[..., objec
 
 
 def row_positions(start: Tensor, rows: Tensor) -> Tensor:
-    """Absolute positions ``[B, T]`` of the rows of ``rows`` ``[B, T]``, the first one at ``start`` ``[B]``."""
+    """The absolute positions ``[B, T]`` of ``rows`` ``[B, T]``, of which the first row is at ``start`` ``[B]``."""
     (positions,) = torch.ops.specgraph.row_positions(start, rows.shape[1], 1)
     return positions  # type: ignore[no-any-return]
 
 
 def positions_and_next(start: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`row_positions`, and the position behind each of them, from one launch."""
+    """:func:`row_positions`, and the position after each of them, from one launch."""
     positions, following = torch.ops.specgraph.row_positions(start, rows.shape[1], 2)
     return positions, following
 
@@ -62,8 +62,9 @@ def row_slots(
 def needed_rows(hidden: Tensor, num_forced: Tensor, count: int) -> Tensor:
     """The rows of ``hidden`` ``[B, T, H]`` whose next token is unknown: ``[B, min(T, count), H]``.
 
-    They begin after the ``num_forced`` ``[B]`` rows whose next token is given (or earlier, at the end of the block), so
-    a prompt chunk runs the vocabulary projection for a few rows only. ``verify`` knows this alignment.
+    They begin after the ``num_forced`` ``[B]`` rows whose next token is known, or earlier if the block ends before
+    ``count`` rows. So a prompt's chunk runs the vocabulary projection for a few rows only. ``verify`` knows which rows
+    these are.
     """
     if hidden.shape[1] <= count:
         return hidden
@@ -74,7 +75,7 @@ def needed_rows(hidden: Tensor, num_forced: Tensor, count: int) -> Tensor:
 def take_rows(values: Tensor, first: Tensor, count: int) -> Tensor:
     """``count`` rows of ``values`` ``[B, T, H]`` from row ``first`` ``[B]`` on: ``[B, count, H]``.
 
-    Indices are held inside of the block: an inactive sequence has no such rows, and what it gets is not used.
+    Indices are clamped into the block. An inactive sequence has no such rows, and what it gets is not used.
     """
     if values.shape[1] == count == 1:
         return values
@@ -97,9 +98,10 @@ def draft_tokens(window: Tensor) -> Tensor:
 
 
 def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
-    """Which sequences have a NaN among the logits ``[B, R, V]`` of their real, unforced rows: bool ``[B]``.
+    """Whether each sequence has a NaN among the logits ``[B, R, V]`` of its real, unforced rows: bool ``[B]``.
 
-    ``window`` ``[B, T]`` gives the number of rows ``T`` of the whole block, which places the ``R`` rows in it.
+    ``window`` ``[B, T]`` gives the number of rows ``T`` of the whole block, from which follows where the ``R`` rows
+    lie.
     """
     bad: Tensor = torch.ops.specgraph.nan_rows(logits, num_rows, num_forced, window.shape[1])
     return bad
@@ -108,7 +110,8 @@ def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tenso
 def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
 
-    ``eos_ids`` ``[E]`` is padded with -1. Forced tokens are the prompt's: an EOS among them ends nothing.
+    ``eos_ids`` ``[E]`` is padded with -1. Forced tokens belong to the prompt, and an EOS among them does not end the
+    sequence.
     """
     cut: Tensor = torch.ops.specgraph.cut_at_eos(emitted, num_forced, eos_ids)
     return cut
@@ -120,22 +123,22 @@ def cut_rows(accepted_rows: Tensor, emitted: Tensor) -> Tensor:
 
 
 def count_emitted(emitted: Tensor) -> Tensor:
-    """Number of tokens each sequence emits, ``[B]``."""
+    """The number of tokens that each sequence emits, ``[B]``."""
     return (emitted >= 0).sum(1)
 
 
 def draft_inputs(window: Tensor, emitted: Tensor, *, vocab_size: int) -> Tensor:
-    """What an unshifted drafter runs: the row's first token and all emitted ones, ``[B, T + 1]``.
+    """The input of an unshifted drafter: the window's first token and all emitted tokens, ``[B, T + 1]``.
 
-    Padding is clamped into the draft's vocabulary; its rows are not real.
+    Padding is clamped into the draft's vocabulary. Its rows are not real.
     """
     return torch.cat([window[:, :1], emitted], dim=1).clamp(0, vocab_size - 1)
 
 
 def next_tokens(emitted: Tensor, *, vocab_size: int) -> Tensor:
-    """What a shifted drafter runs, ``[B, T]``: beside the target's features of row ``t``, the token that followed it.
+    """The input of a shifted drafter, ``[B, T]``: row ``t`` holds the token that followed the target's row ``t``.
 
-    Padding is clamped into the draft's vocabulary; its rows are not real.
+    Padding is clamped into the draft's vocabulary. Its rows are not real.
     """
     return emitted.clamp(0, vocab_size - 1)
 
@@ -153,14 +156,16 @@ def expand_draft_inputs(
 
     Args:
         tokens: int64 ``[B, T]``, of which the first ``num_rows`` ``[B]`` are real.
-        hidden: ``[B, T, H]`` beside them, or None.
-        mask_hidden: ``[H]``, the hidden state of a mask row.
+        num_rows: int64 ``[B]``.
+        hidden: ``[B, T, H]``: the hidden states of these rows, or None.
+        mask_hidden: ``[H]``: the hidden state of a mask row.
         mask_token_id: the token of a mask row.
+        count: the number of mask rows.
 
     Returns:
-        tokens ``[B, T + count]``, the number of rows that are now real ``[B]`` (an inactive sequence keeps none), and
-        hidden states ``[B, T + count, H]`` or None. The mask rows directly follow the real ones, so that positions
-        counted from the first row are theirs.
+        tokens ``[B, T + count]``, the number of rows that are now real ``[B]`` (an inactive sequence still has none),
+        and hidden states ``[B, T + count, H]`` or None. The mask rows directly follow the real ones, so that their
+        positions are also counted from the first row.
     """
     tokens, num_rows, expanded = torch.ops.specgraph.expand_rows(
         tokens, num_rows, hidden, mask_hidden, mask_token_id=mask_token_id, count=count
@@ -169,17 +174,17 @@ def expand_draft_inputs(
 
 
 def catch_up_rows(num_emitted: Tensor) -> Tensor:
-    """How many of the ``draft_inputs`` rows are real, ``[B]``: one more than were emitted, none if inactive."""
+    """How many rows of ``draft_inputs`` are real, ``[B]``: one more than were emitted, or none if inactive."""
     return torch.where(num_emitted > 0, num_emitted + 1, 0)
 
 
 def chain_positions(start: Tensor, num_emitted: Tensor, offset: int) -> Tensor:
-    """Position ``[B, 1]`` of the ``offset``-th draft after the last accepted token."""
+    """The position ``[B, 1]`` that is ``offset`` after the last accepted token."""
     return (start + num_emitted + offset).unsqueeze(1)
 
 
 def history_length(start: Tensor, num_emitted: Tensor) -> Tensor:
-    """Number of accepted tokens ``[B]``: the last one sits at ``start + num_emitted``."""
+    """The number of accepted tokens ``[B]``. The last one is at position ``start + num_emitted``."""
     return start + num_emitted + 1
 
 
@@ -229,11 +234,11 @@ def propose_(
     target_vocab_size: int,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
-    """Draw the drafts from number ``row`` on of the next step, ``[B, R]`` target ids, from ``logits`` ``[B, R, Vd]``.
+    """Draw the next step's drafts from number ``row`` on, ``[B, R]`` target ids, from ``logits`` ``[B, R, Vd]``.
 
-    The values they were drawn from are stored in ``draft_logits[:, row : row + R]`` for rules that need them;
-    ``draft_logits`` is ``[B, K, Vd]`` or None. Sequences that emitted nothing keep theirs. ``draft_to_target`` ``[Vd]``
-    gives the target id of every draft id.
+    For rules that need them, the log-weights from which the drafts were drawn are stored in
+    ``draft_logits[:, row : row + R]``, where ``draft_logits`` is ``[B, K, Vd]``; for other rules it is None. Sequences
+    that emitted nothing keep their old values. ``draft_to_target`` ``[Vd]`` gives the target id of every draft id.
     """
     key = history_length(start, num_emitted)
     return propose_at_(  # type: ignore[return-value]
@@ -259,7 +264,7 @@ def propose_at_(
     target_vocab_size: int,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
-    """:func:`propose_` where the number of accepted tokens ``length`` ``[B]`` is known, as :func:`history_length`."""
+    """Like :func:`propose_`, where the number of accepted tokens ``length`` ``[B]`` has been computed before."""
     token, processed = sample_draft(
         logits, temperature, seeds, length, top_k, top_p, min_p, row=row, rule=rule,
         target_vocab_size=target_vocab_size, draft_to_target=draft_to_target, return_processed=draft_logits is not None,
@@ -283,11 +288,12 @@ def advance_(
     max_length: Tensor,
     eos_ids: Tensor,
 ) -> None:
-    """Move every active sequence to its new last token and lay out the next window.
+    """Move every active sequence to its new last token and write the next window.
 
-    ``next_window`` ``[B, K + 1]`` becomes the last accepted token and the drafts (``[B, k]`` each, K in all, -1 where
-    there is none); ``num_rows`` becomes the number of its real rows, capped so that no token lands at ``max_length`` or
-    beyond, and 0 for a sequence that met an EOS. Sequences that emitted nothing keep their window and position.
+    ``next_window`` ``[B, K + 1]`` becomes the last accepted token followed by the drafts (tensors ``[B, k]`` with ``K``
+    columns in all, and -1 where there is no draft). ``num_rows`` becomes the number of its real rows. It is limited
+    such that no token gets a position at ``max_length`` or beyond, and is 0 for a sequence that met an EOS. Sequences
+    that emitted nothing keep their window and position.
     """
     torch.ops.specgraph.advance(
         next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids

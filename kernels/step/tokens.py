@@ -160,12 +160,16 @@ def advance_reference(given: Advance) -> None:
 
 
 def _among(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``. ``torch.isin`` sorts from ten ids on, and waits for it."""
+    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``.
+
+    ``torch.isin`` is not used because it sorts from ten ids on, and then waits for the device.
+    """
     return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
 @triton.jit
 def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
+    """Search a part of one row for a NaN. The grid is (B * R, blocks of the vocabulary)."""
     b, r = tl.program_id(0) // rows, tl.program_id(0) % rows
     forced = tl.load(num_forced + b)
     row = tl.minimum(forced, width - rows) + r
@@ -173,12 +177,12 @@ def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOC
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(logits + tl.program_id(0).to(tl.int64) * vocab + token, mask=token < vocab, other=0.0)
         if tl.max((values != values).to(tl.int32), axis=0) > 0:
-            tl.store(bad + b, 1)  # several programs may, all of them this value
+            tl.store(bad + b, 1)  # several programs may write, all of them this value
 
 
 @triton.jit
 def _cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr):
-    """The tokens ``[BLOCK]`` of one sequence, those after the first unforced EOS replaced by -1."""
+    """The tokens ``[BLOCK]`` of one sequence, where those after the first unforced EOS are replaced by -1."""
     first = tl.full((BLOCK,), BLOCK, tl.int32)
     for index in range(NUM_EOS):
         first = tl.where(token == tl.load(eos_ids + index), row, first)
@@ -193,6 +197,7 @@ def _settle_kernel(
     tokens, window, start, num_forced, eos_ids, accepted_rows, width, window_width, vocab,
     NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
@@ -231,6 +236,7 @@ def _settle_kernel(
 def _cut_at_eos_kernel(
     cut, emitted, num_forced, eos_ids, width, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
@@ -247,10 +253,11 @@ def _advance_kernel(
     next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
     NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One sequence per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
-    k = tl.arange(0, BLOCK)  # more lanes than drafts: those behind the last one have none
+    k = tl.arange(0, BLOCK)  # there are more lanes than drafts; lanes after the last draft have none
     draft = tl.full((BLOCK,), -1, tl.int64)
     place = k
     for index in tl.static_range(len(WIDTHS)):
@@ -334,7 +341,7 @@ def advance_triton(given: Advance) -> None:
     batch, count = given.next_window.shape[0], given.next_window.shape[1] - 1
     drafts = [tensor.contiguous() for tensor in given.drafts if tensor.shape[1]]
     pdl = supports_pdl(given.start.device)
-    # One warp: a second one could read what the first has already replaced.
+    # There is one warp, since a second one could read values that the first one has already replaced.
     _advance_kernel[(batch,)](
         *state, given.emitted.contiguous(), given.num_emitted.contiguous(), tuple(drafts),
         given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,

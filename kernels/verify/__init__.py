@@ -1,4 +1,4 @@
-"""Verification of drafts: the definition, and its kernels."""
+"""Verification of drafts: the definition and its kernels."""
 
 from specgraph.kernels.verify.arguments import Verified, Verify
 from specgraph.kernels.verify.pieces import (

@@ -15,13 +15,14 @@ from specgraph.kernels.verify.arguments import check_logprobs
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that have target logits, in the frame of the block.
+    """The rows that have target logits, and their place in the block.
 
     Attributes:
-        row: int64 ``[B, R]``, their number in the block.
-        forced: int64 ``[B]``, how many tokens are accepted unseen.
-        draft: int64 ``[B, R]``, the draft token each one judges, clamped into the vocabulary.
-        live: bool ``[B, R]``, whether that draft is to be judged: real, unforced, and so are all between.
+        row: int64 ``[B, R]``: the index of each row in the block.
+        forced: int64 ``[B]``: how many tokens are accepted without being verified.
+        draft: int64 ``[B, R]``: the draft token that each row verifies, clamped into the vocabulary.
+        live: bool ``[B, R]``: whether that draft has to be verified. It must be valid and not forced, and so must all
+            drafts between the forced tokens and it.
     """
 
     row: Tensor
@@ -30,15 +31,15 @@ class _Rows:
     live: Tensor
 
     def last(self, num_accepted: Tensor) -> Tensor:
-        """Index ``[B, 1]`` among these rows of the one that gives the token after the accepted prefix."""
+        """The index ``[B, 1]``, among these rows, of the row that gives the token after the accepted prefix."""
         return (num_accepted.unsqueeze(1) - self.row[:, :1]).clamp(0, self.row.shape[1] - 1)
 
 
 def invert_vocabulary(draft_to_target: Tensor, vocab: int) -> Tensor:
-    """The draft id of every target id, int32 ``[V]``, -1 where it has none. Ids beyond the target's are dropped.
+    """The draft id of every target id, int32 ``[V]``, with -1 where there is none. Ids beyond the target's are dropped.
 
     Raises:
-        ValueError: two draft ids mean the same target id: the target's would have the probability of one of them only.
+        ValueError: two draft ids mean the same target id, which would get the probability of only one of them.
     """
     inside = draft_to_target[draft_to_target < vocab]
     repeated = len(inside) - len(set(inside.tolist()))
@@ -49,7 +50,7 @@ def invert_vocabulary(draft_to_target: Tensor, vocab: int) -> Tensor:
 
 
 def _logit_rows(width: int, count: int, num_forced: Tensor) -> Tensor:
-    """Block row ``[B, R]`` of each of the ``count`` rows of logits in a block of ``width`` rows."""
+    """The index ``[B, R]``, in a block of ``width`` rows, of each of the ``count`` rows of logits."""
     return num_forced.clamp(max=width - count).unsqueeze(1) + torch.arange(count, device=num_forced.device)
 
 
@@ -59,7 +60,7 @@ def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_force
     row = _logit_rows(drafts + 1, count, num_forced)
     forced = torch.minimum(num_forced, num_rows).clamp(max=drafts).unsqueeze(1)
     draft = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1).gather(1, row)
-    # The last row of logits judges no draft: nothing could follow it.
+    # The last row of logits verifies no draft, because no row would give the token that follows it.
     judged = (row < num_rows.unsqueeze(1) - 1) & (row < row[:, -1:]) & (draft >= 0) & (draft < vocab)
     live = (judged | (row < forced)).long().cumprod(1).bool() & (row >= forced)
     return _Rows(row, forced.squeeze(1), draft.clamp(0, vocab - 1), live)
@@ -86,7 +87,7 @@ def _draft_probs(
 
 
 def _in_target_vocab(probs: Tensor, target_to_draft: Tensor | None, vocab: int) -> Tensor:
-    """Spread ``[B, R, Vd]`` over ``vocab`` target ids, dropping ids beyond it."""
+    """Map probabilities ``[B, R, Vd]`` to ``vocab`` target ids, and drop ids beyond them."""
     if target_to_draft is None:
         return torch.nn.functional.pad(probs, (0, vocab - probs.shape[-1]))
     own = target_to_draft.long().expand(*probs.shape[:2], vocab)
@@ -100,8 +101,8 @@ def _at(probs: Tensor, token: Tensor) -> Tensor:
 def _block_weights(target: Tensor, draft: Tensor, live: Tensor) -> Tensor:
     """``p_0 .. p_R`` of Algorithm 2, ``[B, R + 1]``: ``p_0 = 1``, ``p_i = min(1, p_{i-1} * target_i / draft_i)``.
 
-    ``target`` and ``draft`` ``[B, R]`` are the two models' probabilities of the draft tokens. Rows that are not live
-    leave the weight as it is, so the chain starts after forced rows.
+    ``target`` and ``draft`` ``[B, R]`` are the two models' probabilities of the draft tokens. Rows that are not live do
+    not change the weight, so the chain starts after forced rows.
     """
     weights = [torch.ones_like(target[:, 0])]
     for p, q, judged in zip(target.unbind(1), draft.unbind(1), live.unbind(1), strict=True):
@@ -113,13 +114,13 @@ def _block_weights(target: Tensor, draft: Tensor, live: Tensor) -> Tensor:
 
 
 def _block_chances(target_probs: Tensor, draft_probs: Tensor, rows: _Rows) -> Tensor:
-    """``h_1 .. h_R`` of Algorithm 2: the chance that the prefix through each draft is taken, tried one by one."""
+    """``h_1 .. h_R`` of Algorithm 2: the chance that the prefix ending with each draft is accepted if it is tried."""
     weights = _block_weights(_at(target_probs, rows.draft), _at(draft_probs, rows.draft), rows.live)
     before, after = weights[:, :-1], weights[:, 1:]
     excess = (before.unsqueeze(-1) * target_probs - draft_probs).clamp_min(0).sum(-1)[:, 1:]
     total = excess + (1 - after[:, :-1])
     tiny = torch.finfo(total.dtype).tiny
-    # 0 / 0 means that nothing can be rejected any more: target and draft agree and the weight is 1.
+    # 0 / 0 means that nothing can be rejected any more, since target and draft agree and the weight is 1.
     share = torch.where(total > 0, excess / total.clamp_min(tiny), torch.ones_like(total))
     inner = torch.where(rows.live[:, 1:], share, after[:, :-1])
     return torch.cat([inner, after[:, -1:]], dim=1)
@@ -162,15 +163,15 @@ def acceptance_chances(
     posterior_alpha: float = 0.3,
     acceptance_rate: float = 0.7,
 ) -> Tensor:
-    """The probabilities that :func:`accept` compares its uniforms with.
+    """The probabilities with which :func:`accept` compares its uniforms.
 
-    For ``block`` the chance of each prefix (the longest one that is taken wins), for other rules that of each draft
-    given the ones before it. ``strict`` draws no uniforms and has none.
+    For ``block`` they are the chances of the prefixes, of which the longest accepted one wins. For other rules they are
+    the chances of each draft, given that those before it are accepted. ``strict`` draws no uniforms and has no chances.
 
     Takes the arguments of :func:`accept`.
 
     Returns:
-        ``[B, R]`` in ``processed``'s dtype, one per row of logits; 0 where no draft is judged.
+        ``[B, R]`` in ``processed``'s dtype, one per row of logits; 0 where no draft is verified.
 
     Raises:
         ValueError: the rule is ``strict`` or does not exist.
@@ -252,11 +253,12 @@ def residual(
     target_to_draft: Tensor | None = None,
     point_mass: Tensor | None = None,
 ) -> Tensor:
-    """Log-weights of the token after the accepted prefix.
+    """The log-weights of the token after the accepted prefix.
 
-    After a rejected draft this is ``max(w * p - q, 0)`` with ``w = 1`` for ``probabilistic`` and ``w = p_i`` of
-    Algorithm 2 for ``block``. With no draft to reject, with another rule, or when rounding has left nothing of it, it
-    is the target's own distribution. Nothing is normalised, so nothing is divided by zero.
+    After a rejected draft this is the logarithm of ``max(w * p - q, 0)``, with ``w = 1`` for ``probabilistic`` and
+    ``w = p_i`` of Algorithm 2 for ``block``. If no draft was rejected, with another rule, or if rounding has left
+    nothing of the difference, it is the target's own distribution. Nothing is normalised, so nothing is divided by
+    zero.
 
     Takes the arguments of :func:`accept`, and its result ``num_accepted`` int64 ``[B]``.
 
@@ -291,11 +293,13 @@ def sample_next(
     """Draw the token after the accepted prefix.
 
     ``probabilistic`` and ``block`` have a stream of their own for it, keyed by the step (``positions[:, 0]``) and the
-    row; the other rules use the target's noise at its position, so that ``strict`` gives the target's own sample.
+    row. The other rules use the target's noise at the token's position, so that ``strict`` gives the target's own
+    sample.
 
     Args:
-        residual: ``[B, V]`` log-weights.
-        seeds, positions, num_accepted: as for :func:`accept`.
+        residual: ``[B, V]``: log-weights.
+        seeds, positions: as for :func:`accept`.
+        num_accepted: int64 ``[B]``: the result of :func:`accept`.
         rule: one of ``RULES``.
 
     Returns:
@@ -335,20 +339,21 @@ def emit(
 
 
 def token_logprobs(logits: Tensor, processed: Tensor, emitted: Tensor, num_forced: Tensor, *, logprobs: str) -> Tensor:
-    """Log-probabilities of the emitted tokens that were not forced.
+    """The log-probabilities of the emitted tokens that were not forced.
 
     Args:
-        logits: ``[B, R, V]``, the target's raw logits.
-        processed: ``[B, R, V]``, the same after :func:`~specgraph.kernels.sampling.sample.process_logits`.
+        logits: ``[B, R, V]``: the target's raw logits.
+        processed: ``[B, R, V]``: the same after :func:`~specgraph.kernels.sampling.sample.process_logits`.
         emitted: int64 ``[B, K + 1]`` padded with -1.
         num_forced: int64 ``[B]``.
-        logprobs: ``raw`` for those of the raw logits, ``processed`` for those of the processed ones, ``none`` for none.
+        logprobs: ``raw`` for log-probabilities of the raw logits, ``processed`` for those of the processed logits, or
+            ``none``.
 
     Returns:
-        float32 ``[B, K + 1]``; 0 for forced tokens and padding. ``[B, 0]`` for ``none``.
+        float32 ``[B, K + 1]``, with 0 for forced tokens and padding; ``[B, 0]`` for ``none``.
 
     Raises:
-        ValueError: ``logprobs`` is something else.
+        ValueError: ``logprobs`` has another value.
     """
     check_logprobs(logprobs)
     if logprobs == "none":

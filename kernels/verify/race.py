@@ -4,7 +4,7 @@ The draw is an exponential race: the first argmax of ``v / e``, ``e`` exponentia
 See :mod:`specgraph.kernels.verify.triton_residual` for the tables of rows that these functions read.
 """
 
-# Triton functions carry no types.
+# Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_
 
 @triton.jit
 def target_prob(x, place, floor, largest, total, scale, point):
-    """Probabilities of the target's tokens at ``place``; ``point`` is the only one of a point mass, or -1."""
+    """The target's probabilities of the tokens at ``place``. ``point`` is the token of a point mass, or -1."""
     x = clean(tl.where(x < floor, -float("inf"), x))
     return tl.where(point >= 0, tl.where(place == point, 1.0, 0.0), tl.exp2((x - largest) * scale) / total)
 
@@ -48,7 +48,10 @@ def draft_prob(
     draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
     DRAWN: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """What the draft gave the target's tokens at ``place``: a point mass at ``draft`` where it was not drawn."""
+    """The draft's probabilities of the target's tokens at ``place``.
+
+    A draft that was not drawn from a known distribution is a point mass at ``draft``.
+    """
     prob = tl.where(place == draft, 1.0, 0.0)
     if DRAWN:
         own = place
@@ -66,7 +69,7 @@ def left_over(
     begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
+    """``max(w * p - q, 0)`` of one tile of a row, or ``p`` if ``own``, and the token ids, both ``[TILE // 4, 4]``."""
     place = begin + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     scale = exponent_scale(temperature)
@@ -92,7 +95,7 @@ def _race_split(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The first to arrive in a split: its speed, 0 if there is none, and its place."""
+    """The fastest token of a split: its speed, which is 0 if no token has any weight, and its id."""
     line = batch * count + last
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     top = tl.zeros((TILE // 4, 4), tl.float32)
@@ -122,6 +125,7 @@ def race(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Store the fastest token of one split, in the row that gives the next token. The grid is (B * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -153,6 +157,7 @@ def finish_race(
     NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """For one sequence, find the fastest token of all splits and write the results."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
@@ -167,7 +172,7 @@ def finish_race(
     token = tl.min(tl.where(inside & (speed == best), place, NO_TOKEN), 0)
     split = tl.where((best > 0) | (more == 0), splits, 0)
     while split < splits:
-        # Rounding has left nothing of the difference: the target's own distribution.
+        # Rounding has left nothing of the difference, so the token is drawn from the target's own distribution.
         found, spot = _race_split(
             logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,

@@ -1,9 +1,16 @@
-"""What the Triton kernels of ``specgraph::verify`` share: sums of exponentials, judged rows, and the layout of tokens.
+"""Functions that the Triton kernels of ``specgraph::verify`` share.
 
-Sums over one split of a row have a fixed order. Across splits they are taken in 64-bit fixed point, which has no order.
+They compute sums of exponentials over a split of a row of logits ``[V]`` and merge them over splits, find the rows of a
+sequence whose drafts are to be verified, and write the emitted tokens ``[B, K + 1]`` and their log-probabilities. There
+are no kernels here, so the division into programs is that of the callers: a program per row and split for sums, and a
+program per sequence for the rest. In the latter, ``ROWS`` lanes stand for the rows of logits of the sequence.
+
+The sums of a row do not depend on other rows. Over one split they have a fixed order, and over splits they are taken in
+64-bit fixed point, in which every order gives the same sum. For the sources of the rules see
+:mod:`specgraph.kernels.verify.verify`.
 """
 
-# Triton functions carry no types.
+# Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from specgraph.kernels.sampling.gumbel import (
 )
 
 _FIXED = tl.constexpr(2.0**40)
-"""Fixed point of sums over splits: a row's sum of exponentials is below 2**22, so 64 bits hold it."""
+"""The fixed-point scale of sums over splits. A row's sum of exponentials is below 2**22, so 64 bits can hold it."""
 
 
 @triton.jit
@@ -40,7 +47,7 @@ def split_largest(row_ptr, begin, vocab, SPLIT: tl.constexpr, TILE: tl.constexpr
 def split_sums(
     row_ptr, begin, vocab, largest, floor, scale, SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr
 ):  # fmt: skip
-    """Over one split: the sum of ``e = exp2((x - largest) * scale)`` and that of ``e * log2(e)``."""
+    """Over one split, the sum of ``e = exp2((x - largest) * scale)`` and its moment, the sum of ``e * log2(e)``."""
     total = tl.zeros((TILE // 4, 4), tl.float32)
     moment = tl.zeros((TILE // 4, 4), tl.float32)
     for i in tl.static_range(SPLIT // TILE):
@@ -56,15 +63,16 @@ def split_sums(
 
 @triton.jit
 def fixed_sum(values):
-    """Sum over the splits of a row, the same in any order."""
+    """The sum over the splits of a row, whose bits do not depend on the order."""
     return tl.sum((values * _FIXED).to(tl.int64), 1).to(tl.float32) * (1.0 / _FIXED)
 
 
 @triton.jit
 def merge_sums(stats_ptr, at, known, area, index: tl.constexpr, scale):
-    """Largest logit, sum of exponentials ``exp2((x - largest) * scale)`` and their ``e * log2(e)`` of every row.
+    """Merge the splits of every row: the largest logit, the sum of ``e = exp2((x - largest) * scale)``, and its moment.
 
-    ``stats`` ``[4, area]``: largest logit, sum, then sum and moment as scaled; ``index`` is 1 or 2.
+    ``stats`` ``[4, area]`` holds the largest logit of each split, the sum for raw logits, and the sum and the moment
+    for logits over the temperature. ``index`` selects the sum: 1 for raw logits, 2 for those over the temperature.
     """
     part = tl.load(stats_ptr + at, mask=known, other=-float("inf"))
     largest = tl.max(part, 1)
@@ -81,13 +89,13 @@ def merge_sums(stats_ptr, at, known, area, index: tl.constexpr, scale):
 
 @triton.jit
 def logprob(x, largest, total, inverse):
-    """``log(exp(x * inverse) / sum)`` of values whose largest is ``largest``; a row of -inf has all mass on token 0."""
+    """The log-softmax of ``x * inverse`` in a row whose largest value is ``largest`` and whose sum is ``total``."""
     return (clean(x) - largest) * inverse - tl.log(total)
 
 
 @triton.jit
 def floored_logits(logits_ptr, line, token, vocab, floor, mask):
-    """One logit per row, -inf below its floor."""
+    """Load one logit per row, with -inf for a logit below the row's floor."""
     x = tl.load(logits_ptr + line * vocab + token, mask=mask, other=-float("inf")).to(tl.float32)
     return tl.where(x < floor, -float("inf"), x)
 
@@ -99,9 +107,14 @@ def first_false(holds, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.constexpr):
-    """The rows of logits of one sequence: their number in the block, which of them matter, and what is forced."""
+    """Locate the rows of logits of one sequence in the block.
+
+    Returns the index of each row in the block, which rows are needed, the number of real rows, the block row of the
+    first row of logits, the number of tokens that are accepted because they are forced, and whether a token follows
+    them.
+    """
     rows = tl.arange(0, ROWS)
-    # By the second-level cache, as ``_finish`` reads before its wait.
+    # These reads bypass the L1 cache, because ``_finish`` performs them before its wait.
     num_rows = tl.load(num_rows_ptr + batch, cache_modifier=".cg").to(tl.int32)
     num_forced = tl.load(num_forced_ptr + batch, cache_modifier=".cg").to(tl.int32)
     first = tl.minimum(num_forced, width - count)
@@ -116,7 +129,7 @@ def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.const
 def judge_rows(
     draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The draft each row judges, whether it can be one, and whether the row is live (as in the reference)."""
+    """The draft that each row verifies, whether it is valid, and whether the row is live (as in the reference)."""
     rows = row - first
     real = rows < count
     drafted = real & (row < width - 1)
@@ -129,7 +142,7 @@ def judge_rows(
 
 @triton.jit
 def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE: tl.constexpr):
-    """What the draft of every row is accepted by, of the step's own noise; a half if there is none."""
+    """The uniforms that decide on the draft of every row, from the step's own noise; 0.5 if there is no noise."""
     u = tl.full(row.shape, 0.5, tl.float32)
     if NOISE:
         start = tl.load(positions_ptr + batch * width)
@@ -155,9 +168,9 @@ def last_row(accepted, first, count):
 
 @triton.jit
 def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: tl.constexpr):
-    """Draft tokens ``begin .. begin + COLUMNS``, int64, -1 behind the last."""
+    """Load the draft tokens ``begin`` to ``begin + COLUMNS``, int64, with -1 after the last one."""
     column = begin + tl.arange(0, COLUMNS)
-    # By the second-level cache, as ``_finish`` reads before its wait.
+    # These reads bypass the L1 cache, because ``_finish`` performs them before its wait.
     ptr = draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + column
     return tl.load(ptr, mask=column < width - 1, other=-1, cache_modifier=".cg").to(tl.int64)
 
@@ -192,7 +205,7 @@ def write_logprobs(
     logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, first, count, width, vocab,
     draft, next_token, accepted, point, temperature, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities of the emitted tokens; ``point`` ``[ROWS]`` is the token of a point mass, or -1."""
+    """Write the log-probabilities of the emitted tokens. ``point`` ``[ROWS]`` is the token of a point mass, or -1."""
     final = tl.where(row < accepted, draft, next_token)
     wanted = needed & (row <= accepted)
     if RAW:

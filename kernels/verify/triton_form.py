@@ -11,7 +11,7 @@ and lays out tokens and log-probabilities as the reference does.
 by the scans.
 """
 
-# Triton functions carry no types.
+# Triton's functions have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
 _HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 _FEW_GROUPS = 1024
-"""More groups than that are merged by twice as many warps: a thread has eight of them."""
+"""With more groups than this to merge, ``_finish`` has twice as many warps. A thread then still has eight groups."""
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -71,20 +71,23 @@ def _scan_rows(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row. ``stats`` ``[4, B * R, splits]``: largest logit, sum, then sum and moment as scaled.
+    """Scan one split of one row. The grid is ``(splits, R, B)``.
 
-    The grid is ``(splits, R, B)``.
+    ``stats`` ``[4, B * R, splits]`` receives the largest logit, the sum of exponentials of the raw logits, and the sum
+    and the moment (see :func:`~specgraph.kernels.verify.rows.split_sums`) of the logits over the temperature.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # After the wait, which ``_finish`` relies on. It is small and may as well be there when the last split is done.
+        # This has to come after the wait, since ``_finish`` relies on that. ``_finish`` is small, so it may occupy its
+        # place before the last split is done.
         tl.extra.cuda.gdc_launch_dependents()
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
     num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
-    # No temperature has these bits: asking keeps its read, and with it those of the logits, from being put off.
+    # No temperature has these bits. The comparison keeps the compiler from delaying the read of the temperature, and
+    # with it the reads of the logits.
     given = temperature.to(tl.int32, bitcast=True) != -1
     if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced) & given:
         row_ptr = logits_ptr + line.to(tl.int64) * vocab
@@ -122,7 +125,10 @@ def _finish(
     COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
     PROCESSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sequence: merge, accept, lay out. Names are those of ``verify_reference``."""
+    """For one sequence, merge the splits, accept drafts and write the results.
+
+    Names are those of ``verify_reference``.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(0)
@@ -138,7 +144,8 @@ def _finish(
     if NOISE:
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
         place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0, cache_modifier=".cg")
-    # What was written before ``_scan_rows`` is there: it had waited for that before it let this kernel begin.
+    # The reads above are safe: ``_scan_rows`` waited for everything written before it, and only then let this kernel
+    # start.
     if PDL:
         tl.extra.cuda.gdc_wait()
     line = (batch * count + rows).to(tl.int64)
@@ -182,7 +189,7 @@ def _finish(
 
 
 def covers(given: Verify) -> bool:
-    """Whether :func:`verify_triton` computes this; it is known before anything runs. Float64 is the reference's."""
+    """Whether :func:`verify_triton` covers these dtypes. float64 takes the reference."""
     return all(x is None or x.dtype in _HALF_OR_SINGLE for x in (given.logits, given.draft_logits))
 
 
@@ -217,13 +224,13 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     stats = logits.new_empty(4 * area if raw or scaled else 1, dtype=torch.float32)
     noise = num_rows if given.seeds is None else given.seeds.contiguous()
     pdl = supports_pdl(logits.device)
-    # Without contraction the same expression gives the same bits in every kernel.
+    # Without contraction, the same expression gives the same bits in every kernel.
     common: dict[str, Any] = {
         "SPLIT": split, "TILE": tile, "FLOORED": floors is not None, "PDL": pdl, "num_warps": warps,
         "enable_fp_fusion": False, **launch_options(pdl),
     }  # fmt: skip
     bounds = stats if floors is None else floors
-    # Rules with noise of the step's own draw later, and need the largest values of a row only.
+    # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
     _scan_rows[(splits, count, batch)](
         logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
         vocab, splits, RAW=raw, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **common,

@@ -1,13 +1,25 @@
-"""``probabilistic`` and ``block`` in Triton: acceptance by p and q, and a draw from what is left of ``w * p - q``.
+"""The rules ``probabilistic`` and ``block`` of ``specgraph::verify`` in Triton.
 
-Probabilities are never stored: wherever one is wanted it is computed from its logit and the row's sum. In order:
+With ``p`` the target's and ``q`` the draft's probabilities, drafts are accepted with chances that are made of ``p`` and
+``q``, and the next token is drawn from the residual ``max(w * p - q, 0)``. :mod:`specgraph.kernels.verify.verify`
+defines this and gives shapes and dtypes. A probability is never stored. Wherever one is needed, it is computed from its
+logit and the sum of its row.
 
-    ``_sum_drafts``    largest value and sum of exponentials of every split of the draft's rows
-    ``_weigh_rows``    per sequence: both sums merged, p and q of every draft token, the chain of weights of ``block``
-    ``_sum_excess``    (``block``) the sum of ``max(w * p - q, 0)`` over every split of every row
-    ``_choose``        per sequence: how many drafts are accepted, which row the next token comes from
-    ``race``           the winner of every split of that row (:mod:`specgraph.kernels.verify.race`)
-    ``finish_race``    per sequence: the winner of all, tokens and log-probabilities laid out
+There are up to six launches. Those that read whole rows have a program per row and split of the vocabulary, and those
+that merge and decide have a program per sequence::
+
+    _sum_drafts    program per split   the largest value and the sum of exponentials of the draft's rows
+    _weigh_rows    per sequence        merges both sums; p and q of every draft token; the chain of weights of `block`
+    _sum_excess    per split           (for `block`) the sum of max(w * p - q, 0) of every row
+    _choose        per sequence        how many drafts are accepted, and which row gives the next token
+    race           per split           the winner of the split of that row (specgraph.kernels.verify.race)
+    finish_race    per sequence        the winner of all splits; writes tokens and log-probabilities
+
+Sums over a split have a fixed order, and sums over splits are taken in fixed point, in which every order gives the same
+sum. So a sequence's results do not depend on other sequences.
+
+Sources: Leviathan et al. 2023, arXiv 2211.17192, and Chen et al. 2023, arXiv 2302.01318, for ``probabilistic``; Sun et
+al. 2024, arXiv 2403.10444, Algorithm 2, for ``block``.
 """
 
 # Triton functions carry no types.
@@ -40,12 +52,15 @@ from specgraph.kernels.verify.rows import (
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _REALS, _INTEGERS = 6, 3
-"""Columns of the tables of rows: largest and sum of the target, those of the draft, the weight before and after the
-row; and the token of a row that is a point mass or -1, whether it is live, its draft."""
+"""The number of values per row in the two tables that ``_weigh_rows`` writes.
+
+The reals are the largest value and the sum of the target, those of the draft, and the weight before and after the row.
+The integers are the token of a row that is a point mass (or -1), whether the row is live, and its draft.
+"""
 
 
 class Block(NamedTuple):
-    """What ``verify_triton`` was given, contiguous, and what ``_scan_rows`` has left."""
+    """The inputs of ``verify_triton``, made contiguous, and the results of ``_scan_rows``."""
 
     logits: Tensor
     draft_tokens: Tensor
@@ -72,6 +87,7 @@ def _sum_drafts(
     draft_ptr, points_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """For one split of one row of the draft, store the largest value and the sum of exponentials."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -97,7 +113,10 @@ def _weigh_rows(
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
     FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sequence: the tables of its rows. For ``probabilistic`` the weight after a row is its draft's chance."""
+    """For one sequence, write the tables of its rows.
+
+    For ``probabilistic`` the weight after a row is the chance that its draft is accepted.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
@@ -120,7 +139,7 @@ def _weigh_rows(
         vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
     )  # fmt: skip
     tl.store(bad_ptr + batch, bad.to(tl.uint8))
-    # The token of a point mass (greedy, or nothing but -inf), or -1.
+    # This is the token of a row that is a point mass (a greedy row, or one with nothing but -inf), and -1 otherwise.
     point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
@@ -180,6 +199,7 @@ def _sum_excess(
     SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """For one split of one row, store the sum of ``max(w * p - q, 0)``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -201,7 +221,7 @@ def _sum_excess(
 
 @triton.jit
 def _block_chances(integers_ptr, excess_ptr, line, rows, after, count, splits, lines, SPLITS: tl.constexpr):
-    """``h`` of Algorithm 2 for the prefix through each row's draft: see ``verify._block_chances``."""
+    """``h`` of Algorithm 2 for the prefix that ends with each row's draft; see ``verify._block_chances``."""
     ks = tl.arange(0, SPLITS)
     follows = rows + 1 < count
     next_live = tl.load(integers_ptr + lines + line + 1, mask=follows, other=0) > 0
@@ -218,7 +238,7 @@ def _choose(
     count, width, splits, lines,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sequence: the number of accepted tokens."""
+    """For one sequence, store the number of accepted tokens."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
@@ -242,9 +262,9 @@ def verify_residual(
     block: Block, source: Drawn, out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool,
     common: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or (``by_block``) ``block``.
+    """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or, if ``by_block``, for ``block``.
 
-    ``common`` are launch options and sizes; a kernel takes those it knows.
+    ``common`` holds launch options and sizes, of which a kernel is given those that it has as parameters.
     """
     batch, count, vocab = block.logits.shape
     width, lines, device = block.positions.shape[1], batch * count, block.logits.device

@@ -47,7 +47,7 @@ from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next,
 from specgraph.kernels.verify.triton_form import covers, verify_triton
 
 LOSSLESS_RULES = ("strict", "probabilistic", "block")
-"""Rules whose output has exactly the target's distribution; ``typical`` and ``synthetic`` change it."""
+"""The rules whose output has exactly the target's distribution. ``typical`` and ``synthetic`` change it."""
 
 
 def verify_reference(given: Verify) -> Verified:
