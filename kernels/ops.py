@@ -31,9 +31,11 @@ from torch import Tensor
 NAMESPACE = "specgraph"
 DEVICES = ("cpu", "cuda")
 """The device types that every op has a variant for."""
-VARIANTS = {"reference": DEVICES, "cpu": ("cpu",), "triton": ("cuda",), "hopper": ("cuda",)}
+VARIANTS = {
+    "reference": DEVICES, "cpu": ("cpu",), "triton": ("cuda",), "hopper": ("cuda",), "library": ("cuda",),
+}  # fmt: skip
 """The names that variants may have, and the device types that each is for: plain PyTorch, one form for CPUs, one in
-Triton, and one for GPUs of compute capability 9.x alone."""
+Triton, one for GPUs of compute capability 9.x alone, and one around a product of cuBLAS or another library."""
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", int: "int", int | None: "int?",
@@ -51,16 +53,21 @@ class Variant:
         row_independent: whether the bits of a row of the result are promised not to depend on the other rows, neither
             on their values nor on their number.
         covers: whether it computes these arguments, which is asked before anything runs; None if it computes all.
+        opt_in: whether it covers only arguments that ask for it, such as ``bitwise=False``. What the op promises
+            without being asked does not depend on it.
     """
 
     name: str
     run: Callable[..., Any]
     row_independent: bool
     covers: Callable[[Any], bool] | None = None
+    opt_in: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in VARIANTS:
             raise ValueError(f"A variant is named one of {', '.join(VARIANTS)}, not {self.name!r}.")
+        if self.opt_in and self.covers is None:
+            raise ValueError(f"The variant {self.name} is taken only if arguments ask for it: say in covers which do.")
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -136,10 +143,11 @@ class Op:
     def row_independent(self, device: str) -> bool:
         """Whether rows are independent of each other on a device type.
 
-        That is the promise of the variant that is asked first. Arguments that only a later one covers, such as those
-        in float64, have what that one promises.
+        That is the promise of the first variant that arguments need not opt in to. Arguments that only a later one
+        covers, such as those in float64, have what that one promises.
         """
-        return any(variant.row_independent for variant in self.on(device)[:1])
+        first = next((variant for variant in self.on(device) if not variant.opt_in), None)
+        return first is not None and first.row_independent
 
     def form(self, name: str, **tuning: Any) -> Callable[..., Any]:
         """One variant as a function of the op's own arguments, whatever the device and whatever it covers.

@@ -1,14 +1,17 @@
 """ATen nodes become ``specgraph::*`` ops: what decides how fast a step is, and whether its bits depend on the batch.
 
 A linear takes along what surrounds it, so that one launch does it all: the scale of a norm in front, the activation,
-gated or not, the residual, and the parts of a norm that follows. What remains is looked at node by node: under
-``numerics: bitwise`` every floating-point node must be one whose rows do not depend on how many there are.
+gated or not, the residual, and the parts of a norm that follows. What remains is looked at node by node. Under
+``numerics: bitwise`` every floating-point node must be one whose rows do not depend on how many there are. Under
+``numerics: fast`` such a node stays as it is, and a linear may also run a library's product: its op decides that by the
+number of rows of each call (:mod:`specgraph.kernels.linear.library`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,29 +26,31 @@ from specgraph.ir.graphs import calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
 from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
+from specgraph.kernels.linear.library import crossovers_of
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
     aten,
     dispatched,
     dtype_of,
+    is_float,
     keep_meta,
     only_user,
     producer,
     replace,
     weight_name,
 )
+from specgraph.passes.reductions import ONE_LAUNCH, ORDERED, lower_reductions
 
 LINEAR = torch.ops.specgraph.linear.default
 LINEAR_NORM = torch.ops.specgraph.linear_norm.default
+EXPERT_LINEAR = torch.ops.specgraph.expert_linear.default
 NORM_PARTS = torch.ops.specgraph.norm_parts.default
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 PAIR = torch.ops.specgraph.rms_norm_pair.default
 NUMERICS = ("bitwise", "fast")
 PROMISED = "cuda"
 """The device type that ``bitwise`` is a promise about; on a CPU, lowered programs run the reference, as tests do."""
-MAX_TERMS = 32
-"""Sums of at most this many terms are written out as additions, whose order is then the graph's."""
 
 ROW_WISE = frozenset({
     # They move elements and compute none.
@@ -75,7 +80,11 @@ class _Linear:
 
 @dataclass(frozen=True)
 class LowerKernels(LoweringPass):
-    """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast`` (library kernels for linears)."""
+    """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast``.
+
+    Both rewrite the same nodes into the same ops, except for sums, which only ``bitwise`` writes out as additions.
+    ``fast`` refuses no node, and lets linears run a library's product where that is known to be faster.
+    """
 
     numerics: str = "bitwise"
 
@@ -89,20 +98,38 @@ class LowerKernels(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module; refuse what has no form that ``bitwise`` allows."""
-        chosen: Counter[str] = Counter()
+        chosen, offered, left = Counter[str](), Counter[str](), Counter[str]()
+        bitwise = self.numerics == "bitwise"
         for name, module in program.modules.items():
-            if self.numerics == "bitwise":
-                _turn_weights(module)
-                _lower_linears(module, chosen)
-                _pair_norms(module, chosen)
-                _join_norms(module, chosen)
-                _lower_reductions(module, chosen)
+            _turn_weights(module)
+            _lower_linears(module, chosen)
+            _pair_norms(module, chosen)
+            _join_norms(module, chosen)
+            lower_reductions(module, ORDERED if bitwise else ONE_LAUNCH, chosen)
+            if bitwise:
                 _check_rows(name, module)
+            else:
+                _offer_library(module, offered)
+                left.update(str(node.target) for node in _row_dependent(module))
             module.recompile()
-        notes = tuple(f"{count} x {what}" for what, count in sorted(chosen.items()))
-        if self.numerics == "bitwise":
-            notes += _slower(program.target.device)
-        return PassResult(sum(chosen.values()), notes=notes)
+        device = program.target.device
+        notes = _counted(chosen) if bitwise else (*_counted(chosen), *_library_notes(offered, left, device))
+        return PassResult(chosen.total(), notes=(*notes, *_slower(device)))
+
+
+def _counted(counts: Counter[str]) -> tuple[str, ...]:
+    return tuple(f"{count} x {what}" for what, count in sorted(counts.items()))
+
+
+def _library_notes(offered: Counter[str], left: Counter[str], device: torch.device) -> Iterator[str]:
+    """Under ``fast``: the linears that may run in a library, and the nodes that nothing else computes."""
+    listed = f"{', '.join(_counted(offered))} may run a library's product"
+    if offered and crossovers_of(device) is None:
+        yield f"{listed}, but nothing was measured on a device like {device}: they run the kernels of numerics=bitwise"
+    elif offered:
+        yield f"{listed}, each for the numbers of rows at which specgraph.kernels.linear.library says it is faster"
+    if left:
+        yield f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
 
 
 def _slower(device: torch.device) -> tuple[str, ...]:
@@ -283,85 +310,30 @@ def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
         chosen["rms_norm_pair"] += 1
 
 
-def _lower_reductions(module: fx.GraphModule, chosen: Counter[str]) -> None:
-    """What :data:`_REDUCTIONS` has a form for."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        rule = _REDUCTIONS.get(node.target)
-        if rule is None or node.kwargs or not _is_float(node) or not all(map(_is_float, node.all_input_nodes)):
-            continue
-        with graph.inserting_before(node):
-            new = rule(graph, node)
-        if new is not None:
-            replace(graph, node, new)
-            chosen[rule.__name__.strip("_")] += 1
-
-
-def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    arguments: Any = node.args
-    x, dims, *keep = arguments
-    last = x.meta["val"].dim() - 1
-    if dims not in ([-1], [last]) or keep[:1] != [True]:
-        return None
-    return graph.call_function(torch.ops.specgraph.row_mean.default, (x,))
-
-
-def _layer_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    arguments: Any = node.args
-    x, shape, *rest = arguments
-    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
-    if len(shape) != 1:
-        return None
-    return graph.call_function(torch.ops.specgraph.layer_norm.default, (x, weight, bias), {"eps": eps})
-
-
-def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    arguments: Any = node.args
-    x, dims, *keep = arguments
-    terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None
-    if not isinstance(terms, int) or terms > MAX_TERMS:
-        return None
-    dtype = x.meta["val"].dtype
-    wide = dtype if dtype.itemsize > 2 else torch.float32  # rounded once, as the sum is
-    x = x if wide == dtype else graph.call_function(aten.to.dtype, (x, wide))
-    total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))
-    for term in others:
-        total = graph.call_function(aten.add.Tensor, (total, term))
-    total = total if wide == dtype else graph.call_function(aten.to.dtype, (total, dtype))
-    return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
-
-
-def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A product that sums one term, as rotary embeddings spell the angles of all positions."""
-    arguments: Any = node.args
-    a, b = arguments
-    if min(a.meta["val"].dim(), b.meta["val"].dim()) < 2 or a.meta["val"].shape[-1] != 1:
-        return None
-    return graph.call_function(aten.mul.Tensor, (a, b))
-
-
-_REDUCTIONS = {
-    aten.mean.dim: _mean, aten.layer_norm.default: _layer_norm, aten.sum.dim_IntList: _sum, aten.matmul.default: _outer,
-    aten.bmm.default: _outer,
-}  # fmt: skip
-
-
 def _check_rows(name: str, module: fx.GraphModule) -> None:
     """Refuse a floating-point node whose rows may depend on their number."""
+    for node in _row_dependent(module):
+        raise PassError(
+            f"lower_kernels: {name}.{node.name} ({node.target}) has no form whose rows are independent of their "
+            "number, which numerics=bitwise promises; compile with numerics=fast to use the library's."
+        )
+
+
+def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The floating-point nodes whose rows may depend on their number."""
     for node in module.graph.nodes:
-        if node.op != "call_function" or not _is_float(node) or _row_wise(node.target):
+        if node.op != "call_function" or not is_float(node) or _row_wise(node.target):
             continue
         if not all(map(_row_wise, dispatched(node))):
-            raise PassError(
-                f"lower_kernels: {name}.{node.name} ({node.target}) has no form whose rows are independent of their "
-                "number, which numerics=bitwise promises; compile with numerics=fast to use the library's."
-            )
+            yield node
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
+def _offer_library(module: fx.GraphModule, offered: Counter[str]) -> None:
+    """Let every linear run a library's product where that is faster."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in (LINEAR, LINEAR_NORM, EXPERT_LINEAR):
+            node.update_kwarg("bitwise", False)
+            offered[node.target._schema.name.split("::")[1]] += 1
 
 
 def _row_wise(target: Any) -> bool:

@@ -121,6 +121,13 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
+def is_float(node: fx.Node) -> bool:
+    """Whether one of the results that tracing found is a floating-point tensor."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
+
+
 def keep_meta(new: fx.Node, old: fx.Node) -> fx.Node:
     """Let ``new`` stand where ``old`` stood: its value and, if it is one, its hidden state."""
     new.meta.update({key: old.meta[key] for key in ("val", "hidden_state", "shape") if key in old.meta})

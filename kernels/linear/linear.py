@@ -43,6 +43,7 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import runs_gluon, supports_pdl
+from specgraph.kernels.linear import library
 from specgraph.kernels.linear.product import (
     Following,
     Product,
@@ -51,6 +52,7 @@ from specgraph.kernels.linear.product import (
     is_gated,
     launch_norm_parts,
     launch_tiles,
+    norm_scale,
     tiles,
 )
 from specgraph.kernels.linear.triton_form import NORM_GROUP
@@ -89,6 +91,8 @@ class Linear:
         activation: one of :data:`ACTIVATIONS`.
         constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
             it before the kernels in front have finished. Outside of graphs it makes no difference.
+        bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
+            :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
     """
 
     x: Tensor
@@ -100,6 +104,7 @@ class Linear:
     norm_eps: float = 0.0
     activation: str = "none"
     constant_weight: bool = True
+    bitwise: bool = True
 
 
 @dataclass(slots=True)
@@ -117,6 +122,7 @@ class LinearNorm:
     norm_offset: float = 0.0
     activation: str = "none"
     constant_weight: bool = True
+    bitwise: bool = True
 
 
 @dataclass(slots=True)
@@ -145,13 +151,16 @@ def linear_reference(given: Linear | LinearNorm) -> Tensor:
     out = functional.linear(x.to(exact), given.weight.to(exact))
     if squares is not None:
         out = out * torch.rsqrt(squares.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
-    out = out if bias is None else out + bias.to(exact)
-    if is_gated(given.activation):
-        gate, up = out.chunk(2, -1)
-        out = _GATED[given.activation](gate) * up
-    else:
-        out = _PLAIN[given.activation](out)
+    out = _activated(out if bias is None else out + bias.to(exact), given.activation)
     return (out if residual is None else out + residual.to(exact)).to(x.dtype)
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
+    """``y`` after one of :data:`ACTIVATIONS`; the gated ones halve its last dimension."""
+    if not is_gated(activation):
+        return _PLAIN[activation](y)
+    gate, up = y.chunk(2, -1)
+    return _GATED[activation](gate) * up
 
 
 def norm_parts_reference(given: NormParts) -> tuple[Tensor, Tensor]:
@@ -192,6 +201,10 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
         return False
     covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.squares is not None)
     return covers
+
+
+def _library_covers(given: Linear | LinearNorm) -> bool:
+    return not given.bitwise and library.is_faster_for(given.x, given.weight, is_gated(given.activation))
 
 
 def _not_float64(given: Linear | LinearNorm | NormParts) -> bool:
@@ -247,6 +260,29 @@ def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Ten
     if given.x.numel() > 0:
         launch_norm_parts(as_rows(given.x), (given.norm_weight, given.norm_offset, *parts), pdl)
     return parts
+
+
+def linear_library(given: Linear | LinearNorm) -> Tensor:
+    """:class:`Linear` around a library's product (cuBLAS), one launch for each part; every one of them rounds.
+
+    The rows are scaled before the product and not after it: they are mostly the narrower side, and nothing needs more
+    than the dtype of ``x`` then.
+    """
+    x = given.x if given.squares is None else _scaled(given.x, given.squares, given.norm_eps)
+    out = _activated(functional.linear(x, given.weight, given.bias), given.activation)
+    return out if given.residual is None else out + given.residual
+
+
+def _scaled(x: Tensor, squares: Tensor, norm_eps: float) -> Tensor:
+    """The normed rows, of the two parts of a norm. The product is taken in float32 and rounded as it is stored."""
+    scale = norm_scale(squares, x.shape[-1], norm_eps, supports_pdl(x.device)).view(*x.shape[:-1], 1)
+    return torch.mul(x, scale, out=x.new_empty(x.shape))
+
+
+def linear_norm_library(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`linear_library`, then the two parts of the norm that follows, in a launch of their own."""
+    out = linear_library(given)
+    return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
 def _out_shape(given: Linear | LinearNorm) -> tuple[int, ...]:
@@ -312,6 +348,7 @@ LINEAR = declare(
         Linear,
         _linear_fake,
         (
+            Variant("library", linear_library, row_independent=False, covers=_library_covers, opt_in=True),
             Variant("hopper", linear_hopper, row_independent=True, covers=_hopper_covers),
             *triton_or_reference(linear_triton, linear_reference, covers=_not_float64),
         ),
@@ -323,6 +360,7 @@ LINEAR_NORM = declare(
         LinearNorm,
         _linear_norm_fake,
         (
+            Variant("library", linear_norm_library, row_independent=False, covers=_library_covers, opt_in=True),
             Variant("hopper", linear_norm_hopper, row_independent=True, covers=_hopper_covers),
             *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=_not_float64),
         ),

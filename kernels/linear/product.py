@@ -137,7 +137,7 @@ def launch_tiles(product: Product, cut: Tiles) -> None:
     early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
     scale, squares = None, product.squares
     if squares is not None and not early:
-        scale, squares = _scale(squares, rows, in_features, groups, product.norm_eps, pdl), None
+        scale, squares = norm_scale(squares, in_features, product.norm_eps, pdl), None
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     joined = product.following if cut.block_o * cut.block_n <= 4096 else None
     norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
@@ -163,11 +163,22 @@ def launch_tiles(product: Product, cut: Tiles) -> None:
         launch_norm_parts(as_rows(out), product.following, pdl)
 
 
-def _scale(squares: Tensor, rows: int, features: int, groups: int, norm_eps: float, pdl: bool) -> Tensor:
-    """The scale ``[rows]`` of the norm before a product, by which the product of every row is multiplied."""
+def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
+    """The scale of a norm, ``rsqrt(sum(squares) / features + norm_eps)``, by which a row or its product is multiplied.
+
+    Args:
+        squares: contiguous ``[..., ceil(features / 64)]`` in float32, as ``norm_parts`` gives them.
+        features: the number of entries of a row.
+        norm_eps: is added to the mean of the squares.
+        pdl: whether to use programmatic dependent launch.
+
+    Returns:
+        One entry for each row, ``[rows]`` in float32.
+    """
+    rows = squares.shape[:-1].numel()
     scale = squares.new_empty(rows)
     norm_scale_kernel[(triton.cdiv(rows, 4),)](
-        scale, squares, rows, features, norm_eps, GROUPS=groups, BLOCK_N=4, PDL=pdl, num_warps=1,
+        scale, squares, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
         enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     return scale

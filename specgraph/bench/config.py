@@ -12,7 +12,7 @@ from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-KINDS = ("steps", "kernels")
+KINDS = ("steps", "kernels", "linears")
 
 
 @dataclass
@@ -20,7 +20,9 @@ class BenchConfig(Config):
     """Keys of ``bench``; ``draft=eagle3`` or ``draft=peagle`` without a path is a random head for the target."""
 
     what: str = "steps"
-    """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same."""
+    """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
+    linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which.
+    """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
     of a model.
@@ -29,6 +31,8 @@ class BenchConfig(Config):
     """Sequences decoded together, one measurement each."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
     """K, one measurement each; in the place of draft.num_speculative_tokens."""
+    rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
+    """linears: numbers of rows, one measurement each."""
     prompt_length: int = 128
     """Random tokens in front of every sequence; of kernels, the length of the context."""
     steps: int = 50
@@ -52,8 +56,9 @@ def check_bench_config(config: BenchConfig) -> None:
         ConfigError: says what is allowed.
     """
     if config.what not in KINDS:
-        raise ConfigError(f"There is no bench {config.what}{did_you_mean(config.what, KINDS)}; it is steps or kernels.")
-    for key in ("batch_sizes", "num_speculative_tokens"):
+        known = "steps, kernels or linears"
+        raise ConfigError(f"There is no bench {config.what}{did_you_mean(config.what, KINDS)}; it is {known}.")
+    for key in ("batch_sizes", "num_speculative_tokens", "rows"):
         values = getattr(config, key)
         if not values or min(values) < 1:
             raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")

@@ -20,12 +20,17 @@ from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
 from specgraph.config.load import drafter_options
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
+from specgraph.kernels.linear import library
+from specgraph.kernels.linear.experts import EXPERT_LINEAR
+from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
 from specgraph.kernels.step import ngram
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
 """Calls of one measurement read this much different memory, several times an L2 cache, if their number stays small."""
 MAX_COPIES = 64
+LIBRARY_FORM = "library form"
+"""The op's variant ``library``, which ``numerics: fast`` takes where it is faster."""
 _VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
 """Temperature and top-p."""
 
@@ -57,13 +62,26 @@ class KernelRow:
 
 
 @dataclass(frozen=True)
+class Product:
+    """What a linear's form is chosen by: the arguments of :func:`specgraph.kernels.linear.library.is_faster`."""
+
+    kind: library.Kind
+    weight: library.Shape
+    rows: int
+
+
+@dataclass(frozen=True)
 class Case:
-    """One kernel at one shape. ``make`` puts fresh inputs into memory and returns our call and libraries' calls."""
+    """One kernel at one shape. ``make`` puts fresh inputs into memory and returns our call and libraries' calls.
+
+    ``product`` is set for linears, whose libraries have a :data:`LIBRARY_FORM`.
+    """
 
     kernel: str
     shape: str
     bytes: int
     make: Make
+    product: Product | None = None
 
 
 def bench_kernels(
@@ -71,18 +89,25 @@ def bench_kernels(
 ) -> Iterator[KernelRow]:
     """A row for every kernel at every shape."""
     for case in cases(sizes, options, device, dtype):
-        copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
-        made = [case.make() for _ in range(copies)]
-        time_of = functools.partial(median_seconds, device, repeats=options.steps, warmup=options.warmup)
-        ours = time_of([call for call, _ in made])
-        libraries: dict[str, float] = {}
-        for name in made[0][1]:
-            with contextlib.suppress(RuntimeError):  # a library that cannot do it here is left out
-                libraries[name] = time_of([others[name] for _, others in made])
-        best = min(libraries, key=libraries.__getitem__, default=None)
-        limit = case.bytes / bandwidth
-        yield KernelRow(case.kernel, case.shape, 1e6 * ours, case.bytes, 1e6 * limit, ours / limit, best,
-                        None if best is None else 1e6 * libraries[best])  # fmt: skip
+        yield measure(case, options, device, bandwidth)
+
+
+def measure(
+    case: Case, options: BenchConfig, device: torch.device, bandwidth: float, named: str | None = None
+) -> KernelRow:
+    """Time one case, beside the best of its libraries, or beside the one that is ``named``."""
+    copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
+    made = [case.make() for _ in range(copies)]
+    time_of = functools.partial(median_seconds, device, repeats=options.steps, warmup=options.warmup)
+    ours = time_of([call for call, _ in made])
+    libraries: dict[str, float] = {}
+    for name in made[0][1] if named is None else [named]:
+        with contextlib.suppress(RuntimeError):  # a library that cannot do it here is left out
+            libraries[name] = time_of([others[name] for _, others in made])
+    best = min(libraries, key=libraries.__getitem__, default=None)
+    limit = case.bytes / bandwidth
+    return KernelRow(case.kernel, case.shape, 1e6 * ours, case.bytes, 1e6 * limit, ours / limit, best,
+                     None if best is None else 1e6 * libraries[best])  # fmt: skip
 
 
 def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -130,17 +155,18 @@ class _Place:
 
 
 def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
-    """``[rows, inputs] @ [outputs, inputs]^T``; the library is PyTorch's (cuBLAS on a GPU)."""
+    """``[rows, inputs] @ [outputs, inputs]^T``; the library's form is PyTorch's linear (cuBLAS on a GPU)."""
 
     def make() -> tuple[Call, dict[str, Call]]:
         x, weight = place.random(1, rows, inputs), place.random(outputs, inputs, scale=inputs**-0.5)
         return (
             lambda: torch.ops.specgraph.linear(x, weight),
-            {"torch linear": lambda: functional.linear(x, weight)},
+            {LIBRARY_FORM: functools.partial(LINEAR.form("library"), x, weight)},
         )
 
     moved = place.size(outputs * inputs, rows * inputs, rows * outputs)
-    return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make)
+    product = Product("linear", (outputs, inputs), rows)
+    return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make, product)
 
 
 def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
@@ -157,14 +183,18 @@ def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows
             return functional.silu(gate) * up if gated else out
 
         gained, squares = torch.ops.specgraph.norm_parts(x, scale)
-        fused = functools.partial(torch.ops.specgraph.linear, squares=squares, norm_eps=1e-5)
-        activation = "silu_mul" if gated else "none"
-        return lambda: fused(gained, weight, activation=activation), {"torch, separate": separate}
+        options: dict[str, Any] = {"norm_eps": 1e-5, "activation": "silu_mul" if gated else "none"}
+        fused, apart = (
+            functools.partial(form, gained, weight, squares=squares, **options)
+            for form in (torch.ops.specgraph.linear, LINEAR.form("library"))
+        )
+        return fused, {"torch, separate": separate, LIBRARY_FORM: apart}
 
     width = outputs // 2 if gated else outputs
     moved = place.size(outputs * inputs, rows * inputs, rows * width)
     what = "norm, silu" if gated else "norm"
-    return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make)
+    product = Product("gated" if gated else "linear", (outputs, inputs), rows)
+    return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make, product)
 
 
 def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
@@ -179,15 +209,19 @@ def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, row
             functional.rms_norm(out, (outputs,), scale, 1e-5)
             return out
 
-        fused = torch.ops.specgraph.linear_norm
-        return lambda: fused(x, weight, scale, None, residual)[0], {"torch, separate": separate}
+        fused, apart = (
+            functools.partial(form, x, weight, scale, None, residual)
+            for form in (torch.ops.specgraph.linear_norm, LINEAR_NORM.form("library"))
+        )
+        return lambda: fused()[0], {"torch, separate": separate, LIBRARY_FORM: lambda: apart()[0]}
 
     moved = place.size(outputs * inputs, rows * inputs, outputs, 3 * rows * outputs)
-    return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make)
+    product = Product("linear", (outputs, inputs), rows)
+    return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make, product)
 
 
 def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outputs: int, rows: int) -> Case:
-    """Every row meets different experts, drawn alike. The library's product wants rows sorted by expert."""
+    """Every row meets different experts, drawn alike. The library's form is PyTorch's ``grouped_mm``."""
     drawn = torch.rand(rows, experts.count, generator=torch.Generator().manual_seed(0))
     chosen = drawn.topk(experts.per_token).indices.flatten()
     met, count = len(set(chosen.tolist())), len(chosen)
@@ -195,20 +229,28 @@ def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outp
     def make() -> tuple[Call, dict[str, Call]]:
         x, ids = place.random(count, inputs), chosen.to(place.device)
         weight = place.random(experts.count, outputs, inputs, scale=inputs**-0.5)
-        every = torch.arange(experts.count, device=place.device)
-
-        def sorted_rows() -> Tensor:
-            order = ids.argsort()
-            ends = (ids[:, None] <= every).sum(0, dtype=torch.int32)
-            out = functional.grouped_mm(x[order], weight.mT, offs=ends)
-            return torch.empty_like(out).index_copy_(0, order, out)
-
         ours: Call = lambda: torch.ops.specgraph.expert_linear(x, weight, None, ids)  # noqa: E731
-        return ours, {"torch grouped_mm": sorted_rows}
+        return ours, {LIBRARY_FORM: functools.partial(EXPERT_LINEAR.form("library"), x, weight, None, ids)}
 
     moved = place.size(met * outputs * inputs, count * inputs, count * outputs)
     shape = f"{name} {outputs}x{inputs}, {rows} rows, {experts.per_token} of {experts.count} experts, {met} met"
-    return Case("expert_linear", shape, moved, make)
+    product = Product("experts", (experts.count, outputs, inputs), count)
+    return Case("expert_linear", shape, moved, make, product)
+
+
+def step_products(sizes: Sizes, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """The linears and experts of a step, each with all that lowering joins to it, for ``rows`` rows."""
+    place, linears = _Place(device, dtype), sizes.linears
+    yield _linear_after_norm(place, "qkv", *linears["qkv"], rows)
+    yield _linear_before_norm(place, "o", *linears["o"], rows)
+    yield _linear(place, "lm_head", *linears["lm_head"], rows)
+    if sizes.experts is None:
+        yield _linear_after_norm(place, "gate_up", *linears["gate_up"], rows)
+        yield _linear_before_norm(place, "down", *linears["down"], rows)
+    else:
+        width = sizes.experts.intermediate
+        yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
+        yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
 
 
 def _norm(place: _Place, width: int, rows: int) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from specgraph.bench import report
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.kernels import KernelRow, bench_kernels
+from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
 from specgraph.bench.sizes import Sizes
 from specgraph.bench.steps import StepRow, bench_steps
@@ -71,6 +73,19 @@ def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
     return found
 
 
+def run_linears(options: BenchConfig, device: torch.device) -> list[LinearRow]:
+    """Measure and print both forms of a target's linears, and the table that follows from their times."""
+    dtype = dtype_on(options.dtype, device)
+    bandwidth = measure_bandwidth(device)
+    found: list[LinearRow] = []
+    for row in bench_linears(Sizes.of(_config(options.target)), options, device, dtype, bandwidth):
+        found.append(row)
+        print(f"{row.kernel}, {row.shape}: {row.times}", flush=True)
+    _finish(options, _about(options, device, dtype, bandwidth), found)
+    print("\n" + "\n".join(describe_crossovers(found)))
+    return found
+
+
 def make_target(options: BenchConfig, device: torch.device) -> PreTrainedModel:
     """A target of a named shape, with random weights."""
     return random_target(options.target, device, dtype_on(options.dtype, device))
@@ -109,7 +124,7 @@ def _draft(config: Config) -> str:
     return name if drafter.head is None else f"{name} (random)"
 
 
-def _finish(options: BenchConfig, about: dict[str, Any], rows: list[StepRow] | list[KernelRow]) -> None:
+def _finish(options: BenchConfig, about: dict[str, Any], rows: Sequence[StepRow] | Sequence[KernelRow]) -> None:
     """The table, after what it is of; the JSON and the plot, if they were asked for."""
     print("\n" + _heading(about))
     if not rows:

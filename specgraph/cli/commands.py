@@ -110,7 +110,7 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time decode steps or kernels; print a line for each measurement, then a table."""
+    """Time decode steps, kernels or linears; print a line for each measurement, then a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -128,6 +128,8 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     rows: Sequence[StepRow | KernelRow]
     if options.what == "kernels":
         rows = run.run_kernels(options, torch.device(device))
+    elif options.what == "linears":
+        rows = run.run_linears(options, torch.device(device))
     elif options.target in SHAPES:
         rows = run.run_steps(run.make_target(options, torch.device(device)), options, config)
     else:

@@ -136,9 +136,9 @@ COMMANDS = {
         "path",
     ),
     "bench": Command(
-        "time decode steps, or kernels, against the bytes that must move",
+        "time decode steps, kernels or linears, against the bytes that must move",
         _bench_config,
-        "[kernels] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [batch_sizes=[1,8]] [KEY=VALUE ...]",
+        "[kernels|linears] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [batch_sizes=[1,8]] [KEY=VALUE ...]",
         "what",
     ),
     "train": Command(

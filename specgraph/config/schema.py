@@ -90,7 +90,9 @@ class Config:
     lowering: LoweringConfig = field(default_factory=LoweringConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     numerics: str = "bitwise"
-    """Of the GPU's kernels: bitwise (a row's bits do not depend on the other rows) or fast (any library kernel)."""
+    """Of the GPU's kernels: bitwise (a row's bits do not depend on the other rows) or fast (they may: no node is
+    refused, and linears run a library's product for the numbers of rows at which that is known to be faster).
+    """
     check_numerics: bool = False
     """Run every stage on the same input and name the first pass whose output differs."""
     max_batch_size: int = 64

@@ -30,6 +30,14 @@ def test_steps(draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(row["ms"] > 0 and row["peak_bytes"] > row["target_bytes"] for row in found["rows"])
 
 
+def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["target=llama-3.2-1b-shape", "rows=[1,300]", "steps=3", "warmup=1", f"json={tmp_path / 'a.json'}"]
+    assert main(["bench", "linears", *given]) == 0, capsys.readouterr().err
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert len(rows) == 10 and all(row["us"] > 0 and row["library_us"] > 0 for row in rows)
+    assert "    linear={(3072, 2048): (" in capsys.readouterr().out
+
+
 def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", *SMALL, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]

@@ -391,7 +391,7 @@ def test_a_gpu_whose_triton_is_another_is_told(gluon: bool, numerics: str, monke
     program = toy(Around(lambda x, y: y), torch.randn(5, 8))
     notes = LowerKernels(numerics=numerics).apply(program).notes
     told = [note for note in notes if "their Gluon form is for Triton 3.6, this is " in note]
-    assert len(told) == (numerics == "bitwise" and not gluon)
+    assert len(told) == (not gluon)
 
 
 def test_an_unknown_kind_of_numerics_is_refused() -> None:

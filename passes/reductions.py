@@ -1,0 +1,91 @@
+"""Sums of floating-point numbers get a form whose order does not depend on the number of rows.
+
+A library may sum in another order when there are more rows. Our kernels sum a row in an order that follows from its
+width, and a sum of few terms becomes a chain of additions, in the order of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+import specgraph.kernels.linear.norm  # noqa: F401  (registers ops)
+from specgraph.passes.patterns import aten, is_float, replace
+
+Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
+"""Writes a node's other form in front of it; None if it has none."""
+
+MAX_TERMS = 32
+"""Sums of at most this many terms are written out as additions, whose order is then the graph's."""
+
+
+def lower_reductions(module: fx.GraphModule, rules: Mapping[Any, Rule], chosen: Counter[str]) -> None:
+    """Rewrite every floating-point node that ``rules`` has a form for; ``chosen`` counts them by the rule's name."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        rule = rules.get(node.target)
+        if rule is None or node.kwargs or not is_float(node) or not all(map(is_float, node.all_input_nodes)):
+            continue
+        with graph.inserting_before(node):
+            new = rule(graph, node)
+        if new is not None:
+            replace(graph, node, new)
+            chosen[rule.__name__.strip("_")] += 1
+
+
+def _mean(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    arguments: Any = node.args
+    x, dims, *keep = arguments
+    last = x.meta["val"].dim() - 1
+    if dims not in ([-1], [last]) or keep[:1] != [True]:
+        return None
+    return graph.call_function(torch.ops.specgraph.row_mean.default, (x,))
+
+
+def _layer_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    arguments: Any = node.args
+    x, shape, *rest = arguments
+    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
+    if len(shape) != 1:
+        return None
+    return graph.call_function(torch.ops.specgraph.layer_norm.default, (x, weight, bias), {"eps": eps})
+
+
+def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    arguments: Any = node.args
+    x, dims, *keep = arguments
+    terms = x.meta["val"].shape[dims[0]] if len(dims) == 1 else None
+    if not isinstance(terms, int) or terms > MAX_TERMS:
+        return None
+    dtype = x.meta["val"].dtype
+    wide = dtype if dtype.itemsize > 2 else torch.float32  # rounded once, as the sum is
+    x = x if wide == dtype else graph.call_function(aten.to.dtype, (x, wide))
+    total, *others = (graph.call_function(aten.select.int, (x, dims[0], i)) for i in range(terms))
+    for term in others:
+        total = graph.call_function(aten.add.Tensor, (total, term))
+    total = total if wide == dtype else graph.call_function(aten.to.dtype, (total, dtype))
+    return graph.call_function(aten.unsqueeze.default, (total, dims[0])) if keep[:1] == [True] else total
+
+
+def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A product that sums one term, as rotary embeddings spell the angles of all positions."""
+    arguments: Any = node.args
+    a, b = arguments
+    if min(a.meta["val"].dim(), b.meta["val"].dim()) < 2 or a.meta["val"].shape[-1] != 1:
+        return None
+    return graph.call_function(aten.mul.Tensor, (a, b))
+
+
+ONE_LAUNCH: dict[Any, Rule] = {
+    aten.mean.dim: _mean,
+    aten.layer_norm.default: _layer_norm,
+    aten.matmul.default: _outer,
+    aten.bmm.default: _outer,
+}
+"""Reductions that take one launch in either form."""
+ORDERED: dict[Any, Rule] = {**ONE_LAUNCH, aten.sum.dim_IntList: _sum}
+"""Those of :data:`ONE_LAUNCH`, and sums. Each addition of a sum is a launch, so a library's sum is faster."""

@@ -1,0 +1,102 @@
+"""Times both forms of a target's linears, and says where the faster one changes.
+
+This is how the tables of :mod:`specgraph.kernels.linear.library` are made: each linear of a step is timed with all that
+lowering joins to it (the norms, the activation, the residual), once in our form and once in the library's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, Product, measure, step_products
+from specgraph.bench.sizes import Sizes
+from specgraph.kernels.linear import library
+
+MARGIN = 0.03
+"""How much faster the library must be, alone, to be taken: in a step our kernels also overlap with their neighbours."""
+Table = dict[library.Shape, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class LinearRow(KernelRow):
+    """One linear in both forms, ``us`` in ours and ``library_us`` in the library's (None where it cannot run).
+
+    Attributes:
+        product: its kind, its weight and the number of rows.
+        taken: whether ``numerics: fast`` takes the library's form here today.
+    """
+
+    product: Product
+    taken: bool
+
+    @property
+    def times(self) -> str:
+        """Both times, to be read."""
+        other = "cannot run" if self.library_us is None else f"{self.library_us:.2f} us"
+        return f"our form {self.us:.2f} us, the library's {other}"
+
+    @property
+    def faster(self) -> bool:
+        """Whether the library's form is faster by more than :data:`MARGIN`."""
+        return self.library_us is not None and self.library_us < (1 - MARGIN) * self.us
+
+
+def bench_linears(
+    sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
+) -> Iterator[LinearRow]:
+    """A row for every linear of a step, the experts' among them, and every number of ``options.rows``."""
+    for rows in sorted(set(options.rows)):
+        for case in step_products(sizes, rows, device, dtype):
+            assert case.product is not None
+            product = case.product
+            taken = library.is_faster(product.kind, product.weight, product.rows, dtype, device)
+            timed = measure(case, options, device, bandwidth, LIBRARY_FORM)
+            shown = {**vars(timed), "library": f"{LIBRARY_FORM}, taken" if taken else LIBRARY_FORM}
+            yield LinearRow(**shown, product=product, taken=taken)
+
+
+def crossovers(rows: Sequence[LinearRow]) -> dict[library.Kind, Table]:
+    """The tables that follow from measured times, as :class:`specgraph.kernels.linear.library.Crossovers` holds them.
+
+    Where one weight was timed with different neighbours, the library must be faster with all of them.
+    """
+    faster: dict[Product, bool] = defaultdict(lambda: True)
+    for row in rows:
+        faster[row.product] &= row.faster
+    weights: dict[tuple[library.Kind, library.Shape], dict[int, bool]] = defaultdict(dict)
+    for product, wins in faster.items():
+        weights[product.kind, product.weight][product.rows] = wins
+    tables: dict[library.Kind, Table] = defaultdict(dict)
+    for (kind, weight), measured in weights.items():
+        tables[kind][weight] = changes(measured)
+    return dict(tables)
+
+
+def changes(faster: Mapping[int, bool]) -> tuple[int, ...]:
+    """The numbers of rows at which the faster form changes.
+
+    Between two measured numbers the library is taken if it is faster at both, and beyond the largest if it is there.
+    """
+    found: list[int] = []
+    last = 0
+    for rows in sorted(faster):
+        if faster[rows] != bool(len(found) % 2):
+            found.append(rows if faster[rows] else last + 1)
+        last = rows
+    return tuple(found)
+
+
+def describe_crossovers(rows: Sequence[LinearRow]) -> Iterator[str]:
+    """The tables, to be put into the library's file, and the rows at which today's take the slower form."""
+    yield f"by these times the library's form is faster by more than {MARGIN:.0%} where these tables say so:"
+    for kind, table in crossovers(rows).items():
+        yield f"    {kind}={table},"
+    for row in rows:
+        if row.taken != row.faster:
+            form = "the library's form" if row.taken else "our form"
+            yield f"numerics=fast takes {form} of {row.kernel}, {row.shape}: {row.times}"
