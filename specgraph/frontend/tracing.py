@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import specgraph.kernels.attention.attention
 import specgraph.kernels.linear.experts  # noqa: F401  (both register ops)
 from specgraph.errors import UnsupportedModelError
-from specgraph.frontend.masks import attention_calls, check_masks, mask_hook, note_attention
+from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 
@@ -228,18 +228,20 @@ def trace(model: PreTrainedModel) -> TracedModel:
     config: Any = model.config.get_text_config()
     layers = int(config.num_hidden_layers)
     _check_layer_types(config, type(model).__name__)
+    limit = max_positions(model)
     with EXPORTING, hooked(model), torch.no_grad():
         wrapper = _Forward(model)
         calls = attention_calls(model)
+        _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions)
+        check_masks(calls, type(model).__name__, limit)
         exported = functional(_export(wrapper, type(model).__name__))
     graph = unlift(exported, "model.")
-    _check_attention(graph.graph, type(model).__name__, layers, wrapper.takes_positions)
-    check_masks(calls, type(model).__name__, max_positions(model))
+    _check_calls(graph.graph, calls, type(model).__name__)
     body, head = _split(graph, type(model).__name__)
     vocab = head_output(head).shape[-1]
     parameter = next(model.parameters())
     info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
-                     parameter.device, max_positions(model))  # fmt: skip
+                     parameter.device, limit)  # fmt: skip
     return TracedModel(info, body, head)
 
 
@@ -307,8 +309,7 @@ def _other_layers(name: str, layers: int, count: int) -> UnsupportedModelError:
     )
 
 
-def _check_attention(graph: fx.Graph, name: str, layers: int, takes_positions: bool) -> None:
-    count = sum(node.target is ATTENTION for node in graph.nodes)
+def _check_attention(count: int, name: str, layers: int, takes_positions: bool) -> None:
     if count == 0:
         raise UnsupportedModelError(
             f"{name} does not call its attention through transformers' AttentionInterface, so specgraph cannot give "
@@ -322,6 +323,16 @@ def _check_attention(graph: fx.Graph, name: str, layers: int, takes_positions: b
         raise _other_layers(name, layers, count)
     if not takes_positions:
         raise UnsupportedModelError(f"{name}.forward takes no position_ids, so its positions cannot be set.")
+
+
+def _check_calls(graph: fx.Graph, calls: list[AttentionCall], name: str) -> None:
+    """The graph must hold the attention calls whose masks have been checked."""
+    found = [node.kwargs.get("window") for node in graph.nodes if node.target is ATTENTION]
+    if found != [call.window for call in calls]:
+        raise UnsupportedModelError(
+            f"{name} attends otherwise while it is exported: {len(found)} attention calls with the windows {found} "
+            f"instead of {[call.window for call in calls]}."
+        )
 
 
 def _split(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:

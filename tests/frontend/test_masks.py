@@ -131,3 +131,16 @@ def test_a_window_needs_a_mask() -> None:
     check_masks([AttentionCall(mask, None), AttentionCall(None, None)], "Toy")
     with pytest.raises(UnsupportedModelError, match=r"Toy gives layer 1 .* its attention names \(4\)"):
         check_masks([AttentionCall(mask, None), AttentionCall(None, 4)], "Toy")
+
+
+def test_what_is_exported_must_be_what_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", num_hidden_layers=1)
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+
+    def windowed(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs, **({"sliding_window": 4} if torch.compiler.is_exporting() else {}))
+
+    monkeypatch.setattr(attention, "forward", windowed)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM attends otherwise .* \[4\] instead of \[None\]"):
+        trace(model)

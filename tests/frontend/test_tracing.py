@@ -91,6 +91,9 @@ def test_unknown_attention_argument_is_refused() -> None:
     ("architecture", "options", "message"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM does not call its attention through .*Interface"),
+        ("falcon", {"alibi": True}, "FalconForCausalLM does not call its attention through .*Interface"),
+        ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 32}, "MptForCausalLM does not call its attention through "),
+        ("doge", {"keep_window_size": 8}, "DogeForCausalLM alters the attention mask of layer 0, or builds it"),
         ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "Lfm2.* 2 layers but 1 "),
         ("mamba", {}, "MambaForCausalLM"),
         ("qwen3_next", {**MOE, "num_hidden_layers": 4, "head_dim": 8, "shared_expert_intermediate_size": 24,
