@@ -20,8 +20,8 @@ from specgraph.kernels import step
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import Mismatch
 
-EMITTED, NUM_EMITTED, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(8)
-"""What :func:`~specgraph.kernels.step.tokens` returns, in order."""
+EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(9)
+"""What :func:`~specgraph.kernels.step.settle` returns, in order: :class:`~specgraph.kernels.step.tokens.Settled`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def _fuse_settling(program: Program) -> int:
     if len(rows) > 1 or any(user.target is step.draft_inputs and user.args[0] is not window for user in rows):
         raise Mismatch(f"the drafter takes {', '.join(user.name for user in rows)}")
     shifted = not rows or rows[0].target is step.next_tokens
-    parts = {cut: EMITTED, count: NUM_EMITTED, **dict.fromkeys(rows, ROWS)}
+    kept = [user for user in cut.users if user.target is step.cut_rows]
+    parts = {cut: EMITTED, count: NUM_EMITTED, **dict.fromkeys(kept, ACCEPTED_ROWS), **dict.fromkeys(rows, ROWS)}
     parts |= dict(_followers(start, count, rows[0] if rows else None, shifted))
     chained: dict[fx.Node, Any] = {u: u.args[2] for u in count.users if _calls(u, step.chain_positions, start, count)}
     drawn = [u for u in count.users if u.target is step.propose_ and u.args[2:4] == (start, count)]
@@ -78,7 +79,7 @@ def _fuse_settling(program: Program) -> int:
     options: dict[str, Any] = {"shifted": shifted, "chain": max(chained.values(), default=-1) + 1}
     options |= {"vocab_size": rows[0].kwargs["vocab_size"]} if rows else {}
     with graph.inserting_before(cut):
-        arguments = (tokens, window, start, num_forced, eos_ids)
+        arguments = (tokens, window, start, num_forced, eos_ids, *_accepted_rows(kept, cut))
         settled = graph.create_node("call_function", step.settle, arguments, options, name="settled")
         wanted = sorted({*parts.values(), *([CHAIN] if chained else []), *([LENGTH] if drawn else [])})
         items = {index: graph.call_function(operator.getitem, (settled, index)) for index in wanted}
@@ -91,6 +92,14 @@ def _fuse_settling(program: Program) -> int:
         node.update_arg(2, items[LENGTH])
     _replace(program, {**{node: items[index] for node, index in parts.items()}, **places})
     return len(parts) + len(places) + len(drawn)
+
+
+def _accepted_rows(kept: list[fx.Node], cut: fx.Node) -> list[fx.Node]:
+    """The rows that gave the tokens, if they are asked for; they must be known where the tokens are cut."""
+    given: list[Any] = list(dict.fromkeys(node.args[0] for node in kept))
+    if len(given) > 1 or any(not node < cut for node in given):
+        raise Mismatch(f"{', '.join(node.name for node in kept)} cut rows that {cut.name} does not know")
+    return given
 
 
 def _followers(start: fx.Node, count: fx.Node, rows: fx.Node | None, shifted: bool) -> Iterator[tuple[fx.Node, int]]:

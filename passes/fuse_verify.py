@@ -23,10 +23,12 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.patterns import Mismatch, producer
 
 VERIFY = torch.ops.specgraph.verify.default
-_KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if "Tensor" not in str(a.type))
-"""The op's options: everything in its schema that is not a tensor."""
+_KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if a.has_default_value())
+"""The op's options: everything in its schema that may be left out."""
+LOGPROBS, BAD = (verify.Verified._fields.index(name) for name in ("logprobs", "bad"))
+"""Places among the op's results; the first ones are those of ``emit``."""
 _SHARED = ("draft_tokens", "draft_logits", "num_rows", "num_forced", "processed", "num_accepted", "seeds", "positions",
-           "rule", "target_to_draft")  # fmt: skip
+           "rule", "target_to_draft", "point_mass")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,13 @@ def _fuse(program: Program, match: _Match) -> None:
     names = [a.name for a in VERIFY._schema.arguments]
     logprobs = [n for n in match.pieces if n.target is verify.token_logprobs]
     mode = _arguments(logprobs[0])["logprobs"] if logprobs else "none"
-    options = {n: arguments[n] for n in names if n in arguments and not isinstance(arguments[n], fx.Node)}
     with graph.inserting_before(match.emit):
         positional = [arguments.get(n) for n in names if n not in _KEYWORDS]
-        keywords = {n: options[n] for n in _KEYWORDS if n in options}
+        keywords = {n: arguments[n] for n in _KEYWORDS if arguments.get(n) is not None}
         fused = graph.call_function(VERIFY, tuple(positional), {**keywords, "logprobs": mode})
         fused.name = "verification"
     match.emit.replace_all_uses_with(fused)
-    for node, index in (*((node, 2) for node in logprobs), *((node, 3) for node in _nan_checks(match))):
+    for node, index in (*((n, LOGPROBS) for n in logprobs), *((n, BAD) for n in _nan_checks(match))):
         with graph.inserting_before(node):
             item = graph.call_function(operator.getitem, (fused, index))
         item.meta["role"] = node.meta.get("role")

@@ -20,6 +20,10 @@ from specgraph.kernels.sampling.sample import process_logits
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 from specgraph.passes.insert_draft import SAMPLING
 
+EMITTED_ROWS = "emitted_rows"
+"""The input ``[B, T]`` of a drafter that reads which rows of the window gave the emitted tokens. Where there is no such
+input, nothing computes them."""
+
 
 @dataclass(frozen=True)
 class InsertVerify(Pass):
@@ -42,7 +46,7 @@ class InsertVerify(Pass):
             raise ConfigError("insert_verify: posterior_threshold and posterior_alpha must be 0 or more.")
 
     def apply(self, program: Program) -> PassResult:
-        """Replace the inputs ``emitted`` and ``num_emitted`` by nodes that compute them."""
+        """Replace the inputs ``emitted``, ``num_emitted`` and, if it is there, ``emitted_rows`` by what gives them."""
         drawn_for = program.options.get("rule", self.rule)
         if drawn_for != self.rule:
             raise PassError(
@@ -105,8 +109,10 @@ class InsertVerify(Pass):
                        **vocabulary)  # fmt: skip
         token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                      rule=self.rule)  # fmt: skip
-        pair = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
-        tokens = call(operator.getitem, pair, 0, name="verified_tokens")
+        verified = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
+        tokens = call(operator.getitem, verified, 0, name="verified_tokens")
+        asked = EMITTED_ROWS in program.inputs
+        verified_rows = call(operator.getitem, verified, 2, name="verified_rows") if asked else None
         logprobs = call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
                         logprobs="none")  # fmt: skip
         logprobs.meta["role"] = "logprobs"
@@ -114,7 +120,10 @@ class InsertVerify(Pass):
         bad.meta["role"] = "bad"
         emitted = call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
         count = call(step.count_emitted, emitted, name="num_emitted_tokens")
-        for name, node in (("emitted", emitted), ("num_emitted", count)):
+        results = {"emitted": emitted, "num_emitted": count}
+        if asked:
+            results[EMITTED_ROWS] = call(step.cut_rows, verified_rows, emitted, name="rows_of_emitted")
+        for name, node in results.items():
             program.input(name).replace_all_uses_with(node)
             program.drop_input(name)
             node.meta["role"] = name

@@ -104,6 +104,11 @@ def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     return cut
 
 
+def cut_rows(accepted_rows: Tensor, emitted: Tensor) -> Tensor:
+    """The rows ``[B, T]`` that gave the ``emitted`` tokens ``[B, T]``: -1 behind an EOS, as the tokens are."""
+    return torch.where(emitted >= 0, accepted_rows, -1)
+
+
 def count_emitted(emitted: Tensor) -> Tensor:
     """Number of tokens each sequence emits, ``[B]``."""
     return (emitted >= 0).sum(1)
@@ -169,17 +174,18 @@ def history_length(start: Tensor, num_emitted: Tensor) -> Tensor:
 
 
 def settle(
-    tokens: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, eos_ids: Tensor, *, shifted: bool = True,
-    vocab_size: int = 1, chain: int = 0,
+    tokens: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, eos_ids: Tensor,
+    accepted_rows: Tensor | None = None, *, shifted: bool = True, vocab_size: int = 1, chain: int = 0,
 ) -> Settled:  # fmt: skip
     """What :func:`cut_at_eos` and the functions of its result give, from one launch.
 
-    In the order of :class:`~specgraph.kernels.step.tokens.Settled`: ``cut_at_eos``, ``count_emitted``, ``next_tokens``
-    (or ``draft_inputs`` if not ``shifted``), the ``row_positions`` of these, how many are real (``catch_up_rows`` if
-    not ``shifted``), ``last_row``, ``history_length``, and ``chain_positions`` for the offsets below ``chain``.
+    In the order of :class:`~specgraph.kernels.step.tokens.Settled`: ``cut_at_eos``, ``count_emitted``, ``cut_rows``
+    (empty without ``accepted_rows``), ``next_tokens`` (or ``draft_inputs`` if not ``shifted``), the ``row_positions``
+    of these, how many are real (``catch_up_rows`` if not ``shifted``), ``last_row``, ``history_length``, and
+    ``chain_positions`` for the offsets below ``chain``.
     """
     settled: Settled = torch.ops.specgraph.settle(
-        tokens, window, start, num_forced, eos_ids, shifted=shifted, vocab_size=vocab_size, chain=chain
+        tokens, window, start, num_forced, eos_ids, accepted_rows, shifted=shifted, vocab_size=vocab_size, chain=chain
     )
     return settled
 

@@ -51,6 +51,7 @@ class Settle:
         start: ``[B]``, the position of its first row.
         num_forced: ``[B]``, how many of the tokens were given.
         eos_ids: ``[E]``, padded with -1.
+        accepted_rows: ``[B, T]``, the rows that gave the tokens, padded with -1; None: nobody asks for them.
         shifted: whether the drafter's row ``t`` takes token ``t + 1``; else it takes the window's first token, too.
         vocab_size: the drafter's, into which padding is clamped.
         chain: how many positions behind the accepted tokens are wanted.
@@ -61,6 +62,7 @@ class Settle:
     start: Tensor
     num_forced: Tensor
     eos_ids: Tensor
+    accepted_rows: Tensor | None = None
     _: KW_ONLY
     shifted: bool
     vocab_size: int
@@ -73,6 +75,7 @@ class Settled(NamedTuple):
     Attributes:
         emitted: the emitted tokens ``[B, T]``: everything after the first unforced EOS is -1.
         num_emitted: their number ``n`` ``[B]``.
+        accepted_rows: the rows that gave them ``[B, T]``, -1 behind the last; ``[B, 0]`` where none were given.
         rows: the drafter's rows ``[B, T]`` if shifted, else ``[B, T + 1]``.
         positions: their positions, from ``start`` on.
         num_rows: how many of them are real ``[B]``: ``n`` if shifted, else ``n + 1``, or 0 where nothing is emitted.
@@ -83,6 +86,7 @@ class Settled(NamedTuple):
 
     emitted: Tensor
     num_emitted: Tensor
+    accepted_rows: Tensor
     rows: Tensor
     positions: Tensor
     num_rows: Tensor
@@ -130,11 +134,13 @@ def settle_reference(given: Settle) -> Settled:
     start, shifted = given.start, given.shifted
     emitted = cut_at_eos_reference(CutAtEos(given.tokens, given.num_forced, given.eos_ids))
     count = (emitted >= 0).sum(1)
+    known = given.accepted_rows
+    kept = emitted.new_empty((len(emitted), 0)) if known is None else torch.where(emitted >= 0, known, -1)
     rows = (emitted if shifted else torch.cat([given.window[:, :1], emitted], 1)).clamp(0, given.vocab_size - 1)
     places = positions_of(start, rows.shape[1], 1)[0]
     real = count.clone() if shifted else torch.where(count > 0, count + 1, 0)
     ahead = positions_of(start + count, 1, given.chain)
-    return Settled(emitted, count, rows, places, real, count - 1, start + count + 1, ahead)
+    return Settled(emitted, count, kept, rows, places, real, count - 1, start + count + 1, ahead)
 
 
 def advance_reference(given: Advance) -> None:
@@ -183,9 +189,9 @@ def _cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _settle_kernel(
-    emitted, num_emitted, rows, positions, num_rows, last, accepted, ahead, tokens, window, start, num_forced, eos_ids,
-    width, window_width, vocab, NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
-    PDL: tl.constexpr,
+    emitted, num_emitted, kept_rows, rows, positions, num_rows, last, accepted, ahead,
+    tokens, window, start, num_forced, eos_ids, accepted_rows, width, window_width, vocab,
+    NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -197,10 +203,14 @@ def _settle_kernel(
     count = tl.sum((token >= 0).to(tl.int64), axis=0)
     begin = tl.load(start + b)
     known = tl.minimum(tl.maximum(token, 0), vocab - 1)
+    if accepted_rows is not None:
+        given_by = tl.load(accepted_rows + b * width + row, mask=inside, other=-1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(emitted + b * width + row, token, mask=inside)
     tl.store(num_emitted + b, count)
+    if accepted_rows is not None:
+        tl.store(kept_rows + b * width + row, tl.where(token >= 0, given_by, -1), mask=inside)
     if SHIFTED:
         tl.store(rows + b * width + row, known, mask=inside)
         tl.store(positions + b * width + row, begin + row, mask=inside)
@@ -308,11 +318,12 @@ def settle_triton(given: Settle) -> Settled:
     settled = _settle_fake(given)
     *outputs, ahead = settled
     read = (tensor.contiguous() for tensor in (tokens, window, given.start, given.num_forced, eos_ids))
+    accepted_rows = None if given.accepted_rows is None else given.accepted_rows.contiguous()
     pdl = supports_pdl(tokens.device)
     _settle_kernel[(batch,)](
-        *outputs, tuple(ahead), *read, width, window.shape[1], given.vocab_size, NUM_EOS=eos_ids.shape[0],
-        SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain, PDL=pdl,
-        num_warps=1 if width < 256 else 4, **launch_options(pdl),
+        *outputs, tuple(ahead), *read, accepted_rows, width, window.shape[1], given.vocab_size,
+        NUM_EOS=eos_ids.shape[0], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
+        PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
     )  # fmt: skip
     return settled
 
@@ -359,8 +370,12 @@ def _settle_fake(given: Settle) -> Settled:
     batch, width = tokens.shape
     for name, values in (("window", given.window), ("start", given.start), ("num_forced", given.num_forced)):
         check_batch(name, values, batch)
+    if given.accepted_rows is not None:
+        rows = given.accepted_rows
+        require(rows.shape == tokens.shape, lambda: f"accepted_rows must be {[batch, width]}, not {list(rows.shape)}")
     wide = (batch, width if given.shifted else width + 1)
-    shapes = ((batch, width), (batch,), wide, wide, (batch,), (batch,), (batch,))
+    kept = (batch, 0 if given.accepted_rows is None else width)
+    shapes = ((batch, width), (batch,), kept, wide, wide, (batch,), (batch,), (batch,))
     ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]
     return Settled(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
 

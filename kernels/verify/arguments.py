@@ -31,6 +31,9 @@ class Verify:
         num_forced: int64 ``[B]``, tokens known already, at most K.
         target_to_draft: int ``[V]`` as :func:`~specgraph.kernels.verify.verify.invert_vocabulary` makes it; None: ids
             mean the same.
+        point_mass: bool ``[B]``, the sequences whose drafts were proposed without a distribution although
+            ``draft_logits`` are given for others: q is 1 at the draft token and 0 elsewhere. None: without
+            ``draft_logits`` all of them, else none.
         rule: one of ``RULES``; those not in ``LOSSLESS_RULES`` change the distribution.
         logprobs: one of :data:`LOGPROBS`, those of the raw or of the processed logits.
         posterior_threshold, posterior_alpha: the bounds of ``typical``.
@@ -49,6 +52,7 @@ class Verify:
     num_rows: Tensor
     num_forced: Tensor
     target_to_draft: Tensor | None
+    point_mass: Tensor | None = None
     rule: str = "strict"
     logprobs: str = "none"
     posterior_threshold: float = 0.09
@@ -62,6 +66,8 @@ class Verified(NamedTuple):
     Attributes:
         emitted: the emitted tokens, int64 ``[B, K + 1]`` padded with -1.
         num_emitted: their number, int64 ``[B]``.
+        accepted_rows: int64 ``[B, K + 1]``, the row of the block that gave each of them, padded with -1. Row 0 is that
+            of the last known token, the rows behind it are those of the drafts; a chain of drafts gives 0, 1, 2, ...
         logprobs: their log-probabilities, float32 ``[B, K + 1]``, 0 for forced tokens and padding; ``[B, 0]`` where
             none are wanted.
         bad: bool ``[B]``, which sequences have a NaN among the logits that they need.
@@ -69,6 +75,7 @@ class Verified(NamedTuple):
 
     emitted: Tensor
     num_emitted: Tensor
+    accepted_rows: Tensor
     logprobs: Tensor
     bad: Tensor
 
@@ -80,7 +87,7 @@ def check(given: Verify) -> None:
         ValueError: names the argument, what it is and what it must be.
     """
     check_block(given)
-    for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced"):
+    for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass"):
         _check_vector(name, getattr(given, name), given.logits.shape[0])
 
 
@@ -153,6 +160,8 @@ def _check_vector(name: str, value: Tensor | None, batch: int) -> None:
     )
     if name in ("seeds", "top_k", "num_rows", "num_forced"):
         require(value.dtype == torch.int64, lambda: f"{name} must be int64, got {value.dtype}.")
+    if name == "point_mass":
+        require(value.dtype == torch.bool, lambda: f"{name} must be bool, got {value.dtype}.")
 
 
 def _check_options(given: Verify) -> None:

@@ -66,12 +66,13 @@ def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_force
 
 
 def _draft_probs(
-    draft_logits: Tensor | None, row: Tensor, draft: Tensor, like: Tensor, target_to_draft: Tensor | None
-) -> Tensor:
+    draft_logits: Tensor | None, row: Tensor, draft: Tensor, like: Tensor, target_to_draft: Tensor | None,
+    point_mass: Tensor | None,
+) -> Tensor:  # fmt: skip
     """What each draft was drawn from, ``[B, R, V]`` over target ids.
 
-    Drafts that have no logits are point masses. Target ids outside the draft's vocabulary have probability 0, and so
-    have draft ids outside the target's.
+    Drafts that have no logits are point masses, and so are all of a sequence in ``point_mass`` ``[B]``. Target ids
+    outside the draft's vocabulary have probability 0, and so have draft ids outside the target's.
     """
     ids = torch.arange(like.shape[-1], device=draft.device)
     point = (draft.unsqueeze(-1) == ids).to(like.dtype)
@@ -79,8 +80,9 @@ def _draft_probs(
         return point
     index = row.clamp(max=draft_logits.shape[1] - 1).unsqueeze(-1).expand(-1, -1, draft_logits.shape[2])
     probs = draft_logits.to(like.dtype).gather(1, index).softmax(-1)
-    drawn = (row < draft_logits.shape[1]).unsqueeze(-1)
-    return torch.where(drawn, _in_target_vocab(probs, target_to_draft, like.shape[-1]), point)
+    drawn = row < draft_logits.shape[1]
+    drawn = drawn if point_mass is None else drawn & ~point_mass.unsqueeze(1)
+    return torch.where(drawn.unsqueeze(-1), _in_target_vocab(probs, target_to_draft, like.shape[-1]), point)
 
 
 def _in_target_vocab(probs: Tensor, target_to_draft: Tensor | None, vocab: int) -> Tensor:
@@ -131,14 +133,14 @@ def _typical_chances(target_probs: Tensor, token: Tensor, threshold: float, alph
 
 def _chances(
     processed: Tensor, draft_logits: Tensor | None, rows: _Rows, rule: str, target_to_draft: Tensor | None,
-    posterior_threshold: float, posterior_alpha: float, acceptance_rate: float,
+    point_mass: Tensor | None, posterior_threshold: float, posterior_alpha: float, acceptance_rate: float,
 ) -> Tensor:  # fmt: skip
     if rule == "synthetic":
         return torch.full_like(processed[..., 0], acceptance_rate)
     probs = processed.softmax(-1)
     if rule == "typical":
         return _typical_chances(probs, rows.draft, posterior_threshold, posterior_alpha)
-    draft_probs = _draft_probs(draft_logits, rows.row, rows.draft, probs, target_to_draft)
+    draft_probs = _draft_probs(draft_logits, rows.row, rows.draft, probs, target_to_draft, point_mass)
     if rule == "block":
         return _block_chances(probs, draft_probs, rows)
     p, q = _at(probs, rows.draft), _at(draft_probs, rows.draft)
@@ -155,6 +157,7 @@ def acceptance_chances(
     *,
     rule: str,
     target_to_draft: Tensor | None = None,
+    point_mass: Tensor | None = None,
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
     acceptance_rate: float = 0.7,
@@ -177,8 +180,9 @@ def acceptance_chances(
         raise ValueError("rule strict accepts by comparing tokens; it has no acceptance chances.")
     rows = _locate(processed, draft_tokens, num_rows, num_forced)
     chances = _chances(
-        processed, draft_logits, rows, rule, target_to_draft, posterior_threshold, posterior_alpha, acceptance_rate
-    )
+        processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
+        acceptance_rate,
+    )  # fmt: skip
     return chances.masked_fill(~rows.live, 0.0)
 
 
@@ -193,6 +197,7 @@ def accept(
     *,
     rule: str,
     target_to_draft: Tensor | None = None,
+    point_mass: Tensor | None = None,
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
     acceptance_rate: float = 0.7,
@@ -208,6 +213,7 @@ def accept(
         num_rows, num_forced: int64 ``[B]``, see the module.
         rule: one of ``RULES``.
         target_to_draft: int ``[V]`` as :func:`invert_vocabulary` makes it; None: ids mean the same.
+        point_mass: bool ``[B]``, sequences whose drafts are point masses whatever ``draft_logits`` holds; None: none.
         posterior_threshold, posterior_alpha: the bounds of ``typical``.
         acceptance_rate: the probability of ``synthetic``.
 
@@ -223,8 +229,9 @@ def accept(
         good = sample(processed, seeds, positions.gather(1, rows.row)) == rows.draft
     else:
         chances = _chances(
-            processed, draft_logits, rows, rule, target_to_draft, posterior_threshold, posterior_alpha, acceptance_rate
-        )
+            processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
+            acceptance_rate,
+        )  # fmt: skip
         good = uniform(seeds, STREAM_ACCEPT, positions[:, :1].expand_as(rows.row), rows.row) < chances
     if rule == "block":
         length = rows.row - rows.forced.unsqueeze(1) + 1
@@ -243,6 +250,7 @@ def residual(
     *,
     rule: str,
     target_to_draft: Tensor | None = None,
+    point_mass: Tensor | None = None,
 ) -> Tensor:
     """Log-weights of the token after the accepted prefix.
 
@@ -264,11 +272,12 @@ def residual(
     own = processed.gather(1, last.unsqueeze(-1).expand(-1, -1, processed.shape[-1]))
     if rule not in STEP_NOISE_RULES:
         return own.squeeze(1)
-    draft_probs = _draft_probs(draft_logits, rows.row.gather(1, last), rows.draft.gather(1, last), own, target_to_draft)
+    here = (rows.row.gather(1, last), rows.draft.gather(1, last))
+    draft_probs = _draft_probs(draft_logits, *here, own, target_to_draft, point_mass)
     weight: Tensor | float = 1.0
     if rule == "block":
         probs = processed.softmax(-1)
-        every = _draft_probs(draft_logits, rows.row, rows.draft, probs, target_to_draft)
+        every = _draft_probs(draft_logits, rows.row, rows.draft, probs, target_to_draft, point_mass)
         chain = _block_weights(_at(probs, rows.draft), _at(every, rows.draft), rows.live)
         weight = chain.gather(1, last).unsqueeze(-1)
     excess = (weight * own.softmax(-1) - draft_probs).clamp_min(0)
@@ -304,8 +313,8 @@ def sample_next(
 
 def emit(
     draft_tokens: Tensor, num_accepted: Tensor, token: Tensor, num_rows: Tensor, num_forced: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Lay out the accepted drafts and the token after them.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out the accepted drafts and the token after them, and the rows that gave them.
 
     Args:
         draft_tokens: int ``[B, K]``.
@@ -313,14 +322,16 @@ def emit(
             ``num_forced >= num_rows``: it is known already, or the sequence is inactive.
 
     Returns:
-        The emitted tokens, int64 ``[B, K + 1]`` padded with -1, and their number, int64 ``[B]``.
+        The emitted tokens, int64 ``[B, K + 1]`` padded with -1, their number, int64 ``[B]``, and the row of the block
+        that gave each of them, int64 ``[B, K + 1]`` padded with -1: of a chain of drafts the first rows, in order.
     """
     padded = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1)
     column = torch.arange(padded.shape[1], device=padded.device)
     count, more = num_accepted.unsqueeze(1), (num_forced < num_rows).unsqueeze(1)
     emitted = torch.where(column < count, padded, -1)
     emitted = torch.where((column == count) & more, token.unsqueeze(1), emitted)
-    return emitted, num_accepted + more.squeeze(1)
+    num_emitted = num_accepted + more.squeeze(1)
+    return emitted, num_emitted, torch.where(column < num_emitted.unsqueeze(1), column, -1)
 
 
 def token_logprobs(logits: Tensor, processed: Tensor, emitted: Tensor, num_forced: Tensor, *, logprobs: str) -> Tensor:

@@ -36,6 +36,14 @@ def target_prob(x, place, floor, largest, total, scale, point):
 
 
 @triton.jit
+def drawn_rows(points_ptr, batch, drawn):
+    """How many drafts of a sequence have logits: of ``drawn`` none, if the sequence's drafts are point masses."""
+    if points_ptr is not None:
+        drawn = tl.where(tl.load(points_ptr + batch) != 0, 0, drawn)
+    return drawn
+
+
+@triton.jit
 def draft_prob(
     draft_ptr, own_ptr, line, place, inside, drawn, draft, largest, total, own_vocab,
     DRAWN: tl.constexpr, MAPPED: tl.constexpr,
@@ -54,8 +62,8 @@ def draft_prob(
 
 @triton.jit
 def left_over(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row, begin,
-    vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
+    begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
     """``max(w * p - q, 0)`` of one tile of a row, or p where ``own``; and the places, ``[TILE // 4, 4]``."""
@@ -71,16 +79,16 @@ def left_over(
     x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
     p = target_prob(x, place, floor, largest, total, scale, point)
     q = draft_prob(
-        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0), row < drawn, draft, draft_largest,
-        draft_total, own_vocab, DRAWN, MAPPED,
+        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0),
+        row < drawn_rows(points_ptr, batch, drawn), draft, draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
     )  # fmt: skip
     return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
 
 
 @triton.jit
 def _race_split(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr, integers_ptr,
-    batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+    integers_ptr, batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +99,8 @@ def _race_split(
     turn = tl.zeros((TILE // 4, 4), tl.int32)
     for i in range(SPLIT // TILE):
         value, _ = left_over(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line,
-            first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
+            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
+            line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         if NOISE:
             start = tl.load(positions_ptr + batch * width)
@@ -108,8 +116,8 @@ def _race_split(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def race(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr,
-    floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
+    num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -125,9 +133,9 @@ def race(
         last = last_row(accepted, first, count)
         own = 1 - tl.load(integers_ptr + lines + batch * count + last)
         best, place = _race_split(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab,
-            own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
+            reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
+            own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         tl.store(best_ptr + program, best)
         tl.store(place_ptr + program, place)
@@ -137,9 +145,9 @@ def race(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def finish_race(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
-    num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
-    emitted_ptr, num_emitted_ptr, logprobs_ptr,
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    num_rows_ptr, num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
+    emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
     NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
@@ -161,9 +169,9 @@ def finish_race(
     while split < splits:
         # Rounding has left nothing of the difference: the target's own distribution.
         found, spot = _race_split(
-            logits_ptr, draft_ptr, own_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-            integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn, own_vocab, 1,
-            SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
+            reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
+            own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         token = tl.where(found > best, spot, token)
         best = tl.maximum(best, found)
@@ -171,8 +179,8 @@ def finish_race(
     token = tl.where(token < vocab, token, 0)
     lay_out(
         load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS), draft_tokens_ptr, emitted_ptr,
-        num_emitted_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride, COLUMNS,
-        RAW or PROCESSED,
+        num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, token, more, first, count, width, drafts_stride,
+        COLUMNS, RAW or PROCESSED,
     )  # fmt: skip
     line = (batch * count + rows).to(tl.int64)
     at = line[:, None] * splits + ks[None, :]

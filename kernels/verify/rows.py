@@ -164,24 +164,27 @@ def load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS: t
 
 @triton.jit
 def lay_out(
-    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
-    count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
+    drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token, more,
+    first, count, width, drafts_stride, COLUMNS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    """Accepted drafts, the next token, -1; log-probabilities of rows without logits are 0. ``drafts`` are the first
-    ``COLUMNS`` of :func:`load_drafts`.
+    """Accepted drafts, the next token, -1, and the rows that gave them; log-probabilities of rows without logits are 0.
+    ``drafts`` are the first ``COLUMNS`` of :func:`load_drafts`.
     """
+    emitted = accepted + more.to(tl.int32)
     begin = width * 0
     while begin < width:
         column = begin + tl.arange(0, COLUMNS)
         out = tl.where(column < accepted, drafts, -1)
         out = tl.where((column == accepted) & more, next_token.to(tl.int64), out)
         tl.store(emitted_ptr + batch * width + column, out, mask=column < width)
+        row = tl.where(column < emitted, column, -1).to(tl.int64)
+        tl.store(rows_ptr + batch * width + column, row, mask=column < width)
         if LOGPROBS:
             outside = (column < first) | (column >= first + count)
             tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
         begin += COLUMNS
         drafts = load_drafts(draft_tokens_ptr, batch, begin, width, drafts_stride, COLUMNS)
-    tl.store(num_emitted_ptr + batch, (accepted + more.to(tl.int32)).to(tl.int64))
+    tl.store(num_emitted_ptr + batch, emitted.to(tl.int64))
 
 
 @triton.jit

@@ -54,7 +54,7 @@ from specgraph.kernels.verify.rows import (
     split_sums,
     write_logprobs,
 )
-from specgraph.kernels.verify.triton_residual import Block, verify_residual
+from specgraph.kernels.verify.triton_residual import Block, Drawn, verify_residual
 
 STRICT, TYPICAL, SYNTHETIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _RULES = {"strict": 0, "typical": 1, "synthetic": 2}
@@ -116,7 +116,7 @@ def _scan_rows(
 @triton.jit(do_not_specialize=["count", "width", "drafts_stride", "area"])
 def _finish(
     logits_ptr, draft_tokens_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, bad_ptr,
+    found_ptr, stats_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, area, threshold, alpha, rate,
     RULE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, SCALED: tl.constexpr,
@@ -171,8 +171,8 @@ def _finish(
     accepted, last = count_accepted(good, live, row, first, forced, count, ROWS)
     next_token = tl.sum(tl.where(rows == last, token, 0), 0)
     lay_out(
-        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, logprobs_ptr, batch, accepted, next_token, more, first,
-        count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
+        drafts, draft_tokens_ptr, emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr, batch, accepted, next_token,
+        more, first, count, width, drafts_stride, COLUMNS, RAW or PROCESSED,
     )  # fmt: skip
     if RAW or PROCESSED:
         write_logprobs(
@@ -198,12 +198,12 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     )  # fmt: skip
     batch, count, vocab = logits.shape
     width = positions.shape[1]
-    emitted = torch.empty_like(positions, memory_format=torch.contiguous_format)
+    emitted, accepted_rows = (torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(2))
     num_emitted = given.num_rows.new_empty(batch)
     values = logits.new_empty((batch, 0 if logprobs == "none" else width), dtype=torch.float32)
     bad = torch.empty(batch, dtype=torch.uint8, device=logits.device)
     if batch == 0:
-        return Verified(emitted, num_emitted, values, bad.view(torch.bool))
+        return Verified(emitted, num_emitted, accepted_rows, values, bad.view(torch.bool))
     logits, positions, temperature = aligned(logits), positions.contiguous(), given.temperature.contiguous()
     num_rows, num_forced = given.num_rows.contiguous(), given.num_forced.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
@@ -237,15 +237,16 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
         block = Block(
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
         )  # fmt: skip
-        results = (emitted, num_emitted, values, bad)
-        verify_residual(block, given.draft_logits, given.target_to_draft, results, splits, rule == "block", common)
+        drawn = Drawn(given.draft_logits, given.target_to_draft, given.point_mass)
+        results = (emitted, num_emitted, accepted_rows, values, bad)
+        verify_residual(block, drawn, results, splits, rule == "block", common)
     else:
         if common["ROWS"] * common["SPLITS"] * (tile // GROUP.value) > _FEW_GROUPS:
             common["num_warps"] = 2 * warps
         _finish[(batch,)](
-            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found,
-            stats, emitted, num_emitted, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
+            logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
+            emitted, num_emitted, accepted_rows, values, bad, count, width, draft_tokens.stride(0), vocab, splits, area,
             given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
             **common,
         )  # fmt: skip
-    return Verified(emitted, num_emitted, values, bad.view(torch.bool))
+    return Verified(emitted, num_emitted, accepted_rows, values, bad.view(torch.bool))

@@ -25,7 +25,7 @@ from torch import Tensor
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.scan import row_tokens
-from specgraph.kernels.verify.race import draft_prob, finish_race, left_over, race, target_prob
+from specgraph.kernels.verify.race import draft_prob, drawn_rows, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
@@ -59,9 +59,17 @@ class Block(NamedTuple):
     stats: Tensor
 
 
+class Drawn(NamedTuple):
+    """What the drafts were drawn from, as ``specgraph::verify`` is given it."""
+
+    logits: Tensor | None
+    own_ids: Tensor | None
+    point_mass: Tensor | None
+
+
 @triton.jit(do_not_specialize=["drawn"])
 def _sum_drafts(
-    draft_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
+    draft_ptr, points_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -69,7 +77,8 @@ def _sum_drafts(
     program = tl.program_id(0)
     line, split = program // splits, program % splits
     batch, row = line // drawn, line % drawn
-    if (row < tl.load(num_rows_ptr + batch) - 1) & (row >= tl.load(num_forced_ptr + batch)):
+    wanted = (row < tl.load(num_rows_ptr + batch) - 1) & (row >= tl.load(num_forced_ptr + batch))
+    if wanted & (row < drawn_rows(points_ptr, batch, drawn)):
         row_ptr = draft_ptr + line.to(tl.int64) * own_vocab
         largest = split_largest(row_ptr, split * SPLIT, own_vocab, SPLIT, TILE)
         tl.store(stats_ptr + program, largest)
@@ -82,8 +91,8 @@ def _sum_drafts(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def _weigh_rows(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
-    found_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr,
+    floors_ptr, found_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
     FLOORED: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -118,11 +127,11 @@ def _weigh_rows(
     x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
     p = target_prob(x, draft, floor, largest, total, scale, point)
 
-    draft_line = batch * drawn + row
+    draft_line, has_logits = batch * drawn + row, row < drawn_rows(points_ptr, batch, drawn)
     draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
     if DRAWN:
         own_ks = tl.arange(0, OWN_SPLITS)
-        has = live & judged & (row < drawn)
+        has = live & judged & has_logits
         own_at = draft_line[:, None] * own_splits + own_ks[None, :]
         own_known = has[:, None] & (own_ks[None, :] < own_splits)
         area = tl.num_programs(0) * drawn * own_splits
@@ -130,8 +139,8 @@ def _weigh_rows(
         draft_largest = tl.where(draft_largest > -float("inf"), draft_largest, 0.0)
         draft_total = tl.where(draft_total > 0, draft_total, 1.0)
     q = draft_prob(
-        draft_ptr, own_ptr, draft_line, draft, live & judged, row < drawn, draft, draft_largest, draft_total,
-        own_vocab, DRAWN, MAPPED,
+        draft_ptr, own_ptr, draft_line, draft, live & judged, has_logits, draft, draft_largest, draft_total, own_vocab,
+        DRAWN, MAPPED,
     )  # fmt: skip
 
     before = tl.full((ROWS,), 1.0, tl.float32)
@@ -165,7 +174,8 @@ def _weigh_rows(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def _sum_excess(
-    logits_ptr, draft_ptr, own_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, excess_ptr,
+    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr,
+    excess_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr,
     PDL: tl.constexpr,
@@ -180,8 +190,8 @@ def _sum_excess(
         total = tl.zeros((TILE // 4, 4), tl.float32)
         for i in range(SPLIT // TILE):
             left, _ = left_over(
-                logits_ptr, draft_ptr, own_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
-                split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
+                logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
+                line, row, split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
             )  # fmt: skip
             total += left
         tl.store(excess_ptr + program, tl.sum(tl.sum(total, 1), 0))
@@ -229,8 +239,8 @@ def _choose(
 
 
 def verify_residual(
-    block: Block, draft_logits: Tensor | None, target_to_draft: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool, common: dict[str, Any],
+    block: Block, source: Drawn, out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], splits: int, by_block: bool,
+    common: dict[str, Any],
 ) -> None:  # fmt: skip
     """Write ``out``, the results of ``verify_triton``, for ``probabilistic`` or (``by_block``) ``block``.
 
@@ -238,8 +248,9 @@ def verify_residual(
     """
     batch, count, vocab = block.logits.shape
     width, lines, device = block.positions.shape[1], batch * count, block.logits.device
-    drawn, own_vocab = (0, 1) if draft_logits is None else draft_logits.shape[1:]
-    draft = block.logits if draft_logits is None else draft_logits.contiguous()
+    drawn, own_vocab = (0, 1) if source.logits is None else source.logits.shape[1:]
+    draft = block.logits if source.logits is None else source.logits.contiguous()
+    points = None if source.point_mass is None or not drawn else source.point_mass.contiguous().view(torch.uint8)
     own_split = split_size(own_vocab)
     own_splits = triton.cdiv(own_vocab, own_split)
     draft_stats = torch.empty(2 * max(batch * drawn * own_splits, 1), dtype=torch.float32, device=device)
@@ -249,7 +260,7 @@ def verify_residual(
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
     speed = torch.empty(batch * splits, dtype=torch.float32, device=device)
     place = torch.empty_like(speed, dtype=torch.int32)
-    own_ids = target_to_draft.contiguous() if target_to_draft is not None and drawn else integers
+    own_ids = source.own_ids.contiguous() if source.own_ids is not None and drawn else integers
     drafts_stride = block.draft_tokens.stride(0)
     options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
                "OWN_SPLITS": triton.next_power_of_2(max(own_splits, 2))}  # fmt: skip
@@ -258,14 +269,14 @@ def verify_residual(
         known = {name: value for name, value in options.items() if not name.isupper() or name in kernel.arg_names}
         kernel[(programs,)](*arguments, **{**known, **changes})
 
-    given, rows = (block.logits, draft, own_ids, block.temperature), (block.num_rows, block.num_forced)
+    given, rows = (block.logits, draft, own_ids, points, block.temperature), (block.num_rows, block.num_forced)
     noise, tables = (block.seeds, block.positions), (reals, integers)
     if drawn:
-        launch(_sum_drafts, batch * drawn * own_splits, draft, *rows, draft_stats, drawn, own_vocab, own_splits,
+        launch(_sum_drafts, batch * drawn * own_splits, draft, points, *rows, draft_stats, drawn, own_vocab, own_splits,
                SPLIT=own_split, TILE=min(own_split, common["TILE"]))  # fmt: skip
     launch(
-        _weigh_rows, batch, block.logits, block.draft_tokens, draft, own_ids, block.temperature, *rows, block.floors,
-        block.found, block.stats, draft_stats, *tables, out[3], count, width, drafts_stride, vocab,
+        _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.found, block.stats,
+        draft_stats, *tables, out[4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab, own_splits,
     )  # fmt: skip
     if by_block:
@@ -280,6 +291,6 @@ def verify_residual(
     )  # fmt: skip
     launch(
         finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
-        *tables, accepted, speed, place, *out[:3], count, width, drafts_stride, vocab,
+        *tables, accepted, speed, place, *out[:4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab,
     )  # fmt: skip

@@ -6,7 +6,7 @@ The op is the composition of plain functions, which is how step graphs spell it 
     count     = accept(processed, draft_tokens, draft_logits, seeds, positions, num_rows, num_forced, rule=...)
     weights   = residual(processed, draft_tokens, draft_logits, count, num_forced, num_rows, rule=...)
     token     = sample_next(weights, seeds, positions, count, rule=...)
-    emitted, num_emitted = emit(draft_tokens, count, token, num_rows, num_forced)
+    emitted, num_emitted, accepted_rows = emit(draft_tokens, count, token, num_rows, num_forced)
 
 A block has ``K + 1`` rows. Row ``r`` gives the distribution of one token, the one that ``draft_tokens[:, r]`` guesses.
 
@@ -15,7 +15,8 @@ A block has ``K + 1`` rows. Row ``r`` gives the distribution of one token, the o
   are. Drafts after them are verified and one more token follows, unless ``num_forced == num_rows``.
 - Target logits may come for ``R <= K + 1`` rows only, from row ``min(num_forced, K + 1 - R)`` on, so that a wide
   prompt chunk needs no logits for tokens that are known. Drafts beyond these rows are not accepted.
-- Draft logits may come for the first ``Kd <= K`` drafts only. The others are point masses.
+- Draft logits may come for the first ``Kd <= K`` drafts only. The others are point masses, and so are all drafts of a
+  sequence in ``point_mass`` ``[B]``, whose draft logits are not looked at.
 
 Rules
     strict: a draft is accepted if it is the target's own sample at its position (Gumbel-max with noise keyed by
@@ -33,6 +34,8 @@ GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for 
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -56,30 +59,28 @@ def verify_reference(given: Verify) -> Verified:
     check(given)
     logits, rule, rows = given.logits, given.rule, (given.num_rows, given.num_forced)
     drafts, noise = (given.draft_tokens, given.draft_logits), (given.seeds, given.positions)
+    drawn: dict[str, Any] = {"target_to_draft": given.target_to_draft, "point_mass": given.point_mass}
     processed = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
     num_accepted = accept(
-        processed, *drafts, *noise, *rows, rule=rule, target_to_draft=given.target_to_draft,
-        posterior_threshold=given.posterior_threshold, posterior_alpha=given.posterior_alpha,
-        acceptance_rate=given.acceptance_rate,
+        processed, *drafts, *noise, *rows, rule=rule, **drawn, posterior_threshold=given.posterior_threshold,
+        posterior_alpha=given.posterior_alpha, acceptance_rate=given.acceptance_rate,
     )  # fmt: skip
-    weights = residual(
-        processed, *drafts, num_accepted, given.num_forced, given.num_rows, rule=rule,
-        target_to_draft=given.target_to_draft,
-    )  # fmt: skip
+    weights = residual(processed, *drafts, num_accepted, given.num_forced, given.num_rows, rule=rule, **drawn)
     token = sample_next(weights, *noise, num_accepted, rule=rule)
-    emitted, num_emitted = emit(given.draft_tokens, num_accepted, token, *rows)
+    emitted, num_emitted, accepted_rows = emit(given.draft_tokens, num_accepted, token, *rows)
     logprobs = token_logprobs(logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
     bad = nan_rows_reference(NanRows(logits, *rows, given.positions.shape[1]))
-    return Verified(emitted, num_emitted, logprobs, bad)
+    return Verified(emitted, num_emitted, accepted_rows, logprobs, bad)
 
 
 def _verify_fake(given: Verify) -> Verified:
     check(given)
     logits, positions = given.logits, given.positions
     batch, width = positions.shape
-    emitted, num_emitted = positions.new_empty((batch, width)), positions.new_empty((batch,))
+    emitted, accepted_rows = (positions.new_empty((batch, width)) for _ in range(2))
+    num_emitted = positions.new_empty((batch,))
     logprobs = logits.new_empty((batch, 0 if given.logprobs == "none" else width), dtype=torch.float32)
-    return Verified(emitted, num_emitted, logprobs, logits.new_empty(batch, dtype=torch.bool))
+    return Verified(emitted, num_emitted, accepted_rows, logprobs, logits.new_empty(batch, dtype=torch.bool))
 
 
 VERIFY = declare(

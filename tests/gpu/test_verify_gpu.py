@@ -51,8 +51,8 @@ def op(given: dict[str, Any], rule: str = "strict", logprobs: str = "none") -> V
     cuts = (given.get(name) for name in ("top_k", "top_p", "min_p"))
     found: tuple[Tensor, ...] = torch.ops.specgraph.verify(
         given["logits"], given["draft_tokens"], given.get("draft_logits"), given["temperature"], given["seeds"],
-        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("target_to_draft"), rule=rule,
-        logprobs=logprobs,
+        given["positions"], *cuts, given["num_rows"], given["num_forced"], given.get("target_to_draft"),
+        given.get("point_mass"), rule=rule, logprobs=logprobs,
     )  # fmt: skip
     return Verified(*found)
 
@@ -79,6 +79,7 @@ def test_tokens_are_the_references(vocab: int, batch: int, drafts: int, rule: st
     assert clear.float().mean() > 0.9
     assert torch.equal(found[0][clear], wanted[0][clear])
     assert torch.equal(found[1][clear], wanted[1][clear])
+    assert torch.equal(found.accepted_rows[clear], wanted.accepted_rows[clear])
 
 
 CUTS = {
@@ -133,6 +134,29 @@ def test_cuts_and_draft_logits(rule: str) -> None:
     for batch in (1, 5):
         cut = {name: value if name == "target_to_draft" else value[:batch] for name, value in given.items()}
         assert all(torch.equal(one[:batch], other) for one, other in zip(found, op(cut, rule), strict=True))
+
+
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+def test_a_batch_with_point_masses_is_its_two_halves(rule: str) -> None:
+    given = problem(8, 7, 128256)
+    near = given["logits"][:, :7] + torch.randn(8, 7, 128256, device="cuda").bfloat16()
+    given["draft_tokens"], given["draft_logits"] = torch.ops.specgraph.sample_draft(
+        near, given["temperature"], given["seeds"], given["positions"][:, 0].contiguous(), None, None, None, None, 0,
+        rule, 128256, True,
+    )  # fmt: skip
+    chosen = torch.arange(8, device="cuda") % 2 == 1
+    given["draft_logits"][chosen] = torch.nan  # nobody looks at them
+    whole = op({**given, "point_mass": chosen}, rule, "raw")
+    halves = {"points": {**given, "draft_logits": None}, "drawn": given}
+    for name, rows in (("points", chosen), ("drawn", ~chosen)):
+        half = {n: value if value is None else value[rows] for n, value in halves[name].items()}
+        for one, other in zip(whole, op(half, rule, "raw"), strict=True):
+            assert torch.equal(one[rows], other)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op({**given, "point_mass": chosen}, rule)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, None])

@@ -34,6 +34,7 @@ INPUTS = {
     "other_drafts": Buffer(("B", K)),
     "other_logits": Buffer(("B", K + 1, VOCAB), FLOAT),
     "draft_ids": Buffer((VOCAB,)),
+    "points": Buffer(("B",), torch.bool),
 }
 
 
@@ -51,11 +52,12 @@ def visible(rule: str = "block", logprobs: str = "raw") -> Program:
     weights = call(verify.residual, processed, *shared, count, *reversed(rows), name="weights", rule=rule)
     token = call(verify.sample_next, weights, *draw, count, name="token", rule=rule)
     pair = call(verify.emit, x["drafts"], count, token, *rows, name="pair")
-    emitted, number = (call(operator.getitem, pair, i, name=n) for i, n in enumerate(("emitted", "number")))
+    places = enumerate(("emitted", "number", "rows"))
+    emitted, number, rows_kept = (call(operator.getitem, pair, i, name=n) for i, n in places)
     values = call(verify.token_logprobs, x["logits"], processed, emitted, x["num_forced"], name="values",
                   logprobs=logprobs)  # fmt: skip
     values.meta["role"] = "logprobs"
-    program.set_output(emitted, number, values)
+    program.set_output(emitted, number, values, rows_kept)
     return program
 
 
@@ -76,10 +78,10 @@ def test_the_pieces_become_one_op():
     program = last(visible(), [FuseVerify()])
     verify_program(program)
     assert text(body(program)) == text("""
-        emitted, number, values, _ = torch.ops.specgraph.verify.default(logits, drafts, draft_logits, temperature,
+        emitted, number, rows, values, _ = torch.ops.specgraph.verify.default(logits, drafts, draft_logits, temperature,
             seeds, positions, top_k, None, None, num_rows, num_forced, None, rule="block", posterior_threshold=0.2,
             posterior_alpha=0.4, acceptance_rate=0.6, logprobs="raw")
-        return emitted, number, values
+        return emitted, number, values, rows
     """)
     assert program.one("logprobs").name == "values"
 
@@ -90,7 +92,7 @@ def test_without_log_probabilities_there_is_one_node_less():
     program.set_output(node(program, "emitted"), node(program, "number"))
     program.graph.erase_node(values)
     after = last(program, [FuseVerify()])
-    assert [n.name for n in after.graph.nodes][len(INPUTS) : -1] == ["verification", "emitted", "number"]
+    assert [n.name for n in after.graph.nodes][len(INPUTS) : -1] == ["verification", "emitted", "number", "rows"]
     assert node(after, "verification").kwargs["logprobs"] == "none"
 
 
@@ -115,6 +117,7 @@ def random_inputs(seed: int, rows: int) -> dict[str, Tensor]:
         "other_drafts": integers(VOCAB, 6, K),
         "other_logits": torch.randn(6, rows, VOCAB, generator=generator),
         "draft_ids": torch.tensor([4, 3, 2, -1, 1, -1, 0]),
+        "points": torch.tensor([False, True, False, True, False, True]),
     }
 
 
@@ -263,6 +266,21 @@ def test_a_draft_vocabulary_that_one_piece_does_not_know():
     program = visible()
     set_argument(program, "count", "target_to_draft", program.input("draft_ids"))
     unchanged_meaning(program)
+
+
+def test_point_masses_that_all_pieces_know_are_fused():
+    program = visible()
+    for name in ("count", "weights"):
+        set_argument(program, name, "point_mass", program.input("points"))
+    fused = last(program, [FuseVerify()])
+    assert node(fused, "verification").kwargs["point_mass"] is fused.input("points")
+    unchanged_meaning(program)
+
+
+def test_point_masses_that_one_piece_does_not_know_are_left_alone():
+    program = visible()
+    set_argument(program, "weights", "point_mass", program.input("points"))
+    refused(program, "weights reads points as point_mass, where None was read before")
 
 
 def test_log_probabilities_of_other_logits():

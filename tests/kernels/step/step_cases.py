@@ -42,6 +42,7 @@ def _layout() -> dict[str, Case]:
         "nan_rows": (step.nan_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
         "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(EOS, -1)), {}),
         "cut_at_eos, many": (step.cut_at_eos, (emitted, _ids(0, 1, 0), many_eos), {}),
+        "cut_rows": (step.cut_rows, (tokens, emitted), {}),
         "count_emitted": (step.count_emitted, (emitted,), {}),
         "draft_inputs": (step.draft_inputs, (tokens, emitted), {"vocab_size": 6}),
         "next_tokens": (step.next_tokens, (emitted,), {"vocab_size": 6}),
@@ -52,6 +53,7 @@ def _layout() -> dict[str, Case]:
         "chain_positions": (step.chain_positions, (counts, counts, 2), {}),
         "history_length": (step.history_length, (counts, counts), {}),
         "settle": (step.settle, settled, {"vocab_size": 6, "chain": 2}),
+        "settle, rows": (step.settle, (*settled, tokens), {"chain": 1}),
         "settle, not shifted": (step.settle, settled, {"vocab_size": 6, "shifted": False}),
         "record_tokens_": (step.record_tokens_, (torch.full((3, 5), 50), tokens, positions, counts), {}),
         "advance_": (
@@ -73,7 +75,7 @@ def _drawing() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for rule in sample.RULES:
         verified = (logits, drafts, draft_logits, temperature, seeds, positions, *knobs, rows, forced, back)
-        options = {"rule": rule, "logprobs": "raw"}
+        options = {"rule": rule, "logprobs": "raw", "point_mass": rows == 0}
         cases[f"verify, {rule}"] = (VERIFY.form("reference"), verified, options)
         drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
         options = {"row": 1, "rule": rule, "target_vocab_size": 44, "draft_to_target": vocabulary}

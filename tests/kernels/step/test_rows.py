@@ -78,12 +78,17 @@ def test_settling_is_what_the_functions_it_stands_for_give(seed: int):
     tokens, window, start = draw(0, 9, batch, width), draw(0, 12, batch, width), draw(0, 50, batch)
     tokens = tokens.where(torch.arange(width) < draw(0, width + 1, batch, 1), NONE)
     forced, eos_ids = draw(0, 3, batch), ids(EOS, *[NONE] * (seed % 3))
-    args, options = (tokens, window, start, forced, eos_ids), {"shifted": shifted, "vocab_size": 6, "chain": chain}
+    kept = draw(0, 20, batch, width).where(tokens >= 0, NONE) if seed % 3 else None
+    args, options = (
+        (tokens, window, start, forced, eos_ids, kept),
+        {"shifted": shifted, "vocab_size": 6, "chain": chain},
+    )
     emitted = step.cut_at_eos(tokens, forced, eos_ids)
     count = step.count_emitted(emitted)
     fed = (step.next_tokens if shifted else lambda e, **o: step.draft_inputs(window, e, **o))(emitted, vocab_size=6)
     expected = (
-        emitted, count, fed, step.row_positions(start, fed), count if shifted else step.catch_up_rows(count),
+        emitted, count, emitted[:, :0] if kept is None else step.cut_rows(kept, emitted), fed,
+        step.row_positions(start, fed), count if shifted else step.catch_up_rows(count),
         step.last_row(count), step.history_length(start, count),
         [step.chain_positions(start, count, i) for i in range(chain)],
     )  # fmt: skip
@@ -94,7 +99,8 @@ def test_settling_is_what_the_functions_it_stands_for_give(seed: int):
 def test_settling_a_wide_block_and_an_empty_one():
     tokens = torch.arange(600).view(2, 300) % 11
     args, options = (tokens, tokens, ids(0, 9), ids(300, 299), ids(EOS)), {"shifted": False, "vocab_size": 11}
-    for case in (args, (tokens[:0], tokens[:0], ids(), ids(), ids(EOS))):
+    empty = (tokens[:0], tokens[:0], ids(), ids(), ids(EOS))
+    for case in (args, (*args, tokens), empty, (*empty, tokens[:0])):
         same(TRITON["settle"](*there(case), **options, chain=2), REFERENCE["settle"](*case, **options, chain=2))
 
 
@@ -117,6 +123,7 @@ def test_the_ops_are_registered_as_they_behave():
         (ops.expand_rows, (tokens, ids(3, 0), None, None), {"mask_token_id": 1, "count": 2}),
         (ops.settle, settled, {"shifted": True, "vocab_size": 4, "chain": 2}),
         (ops.settle, settled, {"shifted": False, "vocab_size": 4, "chain": 0}),
+        (ops.settle, (*settled, tokens), {"shifted": True, "vocab_size": 4, "chain": 1}),
     ]
     for op, args, options in cases:
         torch.library.opcheck(op, there(args), options, test_utils=checks)
@@ -128,5 +135,9 @@ def test_what_does_not_fit_is_refused():
         ops.take_rows(meta, meta[:, 0, 0].long(), 4, True)
     with pytest.raises(ValueError, match="first must have one row per sequence, 2, not 1"):
         ops.take_rows(meta, meta[:1, 0, 0].long(), 2, False)
+    places = (meta[:, 0, 0].long(),) * 2
+    with pytest.raises(ValueError, match=r"accepted_rows must be \[2, 3\], not \[2, 2\]"):
+        tokens = meta[..., 0].long()
+        ops.settle(tokens, tokens, *places, places[0], tokens[:, :2], shifted=True, vocab_size=1, chain=0)
     with pytest.raises(ValueError, match=r"hidden must be \[B, T, H\], mask_hidden \[H\]"):
         ops.expand_rows(meta[..., 0].long(), meta[:, 0, 0].long(), meta, meta[0, 0, :2], mask_token_id=1, count=1)

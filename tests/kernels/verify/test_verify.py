@@ -478,7 +478,7 @@ def test_float64_stays_float64_and_integers_may_be_int32() -> None:
 # the pieces and the op
 
 
-def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
     """The step graph's own spelling."""
     rows, forced = torch.full_like(given["seeds"], 4), torch.full_like(given["seeds"], 1)
     processed = process_logits(given["logits"], given["temperature"])
@@ -486,12 +486,13 @@ def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, Tensor, Tensor, 
     place = (given["seeds"], given["positions"])
     count = accept(processed, *drafted, *place, rows, forced, rule=rule)
     weights = residual(processed, *drafted, count, forced, rows, rule=rule)
-    emitted, num_emitted = emit(
+    emitted, num_emitted, accepted_rows = emit(
         given["draft_tokens"], count, sample_next(weights, *place, count, rule=rule), rows, forced
     )
     return (
         emitted,
         num_emitted,
+        accepted_rows,
         token_logprobs(given["logits"], processed, emitted, forced, logprobs="processed"),
         nan_rows(given["logits"], given["positions"], rows, forced),
     )
@@ -503,7 +504,7 @@ def op_arguments(given: dict[str, Any], rule: str, logprobs: str, cuts: bool = F
     return (
         given["logits"], given["draft_tokens"], given["draft_logits"], given["temperature"], given["seeds"],
         given["positions"], *(options if cuts else (None, None, None)), torch.full_like(given["seeds"], 4),
-        torch.full_like(given["seeds"], 1), given["target_to_draft"], rule, logprobs, 0.09, 0.3, 0.7,
+        torch.full_like(given["seeds"], 1), given["target_to_draft"], None, rule, logprobs, 0.09, 0.3, 0.7,
     )  # fmt: skip
 
 
@@ -538,7 +539,7 @@ def test_fake_outputs_match_real_ones(drafts: int, kind: str) -> None:
 
 def test_the_ops_defaults_are_strict_without_logprobs() -> None:
     given = problem(batch=3)
-    emitted, _, logprobs, _ = torch.ops.specgraph.verify(*op_arguments(given, "strict", "none")[:12])
+    emitted, _, _, logprobs, _ = torch.ops.specgraph.verify(*op_arguments(given, "strict", "none")[:12])
     assert torch.equal(emitted, composed(given, "strict")[0])
     assert logprobs.shape == (3, 0)
 
