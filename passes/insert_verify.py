@@ -21,6 +21,26 @@ from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 
+PATH = "path"
+"""The input ``[B, T]`` of a drafter that reads which rows of the window gave the emitted tokens. Where there is no such
+input, nothing computes them."""
+
+
+@dataclass
+class _Chain:
+    """Appends calls one behind the other, beginning behind ``last``."""
+
+    graph: fx.Graph
+    last: fx.Node
+
+    def call(self, function: Any, *args: Any, name: str, role: str | None = None, **kwargs: Any) -> fx.Node:
+        """One more call."""
+        with self.graph.inserting_after(self.last):
+            self.last = self.graph.call_function(function, args, kwargs)
+        self.last.name = name
+        self.last.meta.update({"role": role} if role is not None else {})
+        return self.last
+
 
 @dataclass(frozen=True)
 class InsertVerify(Pass):
@@ -43,7 +63,7 @@ class InsertVerify(Pass):
             raise ConfigError("insert_verify: posterior_threshold and posterior_alpha must be 0 or more.")
 
     def apply(self, program: Program) -> PassResult:
-        """Replace the inputs ``emitted`` and ``num_emitted`` by nodes that compute them."""
+        """Replace the inputs ``emitted``, ``num_emitted`` and, if it is there, ``path`` by nodes that compute them."""
         self._check_rule(program)
         logits = program.one("logits")
         self._select_rows(program, logits)
@@ -78,56 +98,59 @@ class InsertVerify(Pass):
         logits.args = (needed,)
 
     def _verify(self, program: Program, logits: fx.Node, draft_tokens: fx.Node, positions: fx.Node) -> None:
-        graph = program.graph
+        """The pieces of verification, one node after the other, behind the logits."""
+        state = self._state(program)
+        chain = _Chain(program.graph, positions)
+        rows = (state["num_rows"], state["num_forced"])
+        knobs = [state[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+        processed = chain.call(process_logits, logits, *knobs, name="processed")
+        verified = self._accept(program, chain, processed, draft_tokens, state, positions)
+        tokens = chain.call(operator.getitem, verified, 0, name="verified_tokens")
+        asked = PATH in program.inputs
+        verified_rows = chain.call(operator.getitem, verified, 2, name="verified_rows") if asked else None
+        chain.call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
+                   role="logprobs", logprobs="none")  # fmt: skip
+        chain.call(step.nan_rows, logits, program.input("window"), *rows, name="bad", role="bad")
+        emitted = chain.call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
+        count = chain.call(step.count_emitted, emitted, name="num_emitted_tokens")
+        computed = {"emitted": emitted, "num_emitted": count}
+        if asked:
+            computed[PATH] = chain.call(step.cut_rows, verified_rows, emitted, name="path_rows")
+        for name, node in computed.items():
+            program.input(name).replace_all_uses_with(node)
+            program.drop_input(name)
+            node.meta["role"] = name
+            node.name = name
+
+    def _state(self, program: Program) -> dict[str, fx.Node]:
+        """The state that verification reads, as inputs of the step."""
         state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
         for name in ("num_rows", "num_forced"):
             state[name] = program.placeholder(name, Buffer(("B",)))
         state["eos_ids"] = program.placeholder("eos_ids", per_call("E", fill=-1))
+        return state
+
+    def _accept(
+        self, program: Program, chain: _Chain, processed: fx.Node, draft_tokens: fx.Node, state: dict[str, fx.Node],
+        positions: fx.Node,
+    ) -> fx.Node:  # fmt: skip
+        """How many drafts are accepted, and the token after them."""
         draft_logits = program.input("draft_logits") if "draft_logits" in program.inputs else None
-        rows = (state["num_rows"], state["num_forced"])
+        vocabulary = self._vocabulary(program) if draft_logits is not None else {}
+        shared, rows = (draft_tokens, draft_logits), (state["num_rows"], state["num_forced"])
         options: dict[str, Any] = {
             "rule": self.rule,
             "posterior_threshold": self.posterior_threshold,
             "posterior_alpha": self.posterior_alpha,
             "acceptance_rate": self.acceptance_rate,
         }
-        vocabulary = self._vocabulary(program) if draft_logits is not None else {}
-        after = positions
-
-        def call(function: Any, *args: Any, name: str, **kwargs: Any) -> fx.Node:
-            nonlocal after
-            with graph.inserting_after(after):
-                after = graph.call_function(function, args, kwargs)
-            after.name = name
-            return after
-
-        knobs = [state[name] for name in ("temperature", "top_k", "top_p", "min_p")]
-        processed = call(process_logits, logits, *knobs, name="processed")
-        shared = (draft_tokens, draft_logits)
-        accepted = call(verify.accept, processed, *shared, state["seeds"], positions, *rows, name="num_accepted",
-                        **options, **vocabulary)  # fmt: skip
-        weights = call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights", rule=self.rule,
-                       **vocabulary)  # fmt: skip
-        token = call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
-                     rule=self.rule)  # fmt: skip
-        verified = call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
-        tokens = call(operator.getitem, verified, 0, name="verified_tokens")
-        accepted_rows = call(operator.getitem, verified, 2, name="verified_rows")
-        logprobs = call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
-                        logprobs="none")  # fmt: skip
-        logprobs.meta["role"] = "logprobs"
-        bad = call(step.nan_rows, logits, program.input("window"), *rows, name="bad")
-        bad.meta["role"] = "bad"
-        emitted = call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
-        count = call(step.count_emitted, emitted, name="num_emitted_tokens")
-        computed = {"emitted": emitted, "num_emitted": count}
-        if "path" in program.inputs:
-            computed["path"] = call(step.cut_rows, accepted_rows, emitted, name="path_rows")
-        for name, node in computed.items():
-            program.input(name).replace_all_uses_with(node)
-            program.drop_input(name)
-            node.meta["role"] = name
-            node.name = name
+        accepted = chain.call(verify.accept, processed, *shared, state["seeds"], positions, *rows, name="num_accepted",
+                              **options, **vocabulary)  # fmt: skip
+        weights = chain.call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights",
+                             rule=self.rule, **vocabulary)  # fmt: skip
+        token = chain.call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
+                           rule=self.rule)  # fmt: skip
+        return chain.call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
 
     def _vocabulary(self, program: Program) -> dict[str, fx.Node]:
         """The draft id of every target id, where they differ: a constant, as a node in front of all others."""

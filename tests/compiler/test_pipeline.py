@@ -312,12 +312,11 @@ def test_the_whole_step_with_a_draft_model_reads_as_a_page():
         logits = self.lm_head(needed)
         drafts = draft_tokens(window)
         next_positions = positions + 1
-        verified_tokens, _, verified_rows, logprobs, bad = torch.ops.specgraph.verify.default(logits, drafts, None,
-            temperature, seeds, next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="strict",
+        verified_tokens, _, _, logprobs, bad = torch.ops.specgraph.verify.default(logits, drafts, None, temperature,
+            seeds, next_positions, top_k, top_p, min_p, num_rows, num_forced, None, rule="strict",
             posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7, logprobs="none")
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
         num_emitted = count_emitted(emitted)
-        emitted_rows = cut_rows(verified_rows, emitted)
         accepted = draft_inputs(window, emitted, vocab_size=101)
         accepted_positions = row_positions(start, accepted)
         accepted_rows = catch_up_rows(num_emitted)

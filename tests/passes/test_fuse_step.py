@@ -41,8 +41,8 @@ def test_a_plain_step_settles_in_one_call():
     verify_program(program)
     assert any("positions, next_positions = step_positions_and_next(start, window)" in s for s in body(program))
     assert text(lines(program)) == text("""
-        emitted, num_emitted, emitted_rows, _, _, _, _, _, _ = settle(verified_tokens, window, start, num_forced,
-            eos_ids, verified_rows, shifted=True, chain=0)
+        emitted, num_emitted, _, _, _, _, _, _, _ = settle(verified_tokens, window, start, num_forced, eos_ids,
+            shifted=True, chain=0)
         advance_(next_window, start, num_rows, num_forced, emitted, num_emitted, [], max_length, eos_ids)
         return emitted, num_emitted, logprobs, bad
     """)
@@ -53,9 +53,8 @@ def test_a_chain_of_drafts_reads_what_was_settled():
     verify_program(program)
     rest = 'rule="strict", target_vocab_size=101'
     assert text(lines(program)) == text(f"""
-        emitted, num_emitted, emitted_rows, accepted, accepted_positions, accepted_rows, _, length, chain =
-            settle(verified_tokens, window, start, num_forced, eos_ids, verified_rows, shifted=False, chain=2,
-            vocab_size=101)
+        emitted, num_emitted, _, accepted, accepted_positions, accepted_rows, _, length, chain =
+            settle(verified_tokens, window, start, num_forced, eos_ids, shifted=False, chain=2, vocab_size=101)
         position_1 = chain[1]
         draft_0 = self.draft({STATE}, tokens=accepted, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
@@ -68,7 +67,6 @@ def test_a_chain_of_drafts_reads_what_was_settled():
     """)
     assert [n.name for n in program.with_role("drafts")] == ["token_1", "token_2"]
     assert program.one("emitted").name == "emitted" and program.one("num_emitted").name == "num_emitted"
-    assert program.one("accepted_rows").name == "emitted_rows"
 
 
 @pytest.mark.parametrize(("drafter", "rule"), [("none", "strict"), ("ngram", "strict"), ("draft_model", "strict"),
@@ -91,6 +89,17 @@ def test_a_function_of_ones_own_is_left_alone():
     after = last(program, [FuseStep()])
     left = [n.name for n in after.graph.nodes if n.target in (node.target, taken.target)]
     assert left == ["accepted", "accepted_rows"]
+
+
+def test_rows_that_are_not_known_where_the_tokens_are_cut_are_left_alone():
+    program = before("none")
+    emitted = program.one("emitted")
+    with program.graph.inserting_after(emitted):
+        late = program.graph.call_function(torch.neg, (emitted,))
+    with program.graph.inserting_after(late):
+        program.graph.call_function(step.cut_rows, (late, emitted)).name = "rows"
+    result = FuseStep().apply(program)
+    assert result.near_misses[0].reason == "rows cut rows that emitted does not know"
 
 
 def test_without_the_count_nothing_is_settled():

@@ -13,6 +13,8 @@ from specgraph.ir.verifier import verify_program
 from specgraph.kernels.sampling.sample import RULES
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.fuse_step import FuseStep
+from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
@@ -44,12 +46,11 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
             posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7)
         weights = residual(processed, drafts, None, num_accepted, num_forced, num_rows, rule="typical")
         next_token = sample_next(weights, seeds, next_positions, num_accepted, rule="typical")
-        verified_tokens, _, verified_rows = emit(drafts, num_accepted, next_token, num_rows, num_forced)
+        verified_tokens, _, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
         bad = nan_rows(logits, window, num_rows, num_forced)
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
         num_emitted = count_emitted(emitted)
-        emitted_rows = cut_rows(verified_rows, emitted)
         accepted = draft_inputs(window, emitted, vocab_size=101)
         accepted_positions = row_positions(start, accepted)
         accepted_rows = catch_up_rows(num_emitted)
@@ -168,6 +169,42 @@ def test_the_step_emits_what_the_reference_says_about_a_dense_forward(rule: str,
         state["next_window"][moved, 0], emitted.gather(1, (num_emitted - 1).clamp_min(0)[:, None])[moved, 0]
     )
     assert int(state["num_rows"][3]) == 0 and bool((state["num_rows"][moved] >= 1).all())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_drafter_that_reads_the_accepted_rows_gets_them(fused: bool):
+    """The rows of the tokens, cut behind an EOS where they are."""
+    program = last(first("ngram", 2), [InsertKVCache(4), InsertDraft()])
+    program.placeholder("path", Buffer(("B", "T"), fill=-1))
+    program = last(program, [InsertVerify(), *([FuseVerify(), FuseStep()] if fused else [])])
+    verify_program(program)
+    assert "path" not in program.inputs
+    lines = " ".join(body(program))
+    if fused:
+        assert "settle(verified_tokens, window, start, num_forced, eos_ids, verified_rows, shifted=False" in lines
+    else:
+        assert "verified_tokens, _, verified_rows = emit(" in lines
+        assert "path = cut_rows(verified_rows, emitted)" in lines
+    program.set_output(program.one("emitted"), program.one("num_emitted"), program.one("path"))
+    state = state_of(program, torch.Generator().manual_seed(0))
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            return list(program.step()(**{name: copied(value) for name, value in state.items()}))
+
+    state["window"][0, 1] = likely = run()[0][0, 0]  # greedy, so that the first draft is accepted
+    whole = run()
+    state["eos_ids"] = torch.stack([likely, likely])
+    ended = run()
+    assert whole[1].tolist()[1:] == ended[1].tolist()[1:] == [4, 5, 0]
+    assert whole[1][0] > 1 and ended[1][0] == 1
+    for emitted, number, rows in (whole, ended):
+        assert torch.equal(rows, torch.arange(5).where(emitted >= 0, -1))
+        assert [row.count(-1) for row in rows.tolist()] == [5 - n for n in number.tolist()]
+
+
+def copied(value: Any) -> Any:
+    return tuple(t.clone() for t in value) if isinstance(value, tuple) else value.clone()
 
 
 def test_a_nan_that_a_sequence_really_reads_marks_it_alone():

@@ -159,7 +159,7 @@ def run_chunk(case: Case, rule: str, seeds: Tensor, verify_step: Verify, draw: D
         row = torch.arange(case.drafts + 1)
         positions = batch.start.unsqueeze(1) + row
         logits = case.target[positions % len(case.target), torch.cat([batch.last.unsqueeze(1), batch.drafts], 1)]
-        emitted, num_emitted = verify_step(logits, batch, positions + 1, rule, case.to_target)
+        emitted, num_emitted, *_ = verify_step(logits, batch, positions + 1, rule, case.to_target)
         out[open_rows.unsqueeze(1), positions] = emitted
         lengths.append(num_emitted.double().mean().item())
         batch.last = emitted.gather(1, num_emitted.unsqueeze(1) - 1).squeeze(1)
