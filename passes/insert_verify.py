@@ -136,7 +136,7 @@ class InsertVerify(Pass):
     ) -> fx.Node:  # fmt: skip
         """How many drafts are accepted, and the token after them."""
         draft_logits = program.input("draft_logits") if "draft_logits" in program.inputs else None
-        vocabulary = self._vocabulary(program) if draft_logits is not None else {}
+        vocabulary: dict[str, Any] = self._vocabulary(program) if draft_logits is not None else {}
         shared, rows = (draft_tokens, draft_logits), (state["num_rows"], state["num_forced"])
         options: dict[str, Any] = {
             "rule": self.rule,
