@@ -26,12 +26,14 @@ class DraftConfig:
     """How drafts are made; a drafter derives its own class from this one."""
 
     kind: str = "ngram"
-    """Who drafts."""
+    """The drafter; `draft=NAME` sets it together with its defaults."""
     num_speculative_tokens: int = 4
     """K, drafts per step and sequence (the kind `none` ignores it)."""
     model: str | None = None
     """The folder of a checkpoint, or the name of a causal LM; `draft=` takes either, and it says which drafter it is
     for."""
+    parallel: bool | None = None
+    """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
 
     trains: ClassVar[tuple[str, ...]] = ()
     """Values of ``train draft=`` that this drafter's heads are trained by."""
@@ -43,10 +45,8 @@ class DraftConfig:
 
 @dataclass
 class ParallelDraftConfig(DraftConfig):
-    """Keys of drafters that can draft all tokens in one call."""
+    """Keys of drafters that a mask token lets draft all tokens in one call."""
 
-    parallel: bool | None = None
-    """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
     mask_token_id: int | None = None
     """The mask token of parallel drafting; null takes the one the draft's configuration names."""
 
@@ -66,10 +66,14 @@ def texts_below(body: ast.ClassDef) -> dict[str, str]:
     """The texts below the fields of a class; an empty one where there is none."""
     found: dict[str, str] = {}
     for item, after in zip(body.body, [*body.body[1:], None], strict=True):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not _is_class_variable(item):
             value = after.value if isinstance(after, ast.Expr) else None
             found[item.target.id] = " ".join(str(value.value).split()) if isinstance(value, ast.Constant) else ""
     return found
+
+
+def _is_class_variable(item: ast.AnnAssign) -> bool:
+    return ast.unparse(item.annotation).startswith("ClassVar")
 
 
 @functools.cache

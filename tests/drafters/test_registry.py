@@ -1,0 +1,133 @@
+"""Drafters are found, and nothing lists them: by their files here, and by the full name of their class elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import specgraph
+from specgraph.config import DraftConfig, load_config
+from specgraph.config.draft import DraftKeys, drafter_configs, drafter_kinds
+from specgraph.drafters.base import Draft, Drafter, Target
+from specgraph.drafters.registry import drafter_class, drafter_classes
+from specgraph.drafters.step import DraftStep
+from specgraph.errors import ConfigError
+from specgraph.ir.graphs import export_module
+from specgraph.kernels import step as functions
+from tests.decoding import CONFIG, assert_same_tokens, compiled
+from tests.models import VOCAB, make_model, ragged_prompts
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+ROOT = Path(specgraph.__file__).parents[1]
+OWN = f"{__name__}.Successors"
+
+
+@dataclass
+class SuccessorsConfig(DraftConfig):
+    """Keys of a user's own drafter."""
+
+    stride: int = 1
+    """How far apart the proposed ids are."""
+
+    def check(self) -> None:
+        if self.stride == 0:
+            raise ConfigError("draft.stride must not be 0.")
+
+
+class _Count(nn.Module):
+    """``[B]`` last tokens to K ids that follow them: ``last + stride``, ``last + 2 * stride``, ..."""
+
+    def __init__(self, count: int, stride: int) -> None:
+        super().__init__()
+        self.register_buffer("steps", stride * torch.arange(1, count + 1))
+
+    def forward(self, last: Tensor) -> Tensor:
+        return (last.unsqueeze(1) + self.steps) % VOCAB
+
+
+@dataclass(frozen=True, eq=False)
+class Successors(Drafter):
+    """A drafter from outside of the package: proposes the ids behind the last token."""
+
+    kind: ClassVar[str] = OWN
+    Config: ClassVar[type[DraftConfig]] = SuccessorsConfig
+
+    @classmethod
+    def make(cls, options: Any, target: Target, given: Any) -> Draft:
+        module = _Count(options.num_speculative_tokens, options.stride)
+        batch = torch.export.Dim("batch", min=1)
+        graph = export_module(module, (torch.zeros(3, dtype=torch.int64),), {"last": {0: batch}}, "draft")
+        return Draft(cls(options.num_speculative_tokens, {"draft": graph}))
+
+    def build(self, step: DraftStep) -> int:
+        row = step.call(functions.last_row, step.num_emitted, name="last")
+        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=VOCAB, name="accepted")
+        last = step.call(torch.gather, tokens, 1, step.call(_column, row, name="column"), name="last_token")
+        step.propose("draft", last=step.call(_flat, last, name="last_ids"), name="proposals")
+        return 1
+
+
+def _column(row: Tensor) -> Tensor:
+    return row.clamp_min(0).unsqueeze(1)
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values[:, 0]
+
+
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_a_drafter_is_its_file_its_class_and_its_preset(kind: str) -> None:
+    cls = drafter_class(kind)
+    assert (cls.kind, cls.__module__) == (kind, f"specgraph.drafters.{kind}")
+    light, whole = drafter_configs()[kind], cls.Config
+    assert [(f.name, f.default) for f in dataclasses.fields(light)] == [
+        (f.name, f.default) for f in dataclasses.fields(whole)
+    ]
+    preset = yaml.safe_load((ROOT / "conf" / "draft" / f"{kind}.yaml").read_text())
+    assert preset["kind"] == kind and load_config(kind).draft.kind == kind
+
+
+def test_every_class_in_the_folder_is_found_and_one_takes_what_no_other_claims() -> None:
+    assert {cls.kind for cls in drafter_classes()} == set(drafter_kinds()) >= {"ngram", "none", "eagle3"}
+    assert [cls.kind for cls in drafter_classes() if cls.fallback] == [drafter_classes()[-1].kind] == ["draft_model"]
+
+
+def test_the_keys_of_all_drafters_carry_their_text() -> None:
+    texts = {item.name: item.metadata["text"] for item in dataclasses.fields(DraftKeys) if item.metadata}
+    assert texts["max_ngram"] == "ngram: the longest n-gram looked up."
+    assert all(texts.values())
+
+
+def test_a_drafter_from_outside_decodes_as_the_model_alone() -> None:
+    model = make_model("llama", dtype=torch.float64)
+    plain = compiled(model, "none").generate(ragged_prompts(), max_new_tokens=12, eos_token_id=[]).new_tokens
+    own = {"_target_": OWN, "num_speculative_tokens": 3, "stride": 2}
+    decoder = specgraph.compile_speculative(model, {**CONFIG, "draft": own})
+    out = decoder.generate(ragged_prompts(), max_new_tokens=12, eos_token_id=[])
+    assert_same_tokens(model, ragged_prompts(), out.new_tokens, plain)
+    assert decoder.config.draft == SuccessorsConfig(OWN, 3, stride=2)
+    assert load_config(decoder.config) == decoder.config
+    assert "drafted by" in decoder.report() and "Successors" in decoder.report()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"_target_": "nowhere.Drafter"}, "draft._target_: Error loading 'nowhere.Drafter'"),
+        ({"_target_": "builtins.dict"}, "draft._target_ names builtins.dict, which is not a specgraph Drafter with a"),
+        ({"_target_": OWN, "strid": 2}, "Unknown configuration key 'draft.strid': did you mean 'draft.stride'?"),
+        ({"_target_": OWN, "stride": 0}, "draft.stride must not be 0."),
+        ({"kind": "egale3"}, "draft.kind is one of draft_model, eagle, eagle3, medusa, ngram, none, not 'egale3'."),
+    ],
+)
+def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"draft": given})
+    assert str(caught.value).startswith(message)
