@@ -39,7 +39,7 @@ class ParallelDraft(Pass):
         """Rewrite the chain; one is expected."""
         drafter = program.drafter
         if not (drafter.parallel if self.enabled is None else self.enabled):
-            return PassResult(0, notes=("drafts are chained",))
+            return PassResult(0, notes=("drafts are chained" if drafter.chained else "there is no chain of drafts",))
         if "verify" in program.facts:
             raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
         if not drafter.chained:

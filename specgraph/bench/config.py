@@ -17,7 +17,7 @@ KINDS = ("steps", "kernels", "linears")
 
 @dataclass
 class BenchConfig(Config):
-    """Keys of ``bench``; ``draft=eagle3`` or ``draft=peagle`` without a path is a random head for the target."""
+    """Keys of ``bench``; heads without a path, such as ``draft=eagle3``, are random ones for the target."""
 
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each

@@ -195,10 +195,9 @@ class MedusaDrafter(Drafter):
     @torch.no_grad()
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
         """A head for every step: a block for every layer of the plan, zeros, and a copy of the target's projection."""
-        if len(plan.features) != 1:
-            raise ConfigError(
-                f"Medusa heads read one hidden state, and head.feature_layers names {len(plan.features)}; leave it out."
-            )
+        text: Any = plan.model.config.get_text_config()
+        if plan.features != cls.feature_layers(text.num_hidden_layers):
+            raise ConfigError("Medusa heads read the target's last hidden state; leave head.feature_layers out.")
         rows, size = plan.projection.shape
         module = Medusa.of(plan.steps, plan.layers.num_hidden_layers, size, rows).to(plan.projection.device)
         for name, parameter in module.named_parameters():

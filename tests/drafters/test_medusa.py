@@ -306,6 +306,12 @@ def test_more_drafts_than_heads_are_refused(loaded: bool, tmp_path: Path) -> Non
         specgraph.compile_speculative(target(), {**CONFIG, "draft": options}, draft=draft)
 
 
+def test_what_is_unknown_is_told_that_medusa_heads_are_read(tmp_path: Path) -> None:
+    _written(tmp_path, {"0.weight": torch.zeros(1)}, "model.safetensors", save_file)
+    with pytest.raises(ConfigError, match=r"is no draft that specgraph knows .* it reads .*Medusa heads"):
+        open_checkpoint(tmp_path)
+
+
 def test_other_refusals() -> None:
     for options, draft, message in (
         ({}, None, r"The medusa drafter needs a head: pass draft=... or set draft.model to its folder"),
@@ -567,7 +573,7 @@ def test_a_checkpoint_by_its_path(tmp_path: Path) -> None:
     folder = released(tmp_path / "head", random_tensors())
     config = {**CONFIG, "draft": {"num_speculative_tokens": 3}}
     tested = specgraph.compile_speculative(target(), config, draft=folder)
-    for text in ("drafted by medusa, K = 3", "1 draft calls per step",
+    for text in ("drafted by medusa, K = 3", "1 draft calls per step", "there is no chain of drafts",
                  f"draft: medusa in the medusa layout, {folder}"):  # fmt: skip
         assert text in tested.report()
     assert _tokens(tested) == _plain_tokens()
@@ -617,7 +623,7 @@ def test_bench_with_random_heads(
 
 STEPS = 3
 TEXTS = [Encoded([5, 9, 14, 7, 3, 8, 21, 6, 0], 4), Encoded([11, 2, 30, 4, 17, 9, 12], 2)]
-TOKENIZER = "examples/models/tiny-math/target"
+TOKENIZER = Path(__file__).parents[2] / "examples/models/tiny-math/target"
 
 
 @functools.cache
@@ -679,9 +685,10 @@ def test_a_new_head_starts_with_the_logits_of_the_target() -> None:
     for head in made.module:
         assert torch.equal(head(hidden), F.linear(hidden, projection.weight.float()))
     assert all(parameter.requires_grad for parameter in made.module.parameters())
-    bad = HeadTrainConfig(algorithm="medusa", head=HeadConfig(feature_layers=[1, 2]))
-    with pytest.raises(ConfigError, match=r"Medusa heads read one hidden state, and head\.feature_layers names 2"):
-        build_head(target(), bad, 1, TEXTS)
+    for layers in ([1], [1, 2]):  # a checkpoint says nothing about it
+        bad = HeadTrainConfig(algorithm="medusa", head=HeadConfig(feature_layers=layers))
+        with pytest.raises(ConfigError, match=r"read the target's last hidden state; leave head\.feature_layers out\."):
+            build_head(target(), bad, 1, TEXTS)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Draft heads that read a frozen target's hidden states: EAGLE-3, and P-EAGLE, which drafts in parallel."""
+"""Training of draft heads that read a frozen target's hidden states: whatever a drafter says that it trains."""
 
 from .config import HeadTrainConfig
 from .run import HeadTrainReport, train_head

@@ -5,6 +5,7 @@ Step ``i`` has one row per position ``t`` of the text, all run at once. It takes
 ``t``, later it is the head's own output of the step before, with its gradient. Row ``t`` sees the step-0 keys up to
 ``t`` and the keys of its own chain: exactly what it sees when the target has verified everything up to ``x[t+1]``.
 A parallel head takes the mask token and ``mask_hidden`` in the steps after 0, so that all steps fit into one call.
+That is the EAGLE family; every head says itself, by ``unroll`` and ``step_logits``, how it gets from step to step.
 
 Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
 """

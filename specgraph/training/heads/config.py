@@ -22,7 +22,7 @@ class HeadConfig:
     """The head. Its width, embedding and vocabulary projection are the target's; null takes the target's value."""
 
     layers: int = 1
-    """Decoder layers."""
+    """Decoder layers; of medusa, residual blocks of every head."""
     model_type: str = "llama"
     """Their kind, llama or qwen3 (with norms of queries and keys)."""
     intermediate_size: int | None = None
@@ -34,13 +34,14 @@ class HeadConfig:
     head_dim: int | None = None
     """Width of one attention head."""
     feature_layers: list[int] = field(default_factory=list)
-    """Indices k of the target's hidden states hs[k] that it reads, ascending; [] takes hs[2], hs[L//2], hs[L-3]."""
+    """Indices k of the target's hidden states hs[k] that it reads, ascending; [] takes hs[2], hs[L//2],
+    hs[L-3], or the last one for a head that reads one."""
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state."""
     draft_vocab_size: int | None = None
     """Draft only the tokens that are most frequent in the target's answers; null is the whole vocabulary."""
     init: str | None = None
-    """Start from a trained head, eagle3 or peagle, in this folder; what it lacks starts at random."""
+    """Start from a trained head in this folder, as `train` saves it; what it lacks starts as in a new head."""
     mask_token_id: int | None = None
     """peagle: what stands for a token that is not drafted yet, an id that text does not use; null is the PAD token."""
 
@@ -50,7 +51,7 @@ class ChainConfig:
     """The chain of drafts behind every token that is trained on."""
 
     steps: int = 7
-    """Drafts in a chain."""
+    """Drafts in a chain; of medusa, heads."""
     decay: float = 0.8
     """Draft i weighs decay^i in the loss."""
     keep: float = 1.0

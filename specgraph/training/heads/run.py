@@ -65,7 +65,7 @@ class HeadTrainReport:
 def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
     """Train an EAGLE-3 or P-EAGLE head for a frozen target on the target's own answers.
 
-    Writes ``config.json`` and ``model.safetensors`` (the speculators layout, bf16) to ``cfg.output``, with
+    Writes ``config.json`` and ``model.safetensors`` (bf16, in the layout of its drafter) to ``cfg.output``, with
     ``training_report.json`` and ``loss.png``. A checkpoint lies in ``<output>/checkpoint`` while it runs: the same call
     goes on from there after a kill, and without a time limit ends with the same weights on the same machine. Shows
     progress on stderr. All randomness follows ``cfg.seed``; the caller's generators are left as they were.
