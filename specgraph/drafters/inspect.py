@@ -85,8 +85,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _tensors(tensors: dict[str, StoredTensor]) -> list[tuple[str, ...]]:
-    """One row for all tensors that only differ by an index in their name."""
-    keys = {name: (re.sub(r"\.\d+\.", ".*.", name), t.shape, t.dtype) for name, t in tensors.items()}
+    """One row for all tensors that only differ by indices in their names."""
+    keys = {name: (re.sub(r"(?<![^.])\d+(?=\.)", "*", name), t.shape, t.dtype) for name, t in tensors.items()}
     counts = Counter(keys.values())
     rows = {}
     for name, tensor in sorted(tensors.items()):

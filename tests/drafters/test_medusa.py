@@ -598,6 +598,7 @@ def test_inspect(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ["num_heads", "5", "tensors"],
         ["num_blocks", "1", "tensors"],
         ["token_map", "no", "tensors"],
+        ["*.*.weight", "[101, 32]", "float32", "5", "64.6 kB"],
     ):
         assert expected in shown
     released(tmp_path, random_tensors(rows=90))
