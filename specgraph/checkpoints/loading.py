@@ -109,7 +109,8 @@ class HeadLoader:
         read = self.stored[name].read().reshape(expected.shape).to(info.dtype)
         if name in self.borrowed and equal_tensors(read, self.target.own[name]):
             return self.target.own[name]
-        return nn.Parameter(read.to(info.device).contiguous(), requires_grad=False)
+        # A copy: a CPU may round a matrix product by the address of its operands, and a mapped file aligns none.
+        return nn.Parameter(read.to(info.device, copy=True).contiguous(), requires_grad=False)
 
     def _listed(self, names: Sequence[str]) -> str:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

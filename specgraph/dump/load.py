@@ -139,7 +139,8 @@ def _read_weights(folder: Path, wanted: Mapping[str, Any], device: torch.device)
 
 
 def _restore(tensor: Tensor, layout: Mapping[str, Any], device: torch.device) -> Tensor:
-    tensor = tensor.to(device)
+    # A copy: a CPU may round a matrix product by the address of its operands, and a mapped file aligns none.
+    tensor = tensor.to(device, copy=True)
     stride = layout.get("stride")
     if stride is None or 0 in stride:
         return tensor

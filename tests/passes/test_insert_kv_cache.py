@@ -175,7 +175,7 @@ def run_window(program: Program, tokens: Tensor, lead: int) -> tuple[Tensor, tup
 
     The window is four rows wider than ``tokens``, wherever they lie in it.
     """
-    batch, length, size = *tokens.shape, program.options["block_size"]
+    batch, length, size = *tokens.shape, program.block_size
     leads = [lead] + [0] * (batch - 1)
     window = torch.full((batch, length + 4), 7)
     for row, begin in enumerate(leads):
