@@ -53,7 +53,7 @@ from specgraph.training.heads.loop import HeadLoop
 from specgraph.training.heads.teacher import Teacher
 from tests.checkpoints.layouts import HEAD_DIM, HIDDEN, VOCAB, Written
 from tests.checkpoints.running import info
-from tests.decoding import CONFIG, compiled
+from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
 from tests.drafters.eagle_formula import EPS, HEADS_WRITTEN, behind, formula, project, target, written
 from tests.dump.test_dump import assert_runs_alike
