@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, with pieces and blocks sm
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from specgraph.kernels.attention.paged import (
     block_rows,
     suits_prefill,
 )
+from specgraph.kernels.ops import Op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
@@ -37,6 +39,11 @@ def products_do_not_depend_on_the_number_of_columns(monkeypatch: pytest.MonkeyPa
         return (a.astype(numpy.float64) @ b.astype(numpy.float64)).astype(dtype)
 
     monkeypatch.setattr(numpy, "matmul", multiply)
+
+
+def tuned(op: Op) -> Callable[..., Tensor]:
+    """The Triton form of ``op``, which takes a tiling beside the op's own arguments."""
+    return lambda *given, tiling, **options: op.form("triton", tiling=tiling)(*given, **options)
 
 
 @dataclasses.dataclass
@@ -61,7 +68,7 @@ class Case:
         random = torch.Generator().manual_seed(self.seed)
         merged = torch.randn(batch, self.length, sum(sizes), generator=random).to(self.dtype)
         self.sizes = sizes
-        self.op = ROTARY_ATTENTION if self.rotary else PAGED_ATTENTION
+        self.op = tuned(ROTARY_ATTENTION if self.rotary else PAGED_ATTENTION)
         self.merged = merged.to(DEVICE)
         angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
         angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
@@ -128,10 +135,9 @@ class Case:
             slots[i, lead : lead + n] = self.slots(positions[i, lead : lead + n], b)
         q, k, v = self.heads_of(merged)
         places = (*self.written, slots, self.table[chosen], positions)
-        options = {"scale": 0.3, **options}
+        options = {"scale": 0.3, "tiling": tiling, **options}
         angles = (cos, sin) if self.rotary else ()
-        out: Tensor = self.op.form("triton", tiling=tiling)(q, k, v, *angles, *places, **options)
-        return out
+        return self.op(q, k, v, *angles, *places, **options)
 
     def expected(
         self,
