@@ -235,12 +235,9 @@ def _call(
     state["start"].copy_(torch.tensor(ran[1]))
     state["num_rows"].copy_(torch.tensor(ran[2]))
     state["num_emitted"].copy_(torch.tensor(ran[3]))
-    paths = [list(range(len(m.emitted))) for m in moves]
-    given = {
-        **state,
-        "emitted": _rectangle([m.emitted for m in moves], width, -1),
-        "path": _rectangle(paths, width, -1),
-    }
+    given = {**state, "emitted": _rectangle([m.emitted for m in moves], width, -1)}
+    if "path" in state:  # of drafters that ask for it
+        given["path"] = _rectangle([list(range(len(m.emitted))) for m in moves], width, -1)
     with torch.no_grad(), slot_spy(state) as seen:
         outputs = module(window=_rectangle([m.window for m in moves], width, 0), **given)
     return outputs, ran, seen

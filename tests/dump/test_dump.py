@@ -230,7 +230,7 @@ def test_the_step_of_a_draft_model_fits_a_screen():
     assert len(body) <= 25
     assert all("  # " in line for line in body)
     assert any(line.strip().startswith("token_1 = propose_at_(None, draft_0, length") for line in body)
-    assert 'logprobs="none")  # (i64[B, T], i64[B], f32[B, 0], bool[B]), fuse_verify' in text
+    assert 'logprobs="none")  # (i64[B, T], i64[B], ... 5 in all), fuse_verify' in text
     assert all(len(line) <= 120 for line in text[: text.index("class Step")].splitlines())
     assert "; " not in text.replace('"""', "")
 
