@@ -122,16 +122,21 @@ def test_a_layout_is_recognised_and_loaded(name: str, container: str, tmp_path: 
     assert module.lm_head.weight is target().get_output_embeddings().weight
 
 
-def test_the_embedding_is_the_targets_own_only_if_it_is_equal(tmp_path: Path) -> None:
-    own = target().get_input_embeddings().weight
+@pytest.mark.parametrize("tensor", ["embed_tokens", "lm_head"])
+def test_a_tensor_is_the_targets_own_only_if_it_is_equal(tensor: str, tmp_path: Path) -> None:
+    own = target().get_parameter({"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}[tensor])
     for name, change, shared in (("missing", None, True), ("equal", 0.0, True), ("moved", 1e-3, False)):
         given = written()
         if change is not None:
-            given.tensors["embed_tokens.weight"] = own.detach().clone()
-            given.tensors["embed_tokens.weight"][7, 3] += change
-        loaded = load(given.save(tmp_path / name)).module.embed_tokens.weight
-        assert (loaded is own) is shared
-        assert torch.equal(loaded, given.tensors.get("embed_tokens.weight", own))
+            given.tensors[f"{tensor}.weight"] = own.detach().clone()
+            given.tensors[f"{tensor}.weight"][7, 3] += change
+        loaded = load(given.save(tmp_path / name))
+        parameter = loaded.module.get_parameter(f"{tensor}.weight")
+        assert (parameter is own) is shared
+        assert torch.equal(parameter, given.tensors.get(f"{tensor}.weight", own))
+        saved = EagleDrafter.save_head(loaded, tmp_path / "saved", target_name="", algorithm="eagle",
+                                       num_speculative_tokens=3, shared=target().parameters())  # fmt: skip
+        assert (f"{tensor}.weight" in open_checkpoint(saved).tensors) is not shared
 
 
 def test_options_say_where_they_come_from(tmp_path: Path) -> None:
@@ -193,6 +198,10 @@ MISFITS: dict[str, tuple[Callable[[], Written], str]] = {
     "a bias of a norm": (
         lambda: _with(written(), layers__0__post_attention_layernorm__bias=(32,)),
         "holds layers.0.post_attention_layernorm.bias, which an EAGLE head",
+    ),
+    "a bias of the projection": (
+        lambda: _with(written(), lm_head__bias=(101,)),
+        "holds lm_head.bias, which an EAGLE head with its configuration does not use",
     ),
     "a bias of another size": (
         lambda: _with(written(), fc__bias=(31,)),

@@ -132,6 +132,7 @@ def following(
         ("eagle3", {"draft_vocab_size": 40}),
         ("peagle", {}),
         ("peagle", {"layers": 2, "feature_layers": [0, 3]}),
+        ("eagle", {"layers": 2}),
     ],
 )
 def test_loss_equals_a_naive_one(exact: PreTrainedModel, algorithm: str, changes: dict[str, Any]) -> None:
@@ -188,7 +189,7 @@ def test_walk_imitates_decode_steps() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "eagle"])
 def test_measured_acceptance_equals_drafting_token_by_token(target: PreTrainedModel, algorithm: str) -> None:
     head = make_head(target, algorithm)
     ids = TEXTS[0].ids[:4]

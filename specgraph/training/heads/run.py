@@ -63,7 +63,7 @@ class HeadTrainReport:
 
 
 def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
-    """Train an EAGLE-3 or P-EAGLE head for a frozen target on the target's own answers.
+    """Train a draft head for a frozen target on the target's own answers.
 
     Writes ``config.json`` and ``model.safetensors`` (bf16, in the layout of its drafter) to ``cfg.output``, with
     ``training_report.json`` and ``loss.png``. A checkpoint lies in ``<output>/checkpoint`` while it runs: the same call
