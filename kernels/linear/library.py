@@ -54,14 +54,14 @@ class Crossovers:
 
 
 HOPPER = Crossovers(
-    linear={(6144, 4096): (512,), (4096, 4096): (2048,), (4096, 14336): ()},
+    linear={(6144, 4096): (), (4096, 4096): (1024,), (4096, 14336): (), (128256, 4096): (256, 257)},
     gated={(28672, 4096): ()},
     experts={(128, 1536, 2048): (), (128, 2048, 768): ()},
 )
-"""H100 and H200. Made from figures of docs/performance.md, which were measured on an H200: "A prompt's chunk" (commit
-7a66919; 512 and 2,048 rows) and "Experts" (commit 9f05ff4; up to 2,048 rows of 128 experts). The table is conservative:
-the library is taken only from a measured number of rows on at which it was at least 2% faster, with 2 us added for the
-scale of the norm, which those figures lack. Other numbers of rows, and other shapes, were not measured."""
+"""H100 and H200. ``linear`` and ``gated`` are from one run of ``bench linears target=llama-3-8b-shape`` on an H200 at
+commit 4f5e340 (1 to 2,048 rows), of which those entries stand here where the library was at least 5% faster. ``experts``
+is from "Experts" in docs/performance.md (commit 9f05ff4; up to 2,048 rows of 128 experts). Other shapes were not
+measured."""
 
 
 def crossovers_of(device: torch.device) -> Crossovers | None:

@@ -129,7 +129,8 @@ def test_steps_in_a_graph_that_is_replayed_on_new_values(longest: int, monkeypat
     run_steps(state, out, count)
     with no_synchronisation():
         run_steps(state, out, count)
-    with own_counters(new_counters(DEVICE)):
+    counters = new_counters(DEVICE)  # the graph knows their address alone, so they must outlive it
+    with own_counters(counters):
         graph, _ = captured(lambda: run_steps(state, out, count))
     for seed in (1, 2, 3):
         for name, value in state_of(longest, seed).items():

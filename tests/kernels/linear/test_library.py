@@ -150,10 +150,10 @@ def test_only_what_was_measured_is_chosen(dtype: torch.dtype) -> None:
 
 def test_a_device_that_was_not_measured_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.crossovers_of(CPU) is None
-    assert not is_faster("linear", (6144, 4096), 10**6, torch.bfloat16, CPU)
+    assert not is_faster("linear", (4096, 4096), 10**6, torch.bfloat16, CPU)
     monkeypatch.setattr(library, "is_hopper", lambda device: True)
     assert library.crossovers_of(CPU) is HOPPER
-    assert is_faster("linear", (6144, 4096), 10**6, torch.bfloat16, CPU)
+    assert is_faster("linear", (4096, 4096), 10**6, torch.bfloat16, CPU)
 
 
 def test_the_table_of_hopper_is_well_formed() -> None:
