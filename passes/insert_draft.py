@@ -40,6 +40,8 @@ class InsertDraft(Pass):
         for name, buffer in VERIFIED.items():
             program.placeholder(name, buffer).meta["role"] = name
         calls = program.drafter.build(DraftStep(program, self.rule))
-        logits = program.one("logits")
-        program.set_output(logits, *program.with_role("drafts"))
+        drafts = program.with_role("drafts")
+        for node in drafts:
+            node.meta["rule"] = self.rule
+        program.set_output(program.one("logits"), *drafts)
         return PassResult(calls, notes=(f"{calls} draft calls per step",))

@@ -80,7 +80,7 @@ class InsertVerify(Pass):
 
     def _check_rule(self, program: Program) -> None:
         """Drafts must have been drawn for the rule that verifies them."""
-        rules = {str(node.kwargs["rule"]) for node in program.with_role("drafts") if "rule" in node.kwargs}
+        rules = {str(node.meta.get("rule", self.rule)) for node in program.with_role("drafts")}
         for drawn_for in sorted(rules - {self.rule}):
             raise PassError(
                 f"insert_verify verifies by {self.rule!r}, but insert_draft drew its drafts for {drawn_for!r}; set "
