@@ -60,8 +60,8 @@ HOPPER = Crossovers(
 )
 """H100 and H200. ``linear`` and ``gated`` are from one run of ``bench linears target=llama-3-8b-shape`` on an H200 at
 commit 4f5e340 (1 to 2,048 rows), of which those entries stand here where the library was at least 5% faster.
-``experts`` is from "Experts" in docs/performance.md (commit 9f05ff4; up to 2,048 rows of 128 experts). Other shapes were
-not measured."""
+``experts`` is from "Experts" in docs/performance.md (commit 9f05ff4; up to 2,048 rows of 128 experts). Other shapes
+were not measured."""
 
 
 def crossovers_of(device: torch.device) -> Crossovers | None:
