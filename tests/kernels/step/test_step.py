@@ -49,7 +49,7 @@ def test_rows_before_the_first_position_have_no_slot(form: str):
     if form == "op":
         slots = step.row_slots(*arguments, block_size=4)
     else:
-        slots = step.rows._row_slots(*(tensor.to(DEVICE) for tensor in arguments), block_size=4)
+        slots = ROW_SLOTS.form("triton")(*(tensor.to(DEVICE) for tensor in arguments), block_size=4)
     assert slots.tolist() == [[NONE, NONE, 24, 25], [NONE] * 4, [NONE] * 4]
 
 
