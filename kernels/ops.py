@@ -39,7 +39,7 @@ Triton, one for GPUs of compute capability 9.x alone, and one around a product o
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", int: "int", int | None: "int?",
-    float: "float", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
+    float: "float", list[float]: "float[]", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
 
 

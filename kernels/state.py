@@ -24,23 +24,30 @@ class Buffer:
     """A tensor that the step graph takes as an input, and how it lives.
 
     Attributes:
-        shape: numbers, and letters for what only a decoder knows: ``B`` sequences, ``T`` rows of this call, ``M`` pages
-            per sequence, ``N`` pages in all, ``S`` the longest sequence, ``E`` EOS ids.
+        shape: numbers, and letters for what only a decoder knows: ``B`` sequences whose state is kept, ``b`` of them
+            that a call runs, ``T`` rows of this call, ``M`` pages per sequence, ``N`` pages in all, ``S`` the longest
+            sequence, ``E`` EOS ids.
         dtype: of its elements.
         fill: what a fresh or reset element holds.
-        owner: whose it is. ``sequence``: row ``b`` is a sequence's, is reset when a sequence starts there, and a
-            smaller batch takes the first rows. ``pages``: a pool of pages that sequences reach through their block
-            table; it is shared by all batches and never reset, since nobody reads a page that its sequence has not
-            written.
+        owner: whose it is. ``sequence``: each row is one sequence's, and is reset when a sequence starts there. A call
+            runs any sequences: it names their rows in its input :data:`ROWS`.
+            ``pages``: a pool of pages that sequences reach through their block table; it is shared by all sequences and
+            never reset, since nobody reads a page that its sequence has not written.
             ``call``: one request's or one call's own, the same for every batch, reset when a request starts.
+        indexed: how a call reaches the rows of its sequences. A small buffer is gathered at the head of the step, and
+            scattered at its end if the step has written it. An indexed buffer is too large for that: the functions
+            that read or write it take the row index, too.
     """
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype = torch.int64
     fill: float = 0
     owner: Owner = "sequence"
+    indexed: bool = False
 
     def __post_init__(self) -> None:
+        if self.indexed and self.owner != "sequence":
+            raise ValueError(f"A buffer of {self.owner} has no row for each sequence that an index could name.")
         first = FIRST.get(self.owner)
         if first is not None and self.shape[:1] != (first,):
             raise ValueError(f"A buffer of {self.owner} begins with the dimension {first!r}, not {self.shape[:1]}.")
@@ -55,10 +62,6 @@ class Buffer:
         if self.owner != "pages":
             tensor.fill_(self.fill)
 
-    def first(self, tensor: Tensor, batch: int) -> Tensor:
-        """The part of ``tensor`` that a batch of the first ``batch`` sequences sees: a view."""
-        return tensor[:batch] if self.owner == "sequence" else tensor
-
 
 def per_call(*shape: int | str, dtype: torch.dtype = torch.int64, fill: float = 0) -> Buffer:
     """A buffer that belongs to one call or one request."""
@@ -68,6 +71,12 @@ def per_call(*shape: int | str, dtype: torch.dtype = torch.int64, fill: float = 
 def page_pool(*shape: int, dtype: torch.dtype) -> Buffer:
     """A pool of pages, ``[N, block_size, ...]``; ``shape`` begins with ``block_size``, the tokens of a page."""
     return Buffer(("N", *shape), dtype, owner="pages")
+
+
+ROWS = "rows"
+"""The input of a step that names the row of the state of each of its sequences: int64 ``[b]``, -1 for no sequence."""
+ROW_INDEX = per_call("B", fill=-1)
+"""The row index, until the pass ``index_rows`` lets a call run fewer sequences than there are."""
 
 
 Input = Buffer | tuple["Input", ...]

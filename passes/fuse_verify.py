@@ -20,7 +20,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.patterns import Mismatch, producer
+from specgraph.passes.patterns import Mismatch, erase_unused, producer
 
 VERIFY = torch.ops.specgraph.verify.default
 _KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if a.has_default_value())
@@ -123,6 +123,9 @@ def _check_users(pieces: tuple[fx.Node, ...], logprobs: list[fx.Node]) -> None:
 
 def _fuse(program: Program, match: _Match) -> None:
     graph, arguments = program.graph, match.arguments
+    kept = producer(arguments["draft_logits"], step.select_state)
+    if kept is not None:  # the op reads the buffer itself
+        arguments["draft_logits"], arguments["draft_rows"] = kept.args
     names = [a.name for a in VERIFY._schema.arguments]
     logprobs = [n for n in match.pieces if n.target is verify.token_logprobs]
     mode = _arguments(logprobs[0])["logprobs"] if logprobs else "none"
@@ -141,6 +144,8 @@ def _fuse(program: Program, match: _Match) -> None:
         item.name = node.name
     for piece in reversed([p for p in match.pieces if p not in logprobs]):
         graph.erase_node(piece)
+    if kept is not None:
+        erase_unused(graph, kept)
 
 
 def _nan_checks(match: _Match) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
-from specgraph.kernels.state import Buffer, per_call
+from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, per_call
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 
 PATH = "path"
@@ -135,7 +135,7 @@ class InsertVerify(Pass):
         positions: fx.Node,
     ) -> fx.Node:  # fmt: skip
         """How many drafts are accepted, and the token after them."""
-        draft_logits = program.input("draft_logits") if "draft_logits" in program.inputs else None
+        draft_logits = self._draft_logits(program, chain)
         vocabulary: dict[str, Any] = self._vocabulary(program) if draft_logits is not None else {}
         shared, rows = (draft_tokens, draft_logits), (state["num_rows"], state["num_forced"])
         options: dict[str, Any] = {
@@ -151,6 +151,13 @@ class InsertVerify(Pass):
         token = chain.call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                            rule=self.rule)  # fmt: skip
         return chain.call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
+
+    def _draft_logits(self, program: Program, chain: _Chain) -> fx.Node | None:
+        """What the drafts of these sequences were drawn from, if a distribution is known."""
+        if "draft_logits" not in program.inputs:
+            return None
+        kept, rows = program.input("draft_logits"), program.placeholder(ROWS, ROW_INDEX)
+        return chain.call(step.select_state, kept, rows, name="drawn_from")
 
     def _vocabulary(self, program: Program) -> dict[str, fx.Node]:
         """The draft id of every target id, where they differ: a constant, as a node in front of all others."""

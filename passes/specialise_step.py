@@ -15,6 +15,7 @@ from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
 from specgraph.kernels.verify.arguments import LOGPROBS
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.index_rows import drop_unread, gathered
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class SpecialiseStep(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""
-        left_out = {program.input(name) for name in self.unused if name in program.inputs}
+        left_out = {gathered(program, name) for name in self.unused if name in program.inputs}
         for node in program.graph.nodes:
             node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
+        drop_unread(program)
         given = [node for node in program.graph.nodes if "logprobs" in node.kwargs]
         for node in given:
             node.kwargs = {**node.kwargs, "logprobs": self.logprobs}

@@ -26,7 +26,7 @@ from specgraph.kernels import step
 from specgraph.kernels.attention import attention
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Prefill, new_state
+from specgraph.runtime.state import Prefill, load_chunk, new_state
 
 GUARD_BLOCKS = 2
 """Blocks of a forced run's cache that no sequence owns."""
@@ -301,7 +301,8 @@ def real_run(
     blocks = (state["block_table"] >= 0).sum(1).tolist()
     state["block_table"].copy_(scattered_table(blocks, seed=1))
     run = Run(drafting_stage(decoder), list(limits), state["block_table"], options, state=state)
-    _decode(run, program.step(), Prefill(request, decoder.config.cache.prefill_chunk), prompts)
+    width = program.drafter.num_speculative_tokens + 1
+    _decode(run, program.step(), Prefill(request, decoder.config.cache.prefill_chunk, width), prompts)
     return run
 
 
@@ -309,15 +310,32 @@ def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequen
     state, accepted = run.state, [prompt[:1].tolist() for prompt in prompts]
     while prefill.pending() or bool(state["num_rows"].any()):
         pending = prefill.pending()
-        window = prefill.chunk(state).window if pending else state["next_window"].clone()
-        start, num_rows = state["start"].tolist(), state["num_rows"].tolist()
+        if pending:
+            rows, window = load_chunk(state, prefill.chunk())
+        else:
+            rows = state["num_rows"].nonzero()[:, 0]
+            window = state["next_window"][rows]
+        start, num_rows = state["start"].tolist(), _of_all(state, rows, state["num_rows"][rows])
         with torch.no_grad(), slot_spy(state) as seen:
-            emitted, num_emitted = module(window=window, **state)[:2]
-        counts = num_emitted.tolist()
-        accepted = [a + e[:n] for a, e, n in zip(accepted, emitted.tolist(), counts, strict=True)]
-        run.accept_counts += [n - 1 for row, n in enumerate(counts) if n and row not in pending]
+            emitted, num_emitted = module(window=window, **{**state, "rows": rows})[:2]
+        counts = _of_all(state, rows, num_emitted)
+        for place, row in enumerate(rows.tolist()):
+            accepted[row] = accepted[row] + emitted[place, : counts[row]].tolist()
+        run.accept_counts += [counts[row] - 1 for row in rows.tolist() if counts[row] and row not in pending]
         ran = (window.shape[1], start, num_rows, counts)
-        run.steps.append(_record(state, ran, accepted, state["next_window"][:, 1:], seen))
+        slots = {name: [_spread(state, rows, own) for own in written] for name, written in seen.items()}
+        run.steps.append(_record(state, ran, accepted, state["next_window"][:, 1:], slots))
+
+
+def _spread(state: State, rows: Tensor, slots: Tensor) -> Tensor:
+    """The slots of the sequences that a call runs among those of all sequences: the others write none."""
+    return slots.new_full((len(state["num_rows"]), *slots.shape[1:]), -1).index_copy(0, rows, slots)
+
+
+def _of_all(state: State, rows: Tensor, counts: Tensor) -> list[int]:
+    """The counts of the sequences that a call runs among those of all sequences: the others have none."""
+    every: list[int] = torch.zeros_like(state["num_rows"]).index_copy(0, rows, counts).tolist()
+    return every
 
 
 def drafting_stage(decoder: SpeculativeDecoder) -> Program:
@@ -351,7 +369,8 @@ def _raw_logits_kept(
 ) -> Tensor:
     token = step.propose_(draft_logits, logits, start, num_emitted, *rest, row=row, **options)
     active = (num_emitted > 0).unsqueeze(1)
-    draft_logits[:, row] = torch.where(active, logits[:, 0], draft_logits[:, row])
+    rows = options["rows"]
+    draft_logits[rows, row] = torch.where(active, logits[:, 0], draft_logits[rows, row])
     return token  # type: ignore[return-value]
 
 

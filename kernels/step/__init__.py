@@ -1,7 +1,9 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
+from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.step import (
     FINAL_WRITES,
+    WRITES,
     advance_,
     along_path,
     catch_up_rows,
@@ -12,8 +14,10 @@ from specgraph.kernels.step.step import (
     draft_inputs,
     draft_tokens,
     expand_draft_inputs,
+    gather_state,
     history_length,
     last_row,
+    lookup_ngrams,
     nan_rows,
     needed_rows,
     next_tokens,
@@ -23,6 +27,7 @@ from specgraph.kernels.step.step import (
     record_tokens_,
     row_positions,
     row_slots,
+    scatter_state_,
     settle,
     take_rows,
     writes,
@@ -30,6 +35,7 @@ from specgraph.kernels.step.step import (
 
 __all__ = [
     "FINAL_WRITES",
+    "WRITES",
     "advance_",
     "along_path",
     "catch_up_rows",
@@ -40,8 +46,10 @@ __all__ = [
     "draft_inputs",
     "draft_tokens",
     "expand_draft_inputs",
+    "gather_state",
     "history_length",
     "last_row",
+    "lookup_ngrams",
     "nan_rows",
     "needed_rows",
     "next_tokens",
@@ -51,6 +59,8 @@ __all__ = [
     "record_tokens_",
     "row_positions",
     "row_slots",
+    "scatter_state_",
+    "select_state",
     "settle",
     "take_rows",
     "writes",

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.step.index import select_state
 
 NUM_COUNTS = 3
 
@@ -40,8 +41,9 @@ class PackResults:
         emitted: int64 ``[B, T]``, each row's first ``num_emitted`` ``[B]`` are tokens.
         logprobs: float ``[B, T]`` beside them, or ``[B, 0]`` for none, which come out as 0.
         bad: bool ``[B]``.
-        num_rows: int64 ``[B]``, as the step leaves it.
+        num_rows: int64 ``[N]``, the state as the step leaves it.
         width: ``W``, at most ``T``.
+        rows: int64 ``[B]``, the row of ``num_rows`` of each sequence, -1 for none, which has no next rows.
     """
 
     emitted: Tensor
@@ -50,6 +52,7 @@ class PackResults:
     bad: Tensor
     num_rows: Tensor
     width: int
+    rows: Tensor
 
 
 class Unpacked(NamedTuple):
@@ -63,10 +66,10 @@ class Unpacked(NamedTuple):
 
 
 def pack_results(
-    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int
+    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int, rows: Tensor
 ) -> Tensor:
     """Pack what a step returns, int32 ``[B, 2 W + 3]``: the op, whose arguments :class:`PackResults` describes."""
-    packed: Tensor = torch.ops.specgraph.pack_results(emitted, num_emitted, logprobs, bad, num_rows, width)
+    packed: Tensor = torch.ops.specgraph.pack_results(emitted, num_emitted, logprobs, bad, num_rows, width, rows)
     return packed
 
 
@@ -94,13 +97,14 @@ def pack_results_reference(given: PackResults) -> Tensor:
     values = torch.zeros(tokens.shape, dtype=torch.float32, device=emitted.device)
     if given.logprobs.shape[1]:
         values = torch.where(real, given.logprobs.gather(1, row).float(), values)
-    counts = torch.stack([num_emitted, given.bad.long(), given.num_rows], dim=1).int()
+    left = select_state(given.num_rows, given.rows).masked_fill(given.rows < 0, 0)
+    counts = torch.stack([num_emitted, given.bad.long(), left], dim=1).int()
     return torch.cat([tokens, values.view(torch.int32), counts], dim=1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _pack_results_kernel(
-    packed, emitted, num_emitted, logprobs, bad, num_rows, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    packed, emitted, num_emitted, logprobs, bad, num_rows, index, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     LOGPROBS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence per program."""
@@ -115,7 +119,8 @@ def _pack_results_kernel(
     value = tl.zeros([BLOCK], tl.int32)
     if LOGPROBS:
         value = tl.load(logprobs + b * rows + row, mask=real, other=0)
-    broken, left = tl.load(bad + b), tl.load(num_rows + b)
+    own = tl.load(index + b)
+    broken, left = tl.load(bad + b), tl.load(num_rows + own, mask=own >= 0, other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     out = packed + b * (2 * WIDTH + 3)
@@ -136,8 +141,8 @@ def pack_results_triton(given: PackResults) -> Tensor:
     pdl = supports_pdl(packed.device)
     _pack_results_kernel[(batch,)](
         packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
-        given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), rows, WIDTH=given.width,
-        BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0, PDL=pdl, num_warps=1,
+        given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), given.rows.contiguous(), rows,
+        WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0, PDL=pdl, num_warps=1,
         **launch_options(pdl),
     )  # fmt: skip
     return packed

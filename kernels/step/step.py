@@ -14,21 +14,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-import specgraph.kernels.step.ngram  # noqa: F401  (declares the op)
+import specgraph.kernels.step.index
+import specgraph.kernels.step.ngram  # noqa: F401  (declares the ops)
 from specgraph.kernels.sampling.sample import sample_draft
 from specgraph.kernels.step.tokens import Settled
 
+WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
+"""The parameters that a function writes in place."""
 FINAL_WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
+"""Those of them that hold the next step's values after the call."""
 
 
-def writes(*final: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Mark a function that writes in place, so that dead-code elimination does not remove it.
+def writes(*names: str, final: bool = True) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Mark a function that writes the parameters ``names`` in place, so that dead-code elimination does not remove it.
 
-    ``final`` names the parameters that hold the next step's values after the call.
+    ``final``: they hold the next step's values after the call, so that nothing may read them later in the same step.
     """
 
     def declare(function: Callable[..., object]) -> Callable[..., object]:
-        FINAL_WRITES[function] = final
+        WRITES[function], FINAL_WRITES[function] = names, names if final else ()
         fx.node.has_side_effect(function)
         return function
 
@@ -205,7 +209,39 @@ def settle(
     return settled
 
 
-@writes()
+def gather_state(rows: Tensor, buffers: list[Tensor], fills: list[float]) -> list[Tensor]:
+    """The rows ``[b, ...]`` of each of ``buffers`` ``[N, ...]`` that ``rows`` ``[b]`` names, from one launch.
+
+    Where ``rows`` is -1 there is no sequence, and the values are those of ``fills``.
+    """
+    gathered: list[Tensor] = torch.ops.specgraph.gather_state(rows, buffers, fills)
+    return gathered
+
+
+@writes("buffers")
+def scatter_state_(rows: Tensor, buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Write ``values`` ``[b, ...]`` back to the rows ``rows`` ``[b]`` of ``buffers`` ``[N, ...]``, in one launch.
+
+    Where ``rows`` is -1 nothing is written.
+    """
+    torch.ops.specgraph.scatter_state(rows, buffers, values)
+
+
+def lookup_ngrams(
+    history: Tensor, rows: Tensor, length: Tensor, *, num_speculative_tokens: int, max_ngram: int, min_ngram: int
+) -> Tensor:
+    """Drafts ``[b, K]`` that followed the n-gram at the end of each sequence when it occurred before; -1 for none.
+
+    ``history`` ``[N, S]`` holds accepted tokens, ``rows`` ``[b]`` names the row of each sequence in it, and ``length``
+    ``[b]`` is the number of tokens there. :class:`~specgraph.kernels.step.ngram.NgramLookup` has the definition.
+    """
+    drafts: Tensor = torch.ops.specgraph.ngram_lookup(
+        history, rows, length, num_speculative_tokens, max_ngram, min_ngram
+    )
+    return drafts
+
+
+@writes("history", final=False)
 def record_tokens_(
     history: Tensor, tokens: Tensor, positions: Tensor, num_rows: Tensor, rows: Tensor | None = None
 ) -> None:
@@ -232,18 +268,20 @@ def propose_(
     row: int,
     rule: str,
     target_vocab_size: int,
+    rows: Tensor | None = None,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
     """Draw the next step's drafts from number ``row`` on, ``[B, R]`` target ids, from ``logits`` ``[B, R, Vd]``.
 
     For rules that need them, the log-weights from which the drafts were drawn are stored in
-    ``draft_logits[:, row : row + R]``, where ``draft_logits`` is ``[B, K, Vd]``; for other rules it is None. Sequences
-    that emitted nothing keep their old values. ``draft_to_target`` ``[Vd]`` gives the target id of every draft id.
+    ``draft_logits[rows, row : row + R]``, where ``draft_logits`` is ``[N, K, Vd]`` and ``rows`` ``[B]`` is the row
+    index; for other rules both are None. Sequences that emitted nothing keep their old values. ``draft_to_target``
+    ``[Vd]`` gives the target id of every draft id.
     """
     key = history_length(start, num_emitted)
     return propose_at_(  # type: ignore[return-value]
         draft_logits, logits, key, num_emitted, temperature, seeds, top_k, top_p, min_p, row=row, rule=rule,
-        target_vocab_size=target_vocab_size, draft_to_target=draft_to_target,
+        target_vocab_size=target_vocab_size, rows=rows, draft_to_target=draft_to_target,
     )  # fmt: skip
 
 
@@ -262,6 +300,7 @@ def propose_at_(
     row: int,
     rule: str,
     target_vocab_size: int,
+    rows: Tensor | None = None,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
     """Like :func:`propose_`, where the number of accepted tokens ``length`` ``[B]`` has been computed before."""
@@ -270,9 +309,7 @@ def propose_at_(
         target_vocab_size=target_vocab_size, draft_to_target=draft_to_target, return_processed=draft_logits is not None,
     )  # fmt: skip
     if draft_logits is not None:
-        kept = draft_logits[:, row : row + logits.shape[1]]
-        active = (num_emitted > 0).view(-1, 1, 1)
-        kept.copy_(torch.where(active, processed.to(kept.dtype), kept))
+        torch.ops.specgraph.store_drafted(draft_logits, processed, rows, num_emitted, row)
     return token
 
 

@@ -12,6 +12,10 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.sampling.sample import check_rule
 
 LOGPROBS = ("none", "raw", "processed")
+VECTORS = (
+    "temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass", "draft_rows",
+)  # fmt: skip
+"""The arguments with one value per sequence."""
 
 
 @dataclass(slots=True)
@@ -21,7 +25,7 @@ class Verify:
     Attributes:
         logits: ``[B, R, V]`` raw logits of any float dtype, ``1 <= R <= K + 1``.
         draft_tokens: int ``[B, K]`` target ids, -1 where there is no draft.
-        draft_logits: ``[B, Kd, Vd]``, the processed log-weights the drafts were drawn from, ``Kd <= K``; None for
+        draft_logits: ``[N, Kd, Vd]``, the processed log-weights the drafts were drawn from, ``Kd <= K``; None for
             drafts that were proposed without a distribution.
         temperature: float ``[B]``; 0 is greedy.
         seeds: int64 ``[B]``; None draws nothing, for batches at temperature 0.
@@ -38,6 +42,8 @@ class Verify:
         logprobs: one of :data:`LOGPROBS`, those of the raw or of the processed logits.
         posterior_threshold, posterior_alpha: the bounds of ``typical``.
         acceptance_rate: the probability of ``synthetic``.
+        draft_rows: int64 ``[B]``, the row of ``draft_logits`` that belongs to each sequence; -1 for a sequence without
+            one, whose drafts are point masses. None: N is B, and sequence b has row b.
     """
 
     logits: Tensor
@@ -58,6 +64,7 @@ class Verify:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     acceptance_rate: float = 0.7
+    draft_rows: Tensor | None = None
 
 
 class Verified(NamedTuple):
@@ -87,7 +94,7 @@ def check(given: Verify) -> None:
         ValueError: names the argument, what it is and what it must be.
     """
     check_block(given)
-    for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass"):
+    for name in VECTORS:
         _check_vector(name, getattr(given, name), given.logits.shape[0])
 
 
@@ -130,16 +137,17 @@ def _check_shapes(given: Verify) -> None:
     )
     require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
     if given.draft_logits is not None:
-        _check_draft_logits(given.draft_logits, batch, width - 1)
+        _check_draft_logits(given.draft_logits, batch if given.draft_rows is None else None, width - 1)
         _check_map(given.target_to_draft, logits.shape[2])
 
 
-def _check_draft_logits(draft_logits: Tensor, batch: int, drafts: int) -> None:
+def _check_draft_logits(draft_logits: Tensor, batch: int | None, drafts: int) -> None:
+    """``batch`` is None if ``draft_rows`` names the rows."""
+    fits = draft_logits.dim() == 3 and draft_logits.shape[1] <= drafts
+    known = "any number of rows" if batch is None else f"B = {batch}"
     require(
-        draft_logits.dim() == 3 and draft_logits.shape[0] == batch and draft_logits.shape[1] <= drafts,
-        lambda: (
-            f"draft_logits must be [B, at most K, Vd] with B = {batch} and K = {drafts}, got {_shape(draft_logits)}."
-        ),
+        fits and (batch is None or draft_logits.shape[0] == batch),
+        lambda: f"draft_logits must be [B, at most K, Vd] with {known} and K = {drafts}, got {_shape(draft_logits)}.",
     )
 
 
@@ -158,7 +166,7 @@ def _check_vector(name: str, value: Tensor | None, batch: int) -> None:
         value.dim() == 1 and value.shape[0] == batch,
         lambda: f"{name} must have one value per sequence, [{batch}], got {_shape(value)}.",
     )
-    if name in ("seeds", "top_k", "num_rows", "num_forced"):
+    if name in ("seeds", "top_k", "num_rows", "num_forced", "draft_rows"):
         require(value.dtype == torch.int64, lambda: f"{name} must be int64, got {value.dtype}.")
     if name == "point_mass":
         require(value.dtype == torch.bool, lambda: f"{name} must be bool, got {value.dtype}.")

@@ -36,11 +36,17 @@ def target_prob(x, place, floor, largest, total, scale, point):
 
 
 @triton.jit
-def drawn_rows(points_ptr, batch, drawn):
-    """How many drafts of a sequence have logits: of ``drawn`` none, if the sequence's drafts are point masses."""
-    if points_ptr is not None:
-        drawn = tl.where(tl.load(points_ptr + batch) != 0, 0, drawn)
-    return drawn
+def draft_row(rows_ptr, batch, drawn):
+    """The row of the draft logits that belongs to a sequence, and how many of its drafts have logits.
+
+    These are ``drawn``, or none if the row is -1.
+    """
+    own = batch.to(tl.int64)
+    if rows_ptr is not None:
+        own = tl.load(rows_ptr + batch)
+        drawn = tl.where(own < 0, 0, drawn)
+        own = tl.maximum(own, 0)
+    return own, drawn
 
 
 @triton.jit
@@ -65,7 +71,7 @@ def draft_prob(
 
 @triton.jit
 def left_over(
-    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
+    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
     begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -81,16 +87,17 @@ def left_over(
     )  # fmt: skip
     x = load_tile(logits_ptr + line.to(tl.int64) * vocab, begin, vocab, TILE)
     p = target_prob(x, place, floor, largest, total, scale, point)
+    draft_batch, has_logits = draft_row(index_ptr, batch, drawn)
     q = draft_prob(
-        draft_ptr, own_ptr, batch * drawn + row, place, (place < vocab) & (own == 0),
-        row < drawn_rows(points_ptr, batch, drawn), draft, draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
+        draft_ptr, own_ptr, draft_batch * drawn + row, place, (place < vocab) & (own == 0), row < has_logits, draft,
+        draft_largest, draft_total, own_vocab, DRAWN, MAPPED,
     )  # fmt: skip
     return tl.where(own > 0, p, tl.maximum(weight * p - q, 0.0)), place
 
 
 @triton.jit
 def _race_split(
-    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
+    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
     integers_ptr, batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
@@ -102,7 +109,7 @@ def _race_split(
     turn = tl.zeros((TILE // 4, 4), tl.int32)
     for i in range(SPLIT // TILE):
         value, _ = left_over(
-            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
+            logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
             line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         if NOISE:
@@ -119,7 +126,7 @@ def _race_split(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def race(
-    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
+    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr,
     num_forced_ptr, floors_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
@@ -137,7 +144,7 @@ def race(
         last = last_row(accepted, first, count)
         own = 1 - tl.load(integers_ptr + lines + batch * count + last)
         best, place = _race_split(
-            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
+            logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
             own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
@@ -149,7 +156,7 @@ def race(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def finish_race(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr,
     num_rows_ptr, num_forced_ptr, floors_ptr, stats_ptr, reals_ptr, integers_ptr, accepted_ptr, best_ptr, place_ptr,
     emitted_ptr, num_emitted_ptr, rows_ptr, logprobs_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab,
@@ -174,7 +181,7 @@ def finish_race(
     while split < splits:
         # Rounding has left nothing of the difference, so the token is drawn from the target's own distribution.
         found, spot = _race_split(
-            logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
+            logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
             reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
             own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip

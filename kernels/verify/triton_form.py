@@ -244,7 +244,7 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
         block = Block(
             logits, draft_tokens, temperature, noise, positions, num_rows, num_forced, bounds, found, stats,
         )  # fmt: skip
-        drawn = Drawn(given.draft_logits, given.target_to_draft, given.point_mass)
+        drawn = Drawn(given.draft_logits, given.target_to_draft, given.draft_rows, given.point_mass)
         results = (emitted, num_emitted, accepted_rows, values, bad)
         verify_residual(block, drawn, results, splits, rule == "block", common)
     else:

@@ -37,7 +37,7 @@ from torch import Tensor
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.scan import row_tokens
-from specgraph.kernels.verify.race import draft_prob, drawn_rows, finish_race, left_over, race, target_prob
+from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
@@ -79,12 +79,20 @@ class Drawn(NamedTuple):
 
     logits: Tensor | None
     own_ids: Tensor | None
+    rows: Tensor | None
     point_mass: Tensor | None
+
+    def rows_with_logits(self) -> Tensor | None:
+        """The row of ``logits`` of each sequence, int64 ``[B]``, -1 for point masses; None: sequence b has row b."""
+        if self.point_mass is None or self.logits is None:
+            return None if self.rows is None else self.rows.contiguous()
+        rows = torch.arange(len(self.point_mass), device=self.point_mass.device) if self.rows is None else self.rows
+        return rows.masked_fill(self.point_mass, -1)
 
 
 @triton.jit(do_not_specialize=["drawn"])
 def _sum_drafts(
-    draft_ptr, points_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
+    draft_ptr, index_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, drawn, own_vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For one split of one row of the draft, store the largest value and the sum of exponentials."""
@@ -94,8 +102,9 @@ def _sum_drafts(
     line, split = program // splits, program % splits
     batch, row = line // drawn, line % drawn
     wanted = (row < tl.load(num_rows_ptr + batch) - 1) & (row >= tl.load(num_forced_ptr + batch))
-    if wanted & (row < drawn_rows(points_ptr, batch, drawn)):
-        row_ptr = draft_ptr + line.to(tl.int64) * own_vocab
+    draft_batch, has_logits = draft_row(index_ptr, batch, drawn)
+    if wanted & (row < has_logits):
+        row_ptr = draft_ptr + (draft_batch * drawn + row) * own_vocab
         largest = split_largest(row_ptr, split * SPLIT, own_vocab, SPLIT, TILE)
         tl.store(stats_ptr + program, largest)
         largest = tl.where(largest > -float("inf"), largest, 0.0)
@@ -107,7 +116,7 @@ def _sum_drafts(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drafts_stride", "drawn"])
 def _weigh_rows(
-    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr,
+    logits_ptr, draft_tokens_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, num_rows_ptr, num_forced_ptr,
     floors_ptr, found_ptr, stats_ptr, draft_stats_ptr, reals_ptr, integers_ptr, bad_ptr,
     count, width, drafts_stride, vocab, splits, lines, drawn, own_vocab, own_splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
@@ -146,20 +155,21 @@ def _weigh_rows(
     x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
     p = target_prob(x, draft, floor, largest, total, scale, point)
 
-    draft_line, has_logits = batch * drawn + row, row < drawn_rows(points_ptr, batch, drawn)
+    draft_batch, num_logits = draft_row(index_ptr, batch, drawn)
+    has_logits = row < num_logits
     draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
     if DRAWN:
         own_ks = tl.arange(0, OWN_SPLITS)
         has = live & judged & has_logits
-        own_at = draft_line[:, None] * own_splits + own_ks[None, :]
+        own_at = (batch * drawn + row)[:, None] * own_splits + own_ks[None, :]
         own_known = has[:, None] & (own_ks[None, :] < own_splits)
         area = tl.num_programs(0) * drawn * own_splits
         draft_largest, draft_total, _ = merge_sums(draft_stats_ptr, own_at, own_known, area, 1, LOG2E)
         draft_largest = tl.where(draft_largest > -float("inf"), draft_largest, 0.0)
         draft_total = tl.where(draft_total > 0, draft_total, 1.0)
     q = draft_prob(
-        draft_ptr, own_ptr, draft_line, draft, live & judged, has_logits, draft, draft_largest, draft_total, own_vocab,
-        DRAWN, MAPPED,
+        draft_ptr, own_ptr, draft_batch * drawn + row, draft, live & judged, has_logits, draft, draft_largest,
+        draft_total, own_vocab, DRAWN, MAPPED,
     )  # fmt: skip
 
     before = tl.full((ROWS,), 1.0, tl.float32)
@@ -193,7 +203,7 @@ def _weigh_rows(
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
 def _sum_excess(
-    logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr,
+    logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, num_forced_ptr, floors_ptr, reals_ptr, integers_ptr,
     excess_ptr,
     count, width, vocab, splits, lines, drawn, own_vocab,
     SPLIT: tl.constexpr, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr, MAPPED: tl.constexpr,
@@ -210,7 +220,7 @@ def _sum_excess(
         total = tl.zeros((TILE // 4, 4), tl.float32)
         for i in range(SPLIT // TILE):
             left, _ = left_over(
-                logits_ptr, draft_ptr, own_ptr, points_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
+                logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
                 line, row, split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
             )  # fmt: skip
             total += left
@@ -270,7 +280,7 @@ def verify_residual(
     width, lines, device = block.positions.shape[1], batch * count, block.logits.device
     drawn, own_vocab = (0, 1) if source.logits is None else source.logits.shape[1:]
     draft = block.logits if source.logits is None else source.logits.contiguous()
-    points = None if source.point_mass is None or not drawn else source.point_mass.contiguous().view(torch.uint8)
+    draft_rows = source.rows_with_logits() if drawn else None
     own_split = split_size(own_vocab)
     own_splits = triton.cdiv(own_vocab, own_split)
     draft_stats = torch.empty(2 * max(batch * drawn * own_splits, 1), dtype=torch.float32, device=device)
@@ -289,11 +299,13 @@ def verify_residual(
         known = {name: value for name, value in options.items() if not name.isupper() or name in kernel.arg_names}
         kernel[(programs,)](*arguments, **{**known, **changes})
 
-    given, rows = (block.logits, draft, own_ids, points, block.temperature), (block.num_rows, block.num_forced)
+    given, rows = (block.logits, draft, own_ids, draft_rows, block.temperature), (block.num_rows, block.num_forced)
     noise, tables = (block.seeds, block.positions), (reals, integers)
     if drawn:
-        launch(_sum_drafts, batch * drawn * own_splits, draft, points, *rows, draft_stats, drawn, own_vocab, own_splits,
-               SPLIT=own_split, TILE=min(own_split, common["TILE"]))  # fmt: skip
+        launch(
+            _sum_drafts, batch * drawn * own_splits, draft, draft_rows, *rows, draft_stats, drawn, own_vocab,
+            own_splits, SPLIT=own_split, TILE=min(own_split, common["TILE"]),
+        )  # fmt: skip
     launch(
         _weigh_rows, batch, block.logits, block.draft_tokens, *given[1:], *rows, block.floors, block.found, block.stats,
         draft_stats, *tables, out[4], count, width, drafts_stride, vocab,

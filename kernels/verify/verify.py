@@ -17,6 +17,7 @@ A block has ``K + 1`` rows. Row ``r`` gives the distribution of one token, the o
   prompt chunk needs no logits for tokens that are known. Drafts beyond these rows are not accepted.
 - Draft logits may come for the first ``Kd <= K`` drafts only. The others are point masses, and so are all drafts of a
   sequence in ``point_mass`` ``[B]``, whose draft logits are not looked at.
+- Draft logits are state of a drafter. ``draft_rows`` ``[B]`` names the row of it that belongs to each sequence.
 
 Rules
     strict: a draft is accepted if it is the target's own sample at its position (Gumbel-max with noise keyed by
@@ -41,6 +42,7 @@ import torch
 
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 from specgraph.kernels.sampling.sample import process_logits
+from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.tokens import NanRows, nan_rows_reference
 from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next, token_logprobs
@@ -58,8 +60,13 @@ def verify_reference(given: Verify) -> Verified:
     """
     check(given)
     logits, rule, rows = given.logits, given.rule, (given.num_rows, given.num_forced)
-    drafts, noise = (given.draft_tokens, given.draft_logits), (given.seeds, given.positions)
-    drawn: dict[str, Any] = {"target_to_draft": given.target_to_draft, "point_mass": given.point_mass}
+    draft_logits, point_mass = given.draft_logits, given.point_mass
+    if draft_logits is not None and given.draft_rows is not None:
+        draft_logits = select_state(draft_logits, given.draft_rows)
+        missing = given.draft_rows < 0
+        point_mass = missing if point_mass is None else point_mass | missing
+    drafts, noise = (given.draft_tokens, draft_logits), (given.seeds, given.positions)
+    drawn: dict[str, Any] = {"target_to_draft": given.target_to_draft, "point_mass": point_mass}
     processed = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
     num_accepted = accept(
         processed, *drafts, *noise, *rows, rule=rule, **drawn, posterior_threshold=given.posterior_threshold,

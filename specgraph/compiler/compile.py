@@ -21,6 +21,7 @@ from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
+from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder, current
@@ -79,9 +80,11 @@ def compile_speculative(
         progress.advance(1, "passes")
         callbacks = _callbacks(config, progress)
         stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
-    check_complete(list(stages.values())[-1])
+        check_complete(list(stages.values())[-1])
+        indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
+        stages[IndexRows.name] = indexed[IndexRows.name]
     watching = callbacks[1:]  # progress is that of compiling
-    decoder = SpeculativeDecoder(stages, reports, config, defaults, limits, notes, watching)
+    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, defaults, limits, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder

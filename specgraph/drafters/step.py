@@ -16,7 +16,7 @@ from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
-from specgraph.kernels.state import Buffer, Input, per_call
+from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, Input, per_call
 
 SAMPLING = {
     "temperature": Buffer(("B",), torch.float32),
@@ -68,6 +68,11 @@ class DraftStep:
         node = self.program.placeholder("path", PATH)
         node.meta["role"] = "path"
         return node
+
+    @property
+    def rows(self) -> fx.Node:
+        """The row index ``[B]``, for functions of an indexed buffer (:attr:`Buffer.indexed`)."""
+        return self.program.placeholder(ROWS, ROW_INDEX)
 
     @property
     def positions(self) -> fx.Node:
@@ -140,6 +145,7 @@ class DraftStep:
         sampling = [self.state(key, buffer) for key, buffer in SAMPLING.items()]
         kept = self._kept_logits(vocab_size, dtype)
         options: dict[str, Any] = {"row": row, "rule": self.rule, "target_vocab_size": self.target_vocab_size}
+        options |= {} if kept is None else {"rows": self.rows}
         if self.program.drafter.draft_to_target is not None:
             options["draft_to_target"] = self._vocabulary(self.program.drafter.draft_to_target)
         return self.program.call(
@@ -152,7 +158,7 @@ class DraftStep:
         if self.rule not in STEP_NOISE_RULES:
             return None
         shape = ("B", self.program.drafter.num_speculative_tokens, vocab_size)
-        return self.state("draft_logits", Buffer(shape, torch.promote_types(dtype, torch.float32)))
+        return self.state("draft_logits", Buffer(shape, torch.promote_types(dtype, torch.float32), indexed=True))
 
     def _vocabulary(self, draft_to_target: Tensor) -> fx.Node:
         """The target id of every draft id as a node in front of all others."""

@@ -23,6 +23,7 @@ import specgraph.kernels.attention.attention
 import specgraph.kernels.linear.experts  # noqa: F401  (both register ops)
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
+from specgraph.ir.fold import fold_foreign_constants
 from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 
@@ -235,11 +236,11 @@ def trace(model: PreTrainedModel) -> TracedModel:
         _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions)
         check_masks(calls, type(model).__name__, limit)
         exported = functional(_export(wrapper, type(model).__name__))
-    graph = unlift(exported, "model.")
+    graph, parameter = unlift(exported, "model."), next(model.parameters())
+    fold_foreign_constants(graph, parameter.device)
     _check_calls(graph.graph, calls, type(model).__name__)
     body, head = _split(graph, type(model).__name__)
     vocab = head_output(head).shape[-1]
-    parameter = next(model.parameters())
     info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
                      parameter.device, limit)  # fmt: skip
     return TracedModel(info, body, head)
@@ -253,7 +254,9 @@ def export_hooked(
     ``prefix`` is left out of the names of its tensors.
     """
     with hooked(module), torch.no_grad():
-        return export_module(module, args, dims, name, prefix)
+        graph = export_module(module, args, dims, name, prefix)
+    fold_foreign_constants(graph, args[0].device)
+    return graph
 
 
 def head_output(head: fx.GraphModule) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tensors that a step reads and writes between calls, made and taken apart by what their buffers declare."""
+"""The tensors that a step reads and writes between calls, allocated and visited as their buffers declare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specgraph.kernels.state import Buffer, Input, map_input
+from specgraph.kernels.state import ROWS, Buffer, Input, map_input
 
 State = dict[str, Any]
 """Tensors by the name of the step's input; a tuple of them where the input is one."""
@@ -24,19 +24,21 @@ class HasInputs(Protocol):
 
 
 def allocate(program: HasInputs, sizes: Mapping[str, int], device: torch.device) -> State:
-    """Fresh tensors for every input of the step but ``window``; ``sizes`` gives the letters of shapes."""
+    """Fresh tensors for every input of the step but ``window``; ``sizes`` gives the letters of shapes.
+
+    The row index names all sequences, in order. A call that runs only some of them brings its own.
+    """
     specs = {name: spec for name, spec in program.inputs.items() if name != WINDOW}
-    return {name: map_input(lambda b: b.allocate(sizes, device), spec) for name, spec in specs.items()}
+    sizes = {"b": sizes["B"], **sizes}
+    state = {name: map_input(lambda b: b.allocate(sizes, device), spec) for name, spec in specs.items()}
+    if ROWS in state:
+        torch.arange(sizes["b"], out=state[ROWS])
+    return state
 
 
 def each_buffer(program: HasInputs, state: State, function: Callable[[Buffer, Tensor], Any]) -> State:
     """``function(buffer, tensor)`` for every tensor of a state, in the state's own nesting."""
     return {name: map_input(function, program.inputs[name], value) for name, value in state.items()}
-
-
-def first_sequences(program: HasInputs, state: State, batch: int) -> State:
-    """The state of the first ``batch`` sequences: views, with whatever belongs to all of them as it is."""
-    return each_buffer(program, state, lambda buffer, tensor: buffer.first(tensor, batch))
 
 
 def num_bytes(program: HasInputs, state: State) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import propagate
-from specgraph.kernels.step import FINAL_WRITES
+from specgraph.kernels.step import FINAL_WRITES, scatter_state_
 
 
 def verify_program(program: Program) -> None:
@@ -71,6 +72,8 @@ def check_write_order(program: Program) -> None:
         for node in calls(program.graph, function):
             for written in _written(program, node):
                 late = [u for u in written.users if order[u] > order[node] and written not in _written(program, u)]
+                # What a call has gathered and changed is scattered at its end.
+                late = [u for u in late if u.target is not scatter_state_]
                 if late:
                     raise VerificationError(
                         f"step: {late[0].name} reads {written.name} after {node.name} has written it; move it up."
@@ -83,7 +86,7 @@ def _written(program: Program, node: fx.Node) -> list[fx.Node]:
     if not names:
         return []
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    values = (bound.arguments.get(name) for name in names)
+    values = pytree.tree_leaves([bound.arguments.get(name) for name in names])
     written = [value for value in values if isinstance(value, fx.Node)]
     if any(node.name == "next_window" for node in written):
         written += [node for node in program.placeholders() if node.name == "window"]

@@ -42,7 +42,7 @@ from specgraph.runtime.state import Prefill
 
 @dataclass(frozen=True)
 class _Step:
-    """One run of the step graph, on the host. ``emitted`` holds unforced tokens only."""
+    """One run of the step graph, for all sequences of the request. ``emitted`` holds unforced tokens only."""
 
     emitted: list[list[int]]
     logprobs: list[list[float]]
@@ -52,11 +52,18 @@ class _Step:
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A step that the device may still be running: what it forces, and the sequences whose prompt it runs."""
+    """A step that the device may still be running.
+
+    Attributes:
+        rows: the sequences that it runs.
+        forced: how many next tokens each of them is given; nothing in a decode step.
+        started: those whose prompt it ends, or has been ended before.
+    """
 
     results: Results
+    rows: list[int]
     forced: list[int]
-    pending: list[int]
+    started: set[int]
 
 
 class SpeculativeDecoder:
@@ -233,7 +240,8 @@ class SpeculativeDecoder:
 
     def _run(self, request: Request) -> Iterator[_Step]:
         """Run the step graph until every sequence has ended."""
-        prefill = Prefill(request, self.config.cache.prefill_chunk)
+        width = self._program.drafter.num_speculative_tokens + 1
+        prefill = Prefill(request, self.config.cache.prefill_chunk, width)
         if not prefill.pending():
             return
         mode = (request.logprobs, self._unused_inputs(request.sampling))
@@ -247,33 +255,39 @@ class SpeculativeDecoder:
     def _steps_of(self, runner: Runner, prefill: Prefill, count: int) -> Iterator[_Step]:
         """Enqueue steps and read them ``runner.lag`` steps later, in order."""
         under_way: deque[_UnderWay] = deque()
+        alive: set[int] = set()  # sequences past their prompt that are not known to have ended
         begin = time.perf_counter()
         with Progress("prefill", prefill.total(), self.config.debug.progress) as progress:
             while True:
                 with self._plain_mode(), runner.active():
-                    under_way.append(_enqueue(runner, prefill, progress))
+                    under_way.append(_enqueue(runner, prefill, alive, progress))
+                alive |= under_way[-1].started
                 if len(under_way) <= runner.lag:
                     continue
-                step, active = _read(under_way.popleft(), count, begin)
+                step, ended = _read(under_way.popleft(), count, begin)
                 begin = time.perf_counter()
+                alive -= ended
                 yield step
-                # What is enqueued behind the last step has no active row, so it is not read.
-                if not active and not prefill.pending():
+                # What is enqueued behind the last step has no active sequence, so it is not read.
+                if not alive and not prefill.pending():
                     return
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self._program.target.device)
 
 
-def _enqueue(runner: Runner, prefill: Prefill, progress: Progress) -> _UnderWay:
-    """One more step: over a chunk of the prompts as long as there are any, then over what the last one laid out."""
-    pending = prefill.pending()
-    if not pending:
-        return _UnderWay(runner.decode(), [], [])
-    chunk = prefill.chunk(runner.state)
-    results = runner.wide(chunk.window)
+def _enqueue(runner: Runner, prefill: Prefill, alive: set[int], progress: Progress) -> _UnderWay:
+    """One more step: over a chunk of the prompts as long as there are any, then over what the last one laid out.
+
+    All prompts come first, so that the sequences then decode together.
+    """
+    if not prefill.pending():
+        rows = sorted(alive)
+        return _UnderWay(runner.decode(rows), rows, [], set(rows))
+    chunk = prefill.chunk()
+    results = runner.wide(chunk)
     progress.advance(chunk.num_tokens)
-    return _UnderWay(results, chunk.forced, pending)
+    return _UnderWay(results, chunk.rows, chunk.forced, {*chunk.rows} - {*prefill.pending()})
 
 
 @contextlib.contextmanager
@@ -291,21 +305,24 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, bool]:
-    """Wait for a step of ``count`` sequences; also tells whether any of them goes on."""
-    read = under_way.results.read(count)
+def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, set[int]]:
+    """Wait for a step, and lay its results out for all ``count`` sequences; also tells which have ended with it."""
+    rows, read = under_way.rows, under_way.results.read(len(under_way.rows))
     if any(read.bad):
         raise NumericsError(
-            f"The target's logits are NaN in sequence {read.bad.index(True)}. Check the weights and the dtype; the "
-            "decoder itself is still usable."
+            f"The target's logits are NaN in sequence {rows[read.bad.index(True)]}. Check the weights and the dtype; "
+            "the decoder itself is still usable."
         )
-    forced = under_way.forced[:count] or [0] * count
-    # The last tokens were read. How many of them come before those that were not forced?
-    before = [max(0, len(row) + f - n) for row, f, n in zip(read.tokens, forced, read.num_emitted, strict=True)]
-    tokens = [row[n:] for row, n in zip(read.tokens, before, strict=True)]
-    values = [row[n:] for row, n in zip(read.logprobs, before, strict=True)]
-    decoding = [n > 0 and row not in under_way.pending for row, n in enumerate(read.num_emitted)]
-    return _Step(tokens, values, decoding, time.perf_counter() - begin), any(read.num_rows)
+    decoding = not under_way.forced
+    forced = under_way.forced or [0] * len(rows)
+    step = _Step([[] for _ in range(count)], [[] for _ in range(count)], [False] * count, time.perf_counter() - begin)
+    for place, row in enumerate(rows):
+        # The last tokens were read. How many of them come before those that were not forced?
+        before = max(0, len(read.tokens[place]) + forced[place] - read.num_emitted[place])
+        step.emitted[row][:] = read.tokens[place][before:]
+        step.logprobs[row][:] = read.logprobs[place][before:]
+        step.decoding[row] = decoding and read.num_emitted[place] > 0
+    return step, {row for row, left in zip(rows, read.num_rows, strict=True) if not left} & under_way.started
 
 
 def _count(stats: Stats, step: _Step) -> None:

@@ -1,9 +1,11 @@
 """Runs a compiled step over the state of one request: call by call, or as a CUDA graph that is replayed.
 
-A wide step (prompt chunks) is always a call. The decode step has the same shapes every time, so it is captured, with no
-active row: warming up and capturing change nothing. A :class:`Workspace` is one state with room for the largest request
-so far, and a graph for each mode and bucket of batch sizes over the first rows of it. The host enqueues a step before
-it has read the one before: results travel to pinned memory, and an event tells when they are there.
+Every step runs a subset of the sequences whose state is kept, which its row index names. A wide step (prompt chunks) is
+always a call. The decode step has the same shapes every time, so it is captured, with a row index that names no
+sequence: warming up and capturing change nothing. A :class:`Workspace` is one state with room for the largest request
+so far, and over it a graph for each mode and number of sequences. These numbers are powers of two; a graph that has
+more entries than there are sequences left runs the others as inactive. The host enqueues a step before it has read the
+one before: results travel to pinned memory, and an event tells when they are there.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.ir.program import Program
-from specgraph.ir.state import State, allocate, first_sequences, num_bytes
+from specgraph.ir.state import State, allocate, num_bytes
 from specgraph.kernels.launch import new_counters, own_counters
+from specgraph.kernels.state import ROWS
+from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import NUM_COUNTS, pack_results
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
 from specgraph.runtime.requests import Request
-from specgraph.runtime.state import clear_state, fill_state, new_state, state_sizes
+from specgraph.runtime.state import Chunk, fill_state, load_chunk, new_state, staged, state_sizes
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
@@ -44,8 +48,10 @@ class Runner:
 
     lag = 0
 
-    def __init__(self, step: fx.GraphModule, state: State, counters: Tensor | None = None) -> None:
+    def __init__(self, step: fx.GraphModule, state: State, counters: Tensor | None = None, least: int = 1) -> None:
+        """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
         self._step = step
+        self._least = least
         self.state = state
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
@@ -58,29 +64,43 @@ class Runner:
         with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
 
-    def wide(self, window: Tensor) -> Results:
-        """A step over a window that holds prompt tokens."""
-        return self._send(self._call(window))
+    @property
+    def width(self) -> int:
+        """Rows of a decode step: K + 1."""
+        return int(self.state["next_window"].shape[1])
 
-    def decode(self) -> Results:
-        """A step over the window that the step before has laid out."""
-        return self._send(self._call(self.state["next_window"]))
+    def wide(self, chunk: Chunk) -> Results:
+        """A step over a window of prompt tokens."""
+        return self._send(self._call(*load_chunk(self.state, chunk, self._least)))
+
+    def decode(self, rows: Sequence[int]) -> Results:
+        """A step of the sequences ``rows``, over the windows that their last steps have laid out."""
+        return self._send(self._decode(self._upload(rows, max(len(rows), self._least))))
 
     def close(self) -> None:
         """Wait for what is under way; the state is free then."""
 
-    def _call(self, window: Tensor) -> Tensor:
+    def _upload(self, rows: Sequence[int], count: int) -> Tensor:
+        """The row index of a call of ``count`` sequences, int64 ``[count]``."""
+        device = self.state["num_rows"].device
+        index = torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64, device="cpu")
+        return staged(index, device).to(device, non_blocking=True)
+
+    def _decode(self, rows: Tensor) -> Tensor:
+        (window,) = gather_state(rows, [self.state["next_window"]], [0])
+        return self._call(rows, window)
+
+    def _call(self, rows: Tensor, window: Tensor) -> Tensor:
         """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
-        emitted, num_emitted, logprobs, bad = self._step(window=window, **self.state)
-        width = self.state["next_window"].shape[1]
-        return pack_results(emitted, num_emitted, logprobs, bad, self.state["num_rows"], width)
+        emitted, num_emitted, logprobs, bad = self._step(window=window, **{**self.state, ROWS: rows})
+        return pack_results(emitted, num_emitted, logprobs, bad, self.state["num_rows"], self.width, rows)
 
     def _send(self, packed: Tensor) -> Results:
         return Results(packed.cpu())
 
 
 class _Captured(NamedTuple):
-    """A step as a graph: it is replayed, and leaves ``packed``.
+    """A step as a graph: it is replayed for the sequences in ``rows``, and leaves ``packed``.
 
     The graph knows addresses alone, and another decoder of this model may move its parameters to other storage; so
     ``weights`` keeps what they were.
@@ -88,6 +108,7 @@ class _Captured(NamedTuple):
 
     replay: Callable[[], None]
     packed: Tensor
+    rows: Tensor
     weights: list[Tensor]
 
 
@@ -125,11 +146,15 @@ class Workspace:
         """Whether that graph is there."""
         return (mode, batch) in self._graphs
 
-    def captured(self, key: tuple[Mode, int], step: fx.GraphModule, function: Callable[[], Tensor]) -> _Captured:
-        """The graph of ``key``, a mode and a batch size; ``function`` runs ``step`` if it is yet to be captured."""
+    def captured(self, key: tuple[Mode, int], step: fx.GraphModule, function: Callable[[Tensor], Tensor]) -> _Captured:
+        """The graph of ``key``, a mode and a number of sequences.
+
+        If it is yet to be captured, ``function`` runs ``step`` for a row index, which names no sequence meanwhile.
+        """
         if key not in self._graphs:
             weights = [tensor.detach() for tensor in (*step.parameters(), *step.buffers())]
-            self._graphs[key] = _Captured(*self._pool.capture(function), weights)
+            rows = torch.full((key[1],), -1, dtype=torch.int64, device=self.state["num_rows"].device)
+            self._graphs[key] = _Captured(*self._pool.capture(lambda: function(rows)), rows, weights)
         return self._graphs[key]
 
 
@@ -137,24 +162,32 @@ class GraphRunner(Runner):
     """Replays the decode step as a CUDA graph and reads results one step behind.
 
     Attributes:
-        space: whose first ``batch`` sequences it runs.
+        space: whose state it runs on.
     """
 
     lag = 1
 
-    def __init__(self, step: fx.GraphModule, program: Program, space: Workspace, batch: int, mode: Mode) -> None:
-        super().__init__(step, first_sequences(program, space.state, batch), space.counters)
+    def __init__(self, step: fx.GraphModule, space: Workspace, batch: int, mode: Mode) -> None:
+        """``batch`` sequences are there at first: a graph for them is captured now, so that it fails now if it does."""
+        super().__init__(step, space.state, space.counters)
         self.space = space
+        self._mode = mode
+        self._running: dict[int, list[int]] = {}
         with self.active():
-            if not space.has(mode, batch):  # an interrupted request may have left rows active: they would run now
-                clear_state(program, self.state)
-            window = self.state["next_window"]
-            self._captured = space.captured((mode, batch), step, lambda: self._call(window))
+            self._graph(batch)
 
-    def decode(self) -> Results:
+    def decode(self, rows: Sequence[int]) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
-        self._captured.replay()
-        return self._send(self._captured.packed)
+        count = entries(len(rows), self.space.sizes["B"])
+        graph = self._graph(count)
+        if self._running.get(count) != rows:
+            graph.rows.copy_(self._upload(rows, count))
+            self._running[count] = list(rows)
+        graph.replay()
+        return self._send(graph.packed)
+
+    def _graph(self, count: int) -> _Captured:
+        return self.space.captured((self._mode, count), self._step, self._decode)
 
     def close(self) -> None:
         """Wait for the stream; by an event, which a caller's ``set_sync_debug_mode`` takes for intended."""
@@ -185,10 +218,12 @@ class Runners:
     def take(self, step: fx.GraphModule, request: Request, mode: Mode) -> Runner:
         """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
         if not self.program.captured:
-            return Runner(step, new_state(self.program, request, self.program.target.device))
+            # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
+            least = 2 if self.program.compiled and len(request.prompts) > 1 else 1
+            return Runner(step, new_state(self.program, request, self.program.target.device), least=least)
         sizes = state_sizes(self.program, request)
         sizes = bucket(sizes, self.max_batch_size, self.program.block_size)
-        runner = GraphRunner(step, self.program, self._workspace(sizes), sizes["B"], mode)
+        runner = GraphRunner(step, self._workspace(sizes), sizes["B"], mode)
         with runner.active():
             fill_state(self.program, runner.state, request)
         return runner
@@ -233,11 +268,16 @@ def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> di
 
     Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
     """
-    batch = min(_power_of_two(sizes["B"]), max(max_batch_size, sizes["B"]))
+    batch = entries(sizes["B"], max(max_batch_size, sizes["B"]))
     pages = _power_of_two(sizes["M"])
     grain = max(1, _power_of_two(sizes["N"]) // 64)
     total = -(-sizes["N"] // grain) * grain
     return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "E": _power_of_two(sizes["E"])}
+
+
+def entries(count: int, most: int) -> int:
+    """How many entries the row index of a graph has that runs ``count`` of ``most`` sequences."""
+    return min(_power_of_two(count), most)
 
 
 def _power_of_two(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The state of one decoding run: tensors the step graph reads and writes, and the prompt windows fed to it."""
+"""The state of one decoding run: the tensors that the step graph reads and writes, and the windows of prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate, each_buffer
+from specgraph.kernels.step import scatter_state_
 from specgraph.runtime.requests import Request
 
 
@@ -53,6 +54,7 @@ def fill_state(program: Program, state: State, request: Request) -> None:
         table[row, :count] = torch.arange(first, first + count, device="cpu")
         first += count
     _upload(table, state["block_table"])
+    torch.arange(len(state["rows"]), out=state["rows"])
     _fill(state, "max_length", request.limits)
     _fill(state, "eos_ids", [*request.eos_ids, *[-1] * (len(state["eos_ids"]) - len(request.eos_ids))])
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
@@ -78,26 +80,38 @@ def staged(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Chunk(NamedTuple):
-    """A window int64 ``[B, W]``, the number of prompt tokens in it, and how many next tokens each sequence is given."""
+    """A window of prompt tokens, still on the host.
 
-    window: Tensor
-    num_tokens: int
+    Attributes:
+        rows: the sequences that it runs.
+        forced: how many next tokens each of them is given.
+        num_tokens: the number of prompt tokens in it.
+        block: int64 ``[b, 3 + W]``, one line per sequence: its row, its number of real rows, the number of next tokens
+            that it is given, and its window. It is one tensor, so that one copy takes it to the device.
+    """
+
+    rows: list[int]
     forced: list[int]
+    num_tokens: int
+    block: Tensor
 
 
 class Prefill:
-    """Feeds prompts to the step graph, a chunk at a time; sequences that are done decode in the same calls.
+    """Cuts prompts into the windows of wide steps.
 
     A chunk of a prompt is at most ``chunk`` rows. Its next tokens are known, so they are forced; the last row of the
-    prompt is the first whose next token is not.
+    prompt is the first whose next token is not. A wide step runs sequences whose prompt is pending, and no others. At
+    most half of its rows are padding: a sequence with little left to run does not join one with much.
     """
 
-    def __init__(self, request: Request, chunk: int) -> None:
+    def __init__(self, request: Request, chunk: int, width: int) -> None:
+        """``width`` is the number of rows of a decode step, which no window is narrower than."""
         # A sequence without room for a token never starts.
         pairs = zip(request.prompts, request.limits, strict=True)
         self._prompts = {row: prompt for row, (prompt, limit) in enumerate(pairs) if limit > prompt.numel()}
         self._done = dict.fromkeys(self._prompts, 0)
         self._chunk = chunk
+        self._width = width
 
     def total(self) -> int:
         """Prompt tokens in all."""
@@ -107,34 +121,45 @@ class Prefill:
         """Sequences that still have prompt tokens to run."""
         return [row for row, done in self._done.items() if done < self._prompts[row].numel()]
 
-    def chunk(self, state: State) -> Chunk:
-        """The next wide window; sets the row counts in ``state``.
-
-        Sequences past their prompt keep the window and the counts the step graph left for them.
-        """
-        rows = self.pending()
-        counts = [min(self._chunk, self._prompts[r].numel() - self._done[r]) for r in rows]
+    def chunk(self) -> Chunk:
+        """The next wide window; call it while sequences are pending."""
+        rows = self._together()
+        counts = [self._next_rows(row) for row in rows]
         # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
         known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
-        current: Tensor = state["next_window"]
-        width = max(current.shape[1], max(counts) + 1)
-        forced = [0] * current.shape[0]
-        # Everything in one block, so that one copy takes it there: the two counts of each sequence, then its tokens.
-        block = torch.zeros(current.shape[0], 2 + width, dtype=torch.int64, device="cpu")
-        block[:, 0] = -1
-        for row, count, tokens in zip(rows, counts, known, strict=True):
-            forced[row] = tokens.numel() - 1
-            block[row, 0], block[row, 1] = count, forced[row]
-            block[row, 2 : 2 + tokens.numel()] = tokens
+        forced = [tokens.numel() - 1 for tokens in known]
+        block = torch.zeros(len(rows), 3 + max(self._width, max(counts) + 1), dtype=torch.int64, device="cpu")
+        block[:, :3] = torch.tensor([rows, counts, forced], device="cpu").T
+        for line, tokens in zip(block, known, strict=True):
+            line[3 : 3 + tokens.numel()] = tokens
         self._done.update({row: self._done[row] + count for row, count in zip(rows, counts, strict=True)})
-        return Chunk(_spread(block, state), sum(counts), forced)
+        return Chunk(rows, forced, sum(counts), block)
+
+    def _next_rows(self, row: int) -> int:
+        return min(self._chunk, self._prompts[row].numel() - self._done[row])
+
+    def _together(self) -> list[int]:
+        """The pending sequences of the next window: those with the most rows to run, while at most half is padding."""
+        waiting = sorted(self.pending(), key=self._next_rows, reverse=True)
+        widest, total, taken = self._next_rows(waiting[0]), 0, 0
+        for row in waiting:
+            total += self._next_rows(row)
+            if (taken + 1) * widest > 2 * total:
+                break
+            taken += 1
+        return sorted(waiting[:taken])
 
 
-def _spread(block: Tensor, state: State) -> Tensor:
-    """Put the counts of a block into ``state``, and give its window; where a count is -1, what is there stays."""
-    current: Tensor = state["next_window"]
-    block = staged(block, current.device).to(current.device, non_blocking=True)
-    given, window = block[:, 0] >= 0, torch.nn.functional.pad(current, (0, block.shape[1] - 2 - current.shape[1]))
-    for column, name in enumerate(("num_rows", "num_forced")):
-        state[name].copy_(torch.where(given, block[:, column], state[name]))
-    return torch.where(given.unsqueeze(1), block[:, 2:], window)
+def load_chunk(state: State, chunk: Chunk, least: int = 1) -> tuple[Tensor, Tensor]:
+    """Set the row counts of a chunk's sequences in ``state``, and give what its call brings.
+
+    That is the row index int64 ``[b]`` and the window int64 ``[b, W]``. There are at least ``least`` entries; those
+    without a sequence are inactive.
+    """
+    device, missing = state["num_rows"].device, max(0, least - len(chunk.rows))
+    block = torch.nn.functional.pad(chunk.block, (0, 0, 0, missing))
+    block[len(chunk.rows) :, 0] = -1
+    block = staged(block, device).to(device, non_blocking=True)
+    rows, num_rows, num_forced = (column.contiguous() for column in block[:, :3].unbind(1))
+    scatter_state_(rows, [state["num_rows"], state["num_forced"]], [num_rows, num_forced])
+    return rows, block[:, 3:].contiguous()

@@ -49,7 +49,7 @@ def first(drafter: str = "none", k: int = 3, target: TracedModel | None = None) 
     """The stage ``trace`` of a small target; the draft model has one layer less."""
     made = {
         "none": NoDrafter,
-        "ngram": lambda: ngram(k, 3, 1, torch.device("cpu")),
+        "ngram": lambda: ngram(k, 3, 1),
         "draft_model": lambda: draft_model(traced(1), k),
     }[drafter]()
     return first_program(target or traced(), made)

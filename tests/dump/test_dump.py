@@ -97,7 +97,7 @@ def compiled_stages(kind: str = "draft_model", rule: str = "strict") -> dict[str
     """All passes over a small model, and a draft that is another one or a part of the same."""
     target = trace(shared_model("llama"))
     draft = trace(shared_model("qwen2", seed=3)) if kind == "draft_model" else None
-    made = draft_model(draft, 3) if draft else ngram(3, 3, 1, target.info.device)
+    made = draft_model(draft, 3) if draft else ngram(3, 3, 1)
     ruled = ("insert_draft", "insert_verify")
     passes = [cls(rule=rule) if name in ruled else cls() for name, cls in PASSES.items()]  # type: ignore[call-arg]
     return run_passes(first_program(target, made), passes)[0]

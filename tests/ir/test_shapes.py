@@ -119,7 +119,7 @@ def test_the_whole_step_with_a_draft_model():
 
 def test_history_drafters_write_where_a_mask_says():
     traced = trace(shared_model("llama"))
-    drafter = ngram(3, 3, 1, traced.info.device)
+    drafter = ngram(3, 3, 1)
     program = last(first_program(traced, drafter), [InsertKVCache(), InsertDraft()])
     propagate(program)
     assert program.one("drafts").meta["shape"] == "i64[B, 3]"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from specgraph.drafters.ngram import NGram
 from specgraph.kernels import step
 from specgraph.kernels.sampling import sample
 from specgraph.kernels.verify import invert_vocabulary
@@ -63,6 +62,13 @@ def _layout() -> dict[str, Case]:
         "record_tokens_, rows": (
             step.record_tokens_, (torch.full((4, 5), 50), tokens, positions, counts, _ids(3, -1, 0)), {}
         ),
+        "gather_state": (step.gather_state, (_ids(2, -1, 0), [hidden, counts, tokens > 4], [0.5, -1.0, 1.0]), {}),
+        "scatter_state_": (
+            step.scatter_state_,
+            (_ids(3, -1, 0), [torch.zeros(4, 3, 4), torch.full((4,), 50)], [hidden, counts]),
+            {},
+        ),
+        "select_state": (step.select_state, (hidden, _ids(2, 0)), {}),
         "advance_": (
             step.advance_,
             (tokens, _ids(10, 20, 30), counts, _ids(0, 1, 0), emitted, _ids(2, 3, 0), [_ids([8, 9], [8, -1], [1, 1])],
@@ -85,7 +91,13 @@ def _drawing() -> dict[str, Case]:
         options = {"rule": rule, "logprobs": "raw", "point_mass": rows == 0}
         cases[f"verify, {rule}"] = (VERIFY.form("reference"), verified, options)
         drawn = (draft_logits.clone(), draft_logits[:, :1], _ids(4, 9, 2), _ids(1, 2, 0), temperature, seeds, *knobs)
-        options = {"row": 1, "rule": rule, "target_vocab_size": 44, "draft_to_target": vocabulary}
+        options = {
+            "row": 1,
+            "rule": rule,
+            "rows": _ids(2, -1, 0),
+            "target_vocab_size": 44,
+            "draft_to_target": vocabulary,
+        }
         cases[f"propose_, {rule}"] = (step.propose_, drawn, options)
         cases[f"propose_at_, {rule}"] = (step.propose_at_, drawn, options)
     return cases
@@ -93,7 +105,8 @@ def _drawing() -> dict[str, Case]:
 
 def _lookup() -> dict[str, Case]:
     history = _ids([1, 2, 3, 1, 2, 0, 0], [5, 5, 5, 5, 5, 5, 5], [1, 2, 3, 4, 5, 6, 7])
-    return {"ngram": (NGram(3, 3, 1), (history, _ids(5, 7, 1)), {})}
+    options = {"num_speculative_tokens": 3, "max_ngram": 3, "min_ngram": 1}
+    return {"lookup_ngrams": (step.lookup_ngrams, (history, _ids(2, -1, 0), _ids(5, 7, 1)), options)}
 
 
 def step_cases() -> dict[str, Case]:

@@ -27,7 +27,7 @@ def step_results(width: int, counts: list[int], seed: int = 0, logprobs: bool = 
 def test_lists_are_those_of_the_outputs(width: int, logprobs: bool) -> None:
     counts = [0, 1, 3, 4, min(width, 7), width]
     emitted, count, values, bad, rows = step_results(width, counts, logprobs=logprobs)
-    packed = results.pack_results(emitted, count, values, bad, rows, 4)
+    packed = results.pack_results(emitted, count, values, bad, rows, 4, rows)
     assert packed.shape == (6, 11) and packed.dtype == torch.int32
     found = results.unpack_results(packed)
     assert (found.num_emitted, found.bad, found.num_rows) == (counts, bad.tolist(), rows.tolist())
@@ -38,10 +38,21 @@ def test_lists_are_those_of_the_outputs(width: int, logprobs: bool) -> None:
         assert found.logprobs[row] == expected
 
 
+def test_the_next_rows_are_those_of_the_named_sequences() -> None:
+    emitted, count, values, bad, _ = step_results(4, [1, 2, 0])
+    state, rows = torch.tensor([3, 7, 5, 9]), torch.tensor([3, 0, -1])
+    given = (emitted, count, values, bad, state, 4, rows)
+    assert results.unpack_results(results.pack_results(*given)).num_rows == [9, 3, 0]
+    found = results.PACK_RESULTS.form("triton")(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given))
+    assert results.unpack_results(found.cpu()).num_rows == [9, 3, 0]
+
+
 def test_bits_of_log_probabilities_stay_as_they_are() -> None:
     values = torch.tensor([[float("nan"), float("-inf"), -0.0, -1e-45]])
     one = torch.tensor([4])
-    found = results.unpack_results(results.pack_results(torch.ones(1, 4).long(), one, values, one > 9, one, 4))
+    found = results.unpack_results(
+        results.pack_results(torch.ones(1, 4).long(), one, values, one > 9, one, 4, one - one)
+    )
     assert torch.equal(torch.tensor(found.logprobs).view(torch.int32), values.view(torch.int32))
 
 
@@ -49,11 +60,12 @@ def test_bits_of_log_probabilities_stay_as_they_are() -> None:
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs: bool) -> None:
     given = step_results(rows, [0, 1, rows // 2, rows], seed=rows, logprobs=logprobs)
-    found = results.PACK_RESULTS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width)
-    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width))
+    index = given[-1].flip(0)
+    found = results.PACK_RESULTS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE))
+    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width, index))
 
 
 def test_the_op_is_registered_as_it_behaves() -> None:
     given = tuple(tensor.to(DEVICE) for tensor in step_results(6, [0, 3, 6]))
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.specgraph.pack_results, (*given, 4), {}, test_utils=checks)
+    torch.library.opcheck(torch.ops.specgraph.pack_results, (*given, 4, given[-1]), {}, test_utils=checks)

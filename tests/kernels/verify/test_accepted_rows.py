@@ -99,6 +99,24 @@ def test_draft_logits_of_point_masses_are_not_looked_at(form: Any, rule: str) ->
         assert torch.equal(one, other)
 
 
+@both_forms
+@both_rules
+@pytest.mark.parametrize(("drawn", "own", "points"), [(3, None, False), (2, 250, True)])
+def test_draft_logits_lie_where_the_row_index_says(
+    form: Any, rule: str, drawn: int, own: int | None, points: bool
+) -> None:
+    given = mixed(drawn, own)
+    chosen, kept = given["point_mass"], given["draft_logits"]
+    given["point_mass"] = chosen if points else None
+    wanted = form({**given, "point_mass": chosen}, rule, "raw")
+    rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12].to(DEVICE)
+    buffer = torch.full((20, *kept.shape[1:]), torch.nan, dtype=kept.dtype, device=DEVICE)
+    buffer[rows] = kept
+    given |= {"draft_logits": buffer, "draft_rows": rows if points else rows.masked_fill(chosen, -1)}
+    for one, other in zip(wanted, form(given, rule, "raw"), strict=True):
+        assert torch.equal(one, other)
+
+
 @both_rules
 def test_the_kernels_give_the_references_tokens(rule: str) -> None:
     given = mixed(2)

@@ -1,0 +1,136 @@
+"""A call of the step runs any of the sequences whose state is kept: the row index decides which.
+
+Small buffers of a sequence are gathered at the head of the step, in one launch, and those that the step writes are
+scattered at its end. Functions in between see the sequences of the call alone, as if there were no others. Large
+buffers (:attr:`~specgraph.kernels.state.Buffer.indexed`) stay as they are, since their functions take the row index.
+
+The pass runs behind all others, so that they can speak of a buffer as the input of the step that it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from specgraph.errors import PassError
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.kernels import step
+from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, Input, buffers_of, map_input
+from specgraph.kernels.step import WRITES
+from specgraph.passes.base import Pass, PassResult
+
+
+@dataclass(frozen=True)
+class IndexRows(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "index_rows"
+    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"row_index"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite the step graph; the modules stay as they are.
+
+        Raises:
+            PassError: a function reads an indexed buffer without the row index, or a small buffer of a sequence is part
+                of a tuple.
+        """
+        rows = program.placeholder(ROWS, ROW_INDEX)
+        _check_indexed(program, rows)
+        small = {program.input(name): buffer for name, buffer in _small(program.inputs)}
+        written = [node for node in small if any(node in _written(user) for user in node.users)]
+        own = _gather(program, rows, {node: buffer for node, buffer in small.items() if node.users})
+        if written:
+            with program.graph.inserting_before(program.graph.output_node()):
+                program.call(step.scatter_state_, rows, written, [own[node] for node in written], name="scatter_state_")
+        program.inputs.update({name: _of_call(spec) for name, spec in program.inputs.items()})
+        return PassResult(len(own), notes=(f"{len(own)} small buffers gathered, {len(written)} scattered",))
+
+
+def gathered(program: Program, name: str) -> fx.Node:
+    """What a call reads of the state ``name``: the rows of its sequences, or the input itself."""
+    node = program.input(name)
+    for gather in calls(program.graph, step.gather_state):
+        buffers: list[fx.Node] = list(gather.args[1])  # type: ignore[arg-type]
+        if node in buffers:
+            index = buffers.index(node)
+            return next((user for user in gather.users if user.args == (gather, index)), node)
+    return node
+
+
+def drop_unread(program: Program) -> None:
+    """Leave out of the gathering what nothing reads any more."""
+    for gather in list(calls(program.graph, step.gather_state)):
+        for item in [user for user in gather.users if not user.users]:
+            program.graph.erase_node(item)
+        rows, buffers, fills = gather.args
+        items = sorted(gather.users, key=lambda item: int(item.args[1]))  # type: ignore[arg-type]
+        kept = [int(item.args[1]) for item in items]  # type: ignore[arg-type]
+        gather.args = (rows, [buffers[i] for i in kept], [fills[i] for i in kept])  # type: ignore[index]
+        for index, item in enumerate(items):
+            item.args = (gather, index)
+
+
+def _small(inputs: Mapping[str, Input]) -> Iterator[tuple[str, Buffer]]:
+    """The buffers with a row per sequence that are gathered, by the names of their inputs."""
+    for name, spec in inputs.items():
+        found = [b for b in buffers_of(spec) if b.owner == "sequence" and not b.indexed]
+        if found and not isinstance(spec, Buffer):
+            raise PassError(
+                f"index_rows: the input {name!r} is a tuple, and {found[0]} in it belongs to a sequence; give it an "
+                "input of its own, or declare it indexed=True and read it by the row index."
+            )
+        yield from ((name, buffer) for buffer in found)
+
+
+def _check_indexed(program: Program, rows: fx.Node) -> None:
+    """Whatever reads an indexed buffer must know which rows are meant."""
+    for name, spec in program.inputs.items():
+        if not any(buffer.indexed for buffer in buffers_of(spec)):
+            continue
+        for user in program.input(name).users:
+            if rows not in user.all_input_nodes:
+                raise PassError(
+                    f"index_rows: {user.name} reads {name!r}, which is indexed, without the row index; pass it "
+                    f"DraftStep.rows (the input {ROWS!r})."
+                )
+
+
+def _written(node: fx.Node) -> list[object]:
+    """The arguments that a node writes in place."""
+    names = WRITES.get(node.target, ()) if callable(node.target) else ()
+    if not names:
+        return []
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    return [bound.arguments.get(name) for name in names]
+
+
+def _gather(program: Program, rows: fx.Node, buffers: dict[fx.Node, Buffer]) -> dict[fx.Node, fx.Node]:
+    """Put the rows of a call in the place of every buffer."""
+    graph, own = program.graph, {}
+    with graph.inserting_after([*program.placeholders()][-1]):
+        fills = [buffer.fill for buffer in buffers.values()]
+        gather = graph.call_function(step.gather_state, (rows, list(buffers), fills))
+        gather.name = "gathered"
+    for index, node in enumerate(reversed(buffers)):
+        with graph.inserting_after(gather):
+            own[node] = graph.call_function(operator.getitem, (gather, len(buffers) - 1 - index))
+        own[node].name = f"gathered_{node.name}"
+        node.replace_all_uses_with(own[node], lambda user: user is not gather)
+    return own
+
+
+def _of_call(spec: Input) -> Input:
+    """An input whose first dimension is that of a call, where a call brings it."""
+
+    def own(buffer: Buffer) -> Buffer:
+        shape = tuple("b" if size == "B" and buffer.owner == "call" else size for size in buffer.shape)
+        return replace(buffer, shape=shape)
+
+    return map_input(own, spec)  # type: ignore[no-any-return]

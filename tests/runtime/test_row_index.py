@@ -1,0 +1,173 @@
+"""A step runs any of the sequences whose state is kept, and touches no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from specgraph import PassError, SpeculativeDecoder
+from specgraph.ir.state import State
+from specgraph.kernels.state import Buffer
+from specgraph.passes.index_rows import IndexRows
+from specgraph.runtime.cuda_graphs import Results
+from specgraph.runtime.runner import GraphRunner, Runner
+from specgraph.runtime.state import Chunk, Prefill, load_chunk, new_state
+from tests.decoding import compiled
+from tests.models import ragged_prompts, shared_model
+from tests.runtime.test_decoder import noisy_copy
+from tests.runtime.test_runner import replaying
+
+PROMPTS = ragged_prompts((3, 17, 8, 1))
+UNSET = ("eos_token_id", "top_k", "top_p", "min_p", "attention_mask")
+SHARED = ("target_caches", "draft_caches", "eos_ids", "rows")
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+def decoder_of(kind: str) -> SpeculativeDecoder:
+    model = shared_model("llama", dtype=torch.float64)
+    draft = noisy_copy() if kind == "draft_model" else None
+    return compiled(model, kind, verify={"rule": "probabilistic"}, draft=draft)
+
+
+def prefilled(decoder: SpeculativeDecoder) -> tuple[torch.nn.Module, State]:
+    """The step, and the state of four sequences whose prompts it has run."""
+    options: dict[str, Any] = dict.fromkeys(UNSET)
+    request = decoder._request(PROMPTS, max_new_tokens=40, temperature=1.0, seed=3, return_logprobs=False, **options)
+    program = decoder._program
+    step, state = program.step(), new_state(program, request, torch.device("cpu"))
+    prefill = Prefill(request, 4, program.drafter.num_speculative_tokens + 1)
+    while prefill.pending():
+        rows, window = load_chunk(state, prefill.chunk())
+        run(step, state, rows, window)
+    return step, state
+
+
+def run(step: torch.nn.Module, state: State, rows: Tensor, window: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return step(window=window, **{**state, "rows": rows})  # type: ignore[no-any-return]
+
+
+def decode(step: torch.nn.Module, state: State, rows: Sequence[int]) -> tuple[Tensor, ...]:
+    index = torch.tensor(rows)
+    return run(step, state, index, state["next_window"][index.clamp_min(0)])
+
+
+def copied(state: State) -> State:
+    return pytree.tree_map(lambda tensor: tensor.clone(), state)
+
+
+@pytest.mark.parametrize("rows", [[2, 0], [3], [1, -1, 3, -1]], ids=str)
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
+def test_a_call_gives_what_a_call_of_all_gives_and_leaves_the_others_alone(kind: str, rows: list[int]) -> None:
+    step, state = prefilled(decoder_of(kind))
+    whole, before = copied(state), copied(state)
+    for _ in range(3):
+        expected, found = decode(step, whole, range(4)), decode(step, state, rows)
+        for all_rows, own in zip(expected[:2], found[:2], strict=True):
+            for place, row in enumerate(rows):
+                if row >= 0:
+                    assert torch.equal(own[place], all_rows[row])
+    for name, value in state.items():
+        if name in SHARED:
+            continue
+        run_rows, others = [row for row in rows if row >= 0], [row for row in range(4) if row not in rows]
+        torch.testing.assert_close(value[run_rows], whole[name][run_rows])
+        assert torch.equal(value[others], before[name][others])
+    assert not torch.equal(state["start"], before["start"])
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
+def test_a_call_of_no_sequence_changes_nothing(kind: str) -> None:
+    step, state = prefilled(decoder_of(kind))
+    before = copied(state)
+    _, num_emitted, _, bad = decode(step, state, [-1, -1])
+    assert not num_emitted.any() and not bad.any()
+    assert all(map(torch.equal, pytree.tree_leaves(state), pytree.tree_leaves(before)))
+
+
+class Watched:
+    """Remembers what every call of a runner runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chunks: list[Chunk] = []
+        self.decoded: list[list[int]] = []
+        wide = Runner.wide
+        monkeypatch.setattr(Runner, "wide", lambda own, chunk: self.chunks.append(chunk) or wide(own, chunk))
+        for kind in (Runner, GraphRunner):
+            monkeypatch.setattr(kind, "decode", self._watched(kind.decode))
+
+    def _watched(self, decode: Callable[..., Results]) -> Callable[..., Results]:
+        return lambda own, rows: self.decoded.append([*rows]) or decode(own, rows)
+
+
+def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, watched = compiled(shared_model("llama", dtype=torch.float64), "none"), Watched(monkeypatch)
+    out = decoder.generate(PROMPTS, max_new_tokens=6, eos_token_id=[])
+    assert [len(tokens) for tokens in out.new_tokens] == [6] * 4
+    assert sum(chunk.num_tokens for chunk in watched.chunks) == sum(map(len, PROMPTS))
+    for chunk in watched.chunks:
+        counts = chunk.block[:, 1]
+        assert bool((counts > 0).all()) and len(counts) * int(counts.max()) <= 2 * int(counts.sum())
+    assert watched.decoded == [[0, 1, 2, 3]] * 5
+    # One sequence that ends early is not run again.
+    watched.decoded.clear()
+    ends = [int(out.new_tokens[2][1])]
+    expected = [len(tokens) for tokens in decoder.generate(PROMPTS, max_new_tokens=6, eos_token_id=ends).new_tokens]
+    lengths = [sum(row in rows for rows in watched.decoded) + 1 for row in range(4)]
+    assert lengths == expected and min(expected) < 6
+
+
+def test_a_long_prompt_does_not_make_short_ones_run_its_padding() -> None:
+    decoder = compiled(shared_model("llama", dtype=torch.float64), "none")
+    options: dict[str, Any] = dict.fromkeys(
+        ("eos_token_id", "top_k", "top_p", "min_p", "attention_mask", "temperature")
+    )
+    request = decoder._request(
+        ragged_prompts((2,) * 9 + (64,)), max_new_tokens=2, seed=0, return_logprobs=False, **options
+    )
+    prefill, shapes = Prefill(request, 32, 1), []
+    while prefill.pending():
+        shapes.append(tuple(prefill.chunk().block.shape))
+    assert shapes == [(2, 3 + 33), (2, 3 + 33), (7, 3 + 3)]
+
+
+def test_a_captured_step_serves_whichever_sequences_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, decoder = compiled(shared_model("llama", dtype=torch.float64), "none"), replaying("none")
+    watched = Watched(monkeypatch)
+    prompts = ragged_prompts((3, 5, 8, 1, 6))
+    first = plain.generate(prompts, max_new_tokens=12, eos_token_id=[]).new_tokens
+    ends = sorted({int(first[row][place]) for row, place in ((0, 2), (2, 4), (4, 6))})
+    expected = plain.generate(prompts, max_new_tokens=12, eos_token_id=ends).new_tokens
+    watched.decoded.clear()
+    for _ in range(2):
+        found = decoder.generate(prompts, max_new_tokens=12, eos_token_id=ends).new_tokens
+        assert all(map(torch.equal, found, expected))
+    space = decoder._runners.idle
+    assert space is not None
+    left = {len(rows) for rows in watched.decoded}
+    assert len({len(tokens) for tokens in expected}) > 1
+    assert {count for _, count in space._graphs} == {8, *(1 << (n - 1).bit_length() for n in left)}
+
+
+def indexed_program(decoder: SpeculativeDecoder) -> Any:
+    return decoder.stages["capture_cuda_graph"].copy()
+
+
+def test_an_indexed_buffer_without_the_row_index_is_refused() -> None:
+    program = indexed_program(decoder_of("ngram"))
+    (record,) = (node for node in program.graph.nodes if node.name == "record_tokens_")
+    record.args = record.args[:4]
+    with pytest.raises(PassError, match="record_tokens_ reads 'history', which is indexed, without the row index"):
+        IndexRows().apply(program)
+
+
+def test_a_small_buffer_inside_of_a_tuple_is_refused() -> None:
+    program = indexed_program(decoder_of("none"))
+    program.inputs["target_caches"] = (*program.inputs["target_caches"], Buffer(("B",)))
+    with pytest.raises(PassError, match=r"'target_caches' is a tuple.*indexed=True"):
+        IndexRows().apply(program)
