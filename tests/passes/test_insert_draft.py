@@ -45,12 +45,12 @@ def test_none_adds_the_emitted_tokens_as_inputs_and_nothing_else():
 def test_history_drafters_record_what_was_emitted_and_are_called_once():
     program = drafted("ngram")
     assert text(body(program)) == text(BEFORE + ACCEPTED + """
-        step_record_tokens_(history, accepted, accepted_positions, accepted_rows)
+        step_record_tokens_(history, accepted, accepted_positions, accepted_rows, rows)
         length = history_length(start, num_emitted)
-        proposals = self.draft(history=history, length=length)
+        proposals = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         return logits, proposals
     """)  # fmt: skip
-    assert program.inputs["history"] == Buffer(("B", "S"))
+    assert program.inputs["history"] == Buffer(("B", "S"), indexed=True)
     assert not SAMPLING.keys() & program.inputs.keys()
 
 
@@ -58,19 +58,20 @@ def test_history_drafters_record_what_was_emitted_and_are_called_once():
 def test_a_draft_model_catches_up_and_is_called_once_per_further_draft(rule: str, kept: str):
     program = drafted("draft_model", rule=rule)
     draw = "start, num_emitted, temperature, seeds, top_k, top_p, min_p"
+    end = f'rule="{rule}", target_vocab_size=101' + ("" if kept == "None" else ", rows=rows")
     assert text(body(program)) == text(BEFORE + ACCEPTED + f"""
         draft_0 = self.draft({STATE}, tokens=accepted, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
-        token_1 = propose_({kept}, draft_0, {draw}, row=0, rule="{rule}", target_vocab_size=101)
+        token_1 = propose_({kept}, draft_0, {draw}, row=0, {end})
         position_1 = chain_positions(start, num_emitted, 1)
         draft_1 = self.draft({STATE}, tokens=token_1, positions=position_1, num_rows=num_emitted, row=num_emitted)
-        token_2 = propose_({kept}, draft_1, {draw}, row=1, rule="{rule}", target_vocab_size=101)
+        token_2 = propose_({kept}, draft_1, {draw}, row=1, {end})
         return logits, token_1, token_2
     """)  # fmt: skip
     assert [n.name for n in program.with_role("drafts")] == ["token_1", "token_2"]
     assert ("draft_logits" in program.inputs) == (kept != "None")
     if kept != "None":
-        assert program.inputs["draft_logits"] == Buffer(("B", 2, 101), torch.float64)
+        assert program.inputs["draft_logits"] == Buffer(("B", 2, 101), torch.float64, indexed=True)
 
 
 def test_body_and_head_become_one_module_with_logits_for_one_row():

@@ -54,9 +54,9 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
         accepted = draft_inputs(window, emitted, vocab_size=101)
         accepted_positions = row_positions(start, accepted)
         accepted_rows = catch_up_rows(num_emitted)
-        step_record_tokens_(history, accepted, accepted_positions, accepted_rows)
+        step_record_tokens_(history, accepted, accepted_positions, accepted_rows, rows)
         length = history_length(start, num_emitted)
-        proposals = self.draft(history=history, length=length)
+        proposals = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         advance_(next_window, start, num_rows, num_forced, emitted, num_emitted, [proposals], max_length, eos_ids)
         return emitted, num_emitted, logprobs, bad
     """)
@@ -70,11 +70,12 @@ def test_emitted_tokens_are_no_inputs_any_more():
     assert not {"emitted", "num_emitted"} & program.inputs.keys()
     assert program.inputs["next_window"] == Buffer(("B", 3))
     assert program.inputs["eos_ids"] == per_call("E", fill=-1)
-    lines = [line for line in body(program) if line.startswith(("num_accepted", "weights"))]
+    lines = [line for line in body(program) if line.startswith(("drawn_from", "num_accepted", "weights"))]
     assert text(lines) == text("""
-        num_accepted = accept(processed, drafts, draft_logits, seeds, next_positions, num_rows, num_forced,
+        drawn_from = select_state(draft_logits, rows)
+        num_accepted = accept(processed, drafts, drawn_from, seeds, next_positions, num_rows, num_forced,
             rule="block", posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7)
-        weights = residual(processed, drafts, draft_logits, num_accepted, num_forced, num_rows, rule="block")
+        weights = residual(processed, drafts, drawn_from, num_accepted, num_forced, num_rows, rule="block")
     """)
 
 
