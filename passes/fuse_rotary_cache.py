@@ -172,7 +172,7 @@ def _angles(source: fx.Node) -> _Angles:
     turned = producer(product, aten.transpose.int)
     factors = producer(turned.args[0] if turned is not None else product, aten.mul.Tensor, aten.matmul.default)
     if factors is None:
-        raise Mismatch(f"{source.name} is not the cosine's product of positions and frequencies")
+        raise Mismatch(f"{source.name}, the argument of the cosine, is not a product of positions and frequencies")
     value: Any = product.meta.get("val")
     roots = [_root(factor, dtype_of(product)) for factor in factors.args[:2]]
     positions, frequencies = sorted(roots, key=lambda node: node.op == "get_attr")

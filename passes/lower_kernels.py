@@ -139,8 +139,8 @@ def _slower(device: torch.device) -> tuple[str, ...]:
     if not is_hopper(device) or runs_gluon(device):
         return ()
     return (
-        f"linears of few rows run in Triton, some percent slower: their Gluon form is for Triton {GLUON_RELEASE}, "
-        f"this is {triton.__version__}",
+        f"linears with few rows run a Triton kernel, some percent slower than the Gluon kernel, which needs Triton "
+        f"{GLUON_RELEASE}; this is {triton.__version__}",
     )
 
 
@@ -316,8 +316,8 @@ def _check_rows(name: str, module: fx.GraphModule) -> None:
     """Refuse a module with a floating-point node whose rows may depend on the number of rows."""
     for node in _row_dependent(module):
         raise PassError(
-            f"lower_kernels: {name}.{node.name} ({node.target}) has no form whose rows are independent of their "
-            "number, which numerics=bitwise promises; compile with numerics=fast to use the library's."
+            f"lower_kernels: {name}.{node.name} ({node.target}) may give a row other bits when the number of rows "
+            "changes, which numerics=bitwise rules out; compile with numerics=fast, which leaves it to PyTorch."
         )
 
 

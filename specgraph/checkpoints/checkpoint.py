@@ -62,7 +62,7 @@ class Checkpoint:
             return None
         value = _setting(self.config, self.mask_key)
         if not isinstance(value, int):
-            raise ConfigError(f"{self.mask_key} of {self.path} is {value!r}; a mask token is one id.")
+            raise ConfigError(f"{self.mask_key} of {self.path} is {value!r}; it must be one token id.")
         return value
 
     @property

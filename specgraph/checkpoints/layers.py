@@ -102,7 +102,7 @@ def read_size(checkpoint: Checkpoint, key: str) -> int:
     settings = layer_settings(checkpoint)
     value = settings.get(key, checkpoint.config.get(key))
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} in the config.json of {checkpoint.path} is {value!r}; it is a number above 0.")
+        raise ConfigError(f"{key} in the config.json of {checkpoint.path} is {value!r}; it must be an integer above 0.")
     return value
 
 

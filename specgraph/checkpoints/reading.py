@@ -55,7 +55,9 @@ class Reader:
         for place, values in (("config.json", self.checkpoint.config), ("eagle_config", self.nested)):
             if values.get(name) is not None:
                 if not isinstance(values[name], bool):
-                    raise ConfigError(f"{name} of {self.checkpoint.path} is {values[name]!r}; it is true or false.")
+                    raise ConfigError(
+                        f"{name} of {self.checkpoint.path} is {values[name]!r}; it must be true or false."
+                    )
                 return bool(self.note(name, values[name], place))
         return bool(self.note(name, default, "default"))
 
@@ -87,7 +89,9 @@ class Reader:
             for key in ID_KEYS:
                 ids = values.get(key) or ()
                 if not isinstance(ids, list | tuple) or not all(isinstance(k, int) for k in ids):
-                    raise ConfigError(f"{place}{key} of {self.checkpoint.path} is {ids!r}; it is a list of integers.")
+                    raise ConfigError(
+                        f"{place}{key} of {self.checkpoint.path} is {ids!r}; it must be a list of integers."
+                    )
                 if ids:
                     found.append((tuple(k + shift for k in ids), f"{place}{key}"))
         if len({ids for ids, _ in found}) > 1:

@@ -43,7 +43,7 @@ def _integers(loader: HeadLoader, name: str, size: int | None = None) -> Tensor:
     if not fits or stored.dtype.is_floating_point or stored.dtype == torch.bool:
         needed = "[Vd]" if size is None else [size]
         raise ConfigError(
-            f"{name} of {loader.checkpoint.path} is {stored.dtype} {list(stored.shape)}; it is int64 {needed}."
+            f"{name} of {loader.checkpoint.path} is {stored.dtype} {list(stored.shape)}; it must be int64 {needed}."
         )
     return stored.read().to(torch.int64)
 

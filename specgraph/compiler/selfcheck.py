@@ -122,7 +122,7 @@ def _compare(traced: TracedModel, index: int, ours: Tensor, theirs: Tensor) -> N
         row = int(wrong[0].nonzero()[0])
         raise UnsupportedModelError(
             f"{traced.info.name} decodes differently with a KV cache: {where} differs first, at token {row} by "
-            f"{difference[0, row]:.1e} (tolerance {tolerance:.0e}). It mixes tokens outside of its attention, masks "
-            "other than its attention is told, or takes positions from somewhere else than position_ids; specgraph "
+            f"{difference[0, row]:.1e} (tolerance {tolerance:.0e}). It mixes tokens outside of its attention, uses a "
+            "mask that its attention does not get, or takes positions from elsewhere than position_ids, so specgraph "
             "refuses it."
         )

@@ -52,7 +52,9 @@ def save_head(
 def _check(head: DraftHead, algorithm: str) -> None:
     config = head.module.config
     if not (config.fc and config.input_norm and config.last_norm):
-        raise ConfigError("The speculators layout has no head without fc, input_layernorm or norm; this one lacks one.")
+        raise ConfigError(
+            "The speculators layout cannot express a head without fc, input_layernorm or norm, as this head is."
+        )
     if algorithm not in ARCHITECTURES:
         raise ConfigError(f"algorithm is one of {', '.join(ARCHITECTURES)}, not {algorithm!r}.")
     if algorithm == "peagle" and (head.mask_token_id is None or head.module.mask_hidden is None):

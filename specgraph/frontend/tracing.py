@@ -73,9 +73,9 @@ def attention_hook(
             "It would be ignored, so the model is refused."
         )
     if not note_attention(attention_mask, sliding_window) and attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal ones work.")
+        raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal masks work.")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{type(module).__name__} is not causal.")
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal; only causal attention works.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     options = {"scale": scale, "window": sliding_window, "softcap": softcap}
     return torch.ops.specgraph.attention(query, key, value, s_aux, **options), None
@@ -337,8 +337,8 @@ def _check_calls(graph: fx.Graph, calls: list[AttentionCall], name: str) -> None
     found = [node.kwargs.get("window") for node in graph.nodes if node.target is ATTENTION]
     if found != [call.window for call in calls]:
         raise UnsupportedModelError(
-            f"{name} attends otherwise while it is exported: {len(found)} attention calls with the windows {found} "
-            f"instead of {[call.window for call in calls]}."
+            f"{name} makes other attention calls while it is exported than in a forward pass: {len(found)} calls "
+            f"with the windows {found} instead of {[call.window for call in calls]}."
         )
 
 
