@@ -23,7 +23,7 @@ def check_option_rule(name: str, rule: str) -> None:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """Something a pass looked at and left alone: where it was, and why."""
+    """A place that almost matched a pass's pattern: where it is, and the reason why the pass did not rewrite it."""
 
     where: str
     reason: str
@@ -35,12 +35,12 @@ class PassResult:
 
     Attributes:
         matches: how many places it rewrote.
-        expected: how many it was asked to; None if any number is fine. A difference is loud.
-        near_misses: what almost matched.
-        bytes_shared: memory that one copy of equal tensors saves.
+        expected: how many places it should have rewritten; None if any number is right. Another number is an error.
+        near_misses: the places that almost matched.
+        bytes_shared: the memory that is saved because equal tensors are now one tensor.
         notes: lines for the report.
-        equal_tensors: pairs of a tensor and the equal one that took its place. Earlier stages may use the new one, too;
-            they are made to, so that keeping them for reading does not keep the old memory.
+        equal_tensors: pairs of a tensor and the equal one that replaced it. The pipeline replaces it in the earlier
+            stages, too; otherwise these stages, which are kept for reading, would keep the old memory.
     """
 
     matches: int
@@ -52,7 +52,7 @@ class PassResult:
 
     @property
     def changed(self) -> bool:
-        """Whether the program is another one now."""
+        """Whether the pass rewrote anything."""
         return self.matches > 0
 
 
@@ -60,9 +60,9 @@ class PassResult:
 class Pass(ABC):
     """A rewrite of a program. Its fields are its options; it holds no state and prints nothing.
 
-    Class attributes: ``name`` is the configuration key, ``requires`` the facts a program must have, ``ensures`` those
-    it has afterwards, ``exact`` whether outputs stay equal bit for bit, and ``redrafts`` whether it proposes other
-    drafts.
+    Class attributes: ``name`` is the configuration key. ``requires`` are the facts that must hold for a program before
+    the pass, and ``ensures`` those that hold after it. ``exact`` says whether the outputs stay equal bit for bit, and
+    ``redrafts`` whether the pass changes which drafts are proposed.
     """
 
     name: ClassVar[str]
@@ -73,17 +73,17 @@ class Pass(ABC):
 
     @property
     def skipped(self) -> str | None:
-        """Why the options leave this pass nothing to do, or None: then the pipeline does not run it."""
+        """The reason why the options leave the pass nothing to do, so that the pipeline does not run it; else None."""
         return None
 
     @abstractmethod
     def apply(self, program: Program) -> PassResult:
-        """Rewrite ``program`` in place; the caller passes a copy and drops it if this raises."""
+        """Rewrite ``program`` in place. The caller passes a copy, and discards it if the pass raises an error."""
 
 
 @dataclass(frozen=True)
 class LoweringPass(Pass):
-    """A pass that runs where lowering uses our own kernels. Option: ``enabled``."""
+    """A pass that runs only if lowering uses our own kernels. Options: ``enabled``."""
 
     enabled: bool | None = True
 
@@ -91,5 +91,5 @@ class LoweringPass(Pass):
 
     @property
     def skipped(self) -> str | None:
-        """Whether lowering asks for it."""
+        """A reason if ``enabled`` is off, which lowering sets."""
         return None if self.enabled else "lowering runs no kernels"

@@ -1,6 +1,7 @@
-"""The whole step, target, verification, draft and state, is to run as one CUDA graph.
+"""Marks the program so that its whole step (target, verification, drafting, state) runs as one CUDA graph.
 
-The graphs of nodes stay as they are; the decoder captures when it first needs a mode and a bucket of batch sizes.
+The pass changes no FX graph. The decoder captures a CUDA graph when a request first needs it: one for each kind of
+request and each bucket of batch sizes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class CaptureCudaGraph(Pass):
 
     @property
     def skipped(self) -> str | None:
-        """Whether lowering asks for it."""
+        """A reason if ``enabled`` is off, which lowering sets."""
         return None if self.enabled else "no CUDA graph is asked for"
 
     def apply(self, program: Program) -> PassResult:
-        """Mark the program; a model that is not on a GPU is refused."""
+        """Mark the program. A model that is not on a GPU, or is in float64, is refused."""
         if program.target.device.type != "cuda":
             raise PassError(
                 f"capture_cuda_graph: the target is on {program.target.device}, and only a GPU replays graphs; move "

@@ -1,6 +1,7 @@
-"""Runs the traced modules through ``torch.compile``: everything between our own ops becomes compiled code.
+"""Runs the traced modules through ``torch.compile``, which compiles everything between our own ops.
 
-The graphs stay as they are, so dumps and later readings are unaffected; only how they are executed changes.
+The pass changes no graph, so dumps show the same nodes as before. Only the way in which the modules are executed
+changes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BACKENDS = ("eager", "inductor")
 
 @dataclass(frozen=True)
 class CompileRemainder(Pass):
-    """Options: ``backend``, ``eager`` (leave everything as it is) or ``inductor``."""
+    """Options: ``backend``, which is ``eager`` (compile nothing) or ``inductor``."""
 
     backend: str = "eager"
 
@@ -32,11 +33,11 @@ class CompileRemainder(Pass):
 
     @property
     def skipped(self) -> str | None:
-        """Whether there is anything to compile with."""
+        """A reason if ``backend`` is ``eager``, since nothing is compiled then."""
         return "what remains runs eagerly" if self.backend == "eager" else None
 
     def apply(self, program: Program) -> PassResult:
-        """Mark the modules that the step graph calls."""
+        """Mark all modules that the step graph calls as compiled."""
         called = {node.target for node in program.graph.nodes if node.op == "call_module"}
         program.compiled = frozenset(called)
         return PassResult(len(called), expected=len(called))

@@ -1,7 +1,7 @@
 """``target(...) -> hidden`` becomes ``target(...) -> (hidden, hs[i], hs[j], ...)`` for the layers a drafter reads.
 
-``hs[k]`` is the residual stream entering layer ``k``; ``hs[0]`` are the embeddings and the last one is taken after the
-final norm. Nothing is recomputed: the nodes exist, they become outputs.
+``hs[k]`` is the residual stream that enters layer ``k``. ``hs[0]`` are the embeddings, and the last one is taken after
+the final norm. Nothing is computed twice, because the nodes exist already and only become outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specgraph.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class ExposeFeatures(Pass):
-    """Options: ``layers``, the indices ``k`` of ``hs[k]``; None asks the drafter."""
+    """Options: ``layers``, the indices ``k`` of ``hs[k]``; None takes those that the drafter reads."""
 
     layers: tuple[int, ...] | None = None
 

@@ -1,7 +1,8 @@
-"""``x * rsqrt(mean(x^2) + eps) * weight``, spelt out by the model, becomes one ``specgraph::rms_norm``.
+"""The ATen nodes of ``x * rsqrt(mean(x^2) + eps) * weight`` become one ``specgraph::rms_norm``.
 
-Found from its ``rsqrt``. Models differ in what follows it: a weight, a weight plus one (gemma), none; and in whether
-they return to the model's dtype before or after the weight. All of these are the same norm, rounded once.
+The pass looks for ``rsqrt`` and reads the nodes around it. Models multiply by a weight, by a weight plus one (gemma) or
+by nothing, and they convert to their own dtype before or after that. The pass writes the same op for all of them, which
+rounds once, at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RMS_NORM = torch.ops.specgraph.rms_norm.default
 
 @dataclass(frozen=True)
 class _Norm:
-    """One norm: what it reads, the node it ends at, and its parameters."""
+    """One norm that was found: its input, its last node, and its parameters."""
 
     x: fx.Node
     end: fx.Node
@@ -57,7 +58,7 @@ class FuseNorm(LoweringPass):
 
 
 def _match(rsqrt: fx.Node, dtype: torch.dtype) -> _Norm:
-    """The norm around ``rsqrt``; ``dtype`` is that of inputs that passes have made, whose values were never seen."""
+    """The norm around ``rsqrt``. ``dtype`` is assumed for inputs that a pass has made, for which tracing noted none."""
     shifted = producer(rsqrt.args[0], aten.add.Tensor)
     if shifted is None or not isinstance(shifted.args[1], float):
         raise Mismatch(f"{rsqrt.name} has no epsilon under the root")
@@ -91,7 +92,7 @@ def _squared(value: Any) -> fx.Node:
 
 
 def _weighted(normed: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | None, float]:
-    """Follow casts and one multiplication with a weight, as long as nothing else reads what is in between."""
+    """Follow casts and one multiplication with a weight, as long as nothing else reads the values in between."""
     end, weight, offset = normed, None, 0.0
     size = normed.meta["val"].shape[-1]
     while (user := only_user(end)) is not None:
@@ -101,14 +102,14 @@ def _weighted(normed: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node | N
             end, (weight, offset) = user, found
         else:
             break
-    # A cast that something else wants of the result, to another dtype, is not the norm's.
+    # A last cast to another dtype belongs to whatever reads the norm, and not to the norm.
     while dtype_of(end) != dtype and end.target in CASTS:
         end = end.all_input_nodes[0]
     return end, weight, offset
 
 
 def _weight(user: fx.Node, normed: fx.Node, size: int) -> tuple[fx.Node, float] | None:
-    """The weight ``[size]`` that ``user`` multiplies ``normed`` with, and what is added to it."""
+    """The weight ``[size]`` by which ``user`` multiplies ``normed``, and the number that is added to the weight."""
     if user.target is not aten.mul.Tensor or normed not in user.args:
         return None
     other = user.args[1] if user.args[0] is normed else user.args[0]

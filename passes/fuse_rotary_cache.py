@@ -1,10 +1,11 @@
-"""Rotary embedding in front of ``paged_attention`` moves into it: ``rotary_attention`` rotates, writes and attends.
+"""Rotary embeddings in front of ``paged_attention`` and the attention become one op, ``rotary_attention``.
 
-The rotation is that of transformers' llama, ``x * cos + rotate_half(x) * sin`` over the whole head. Others (partial,
-interleaved) are left as they are and reported.
+That op rotates queries and keys, writes keys and values to the cache, and attends. The pass recognises the rotation of
+transformers' llama, ``x * cos + rotate_half(x) * sin`` over the whole head. Other rotations (partial, interleaved) stay
+as they are and are reported as near misses.
 
-Its angles, ``cos`` and ``sin`` of positions times inverse frequencies, become one ``rotary_angles``, whoever reads
-them.
+The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
+``rotary_angles``, even if the rotation that reads them was not recognised.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PAGED = torch.ops.specgraph.paged_attention.default
 ANGLES = torch.ops.specgraph.rotary_angles.default
 CONVERSIONS = (*CASTS, aten.to.device)
 BROADCASTS = (aten.unsqueeze.default, aten.expand.default, *CONVERSIONS)
-"""What stands between positions or frequencies and their product; none of it moves an element."""
+"""Ops that may stand between the positions or the frequencies and their product. None of them moves an element."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
         arguments = (q, k, others[0], *q_angles, *others[1:])
         fused = graph.create_node("call_function", torch.ops.specgraph.rotary_attention.default, arguments,
                                   dict(node.kwargs), name="rotary_attention")  # fmt: skip
-    # The node writes caches, so it counts as used; what led to it is dropped by hand.
+    # The node writes caches, so dead-code elimination would keep it: it and its unused inputs are erased here.
     inputs = node.all_input_nodes
     node.replace_all_uses_with(keep_meta(fused, node))
     graph.erase_node(node)
@@ -77,7 +78,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _unrotated(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """What ``x * cos + rotate_half(x) * sin`` rotates, and its ``cos`` and ``sin`` ``[B, T, D]``."""
+    """``x``, ``cos`` and ``sin`` of ``x * cos + rotate_half(x) * sin``; the latter two are ``[B, T, D]``."""
     total = producer(value, aten.add.Tensor)
     if total is None:
         raise Mismatch(f"{value} is not rotated")
@@ -92,7 +93,7 @@ def _unrotated(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def _halves(cat: fx.Node) -> fx.Node | None:
-    """``x`` of ``cat([-x[..., D/2:], x[..., :D/2]], -1)``."""
+    """``x`` if the node is ``cat([-x[..., D/2:], x[..., :D/2]], -1)``, which is ``rotate_half(x)``; else None."""
     parts = cat.args[0]
     if not isinstance(parts, list | tuple) or len(parts) != 2:
         return None
@@ -112,7 +113,7 @@ def _halves(cat: fx.Node) -> fx.Node | None:
 
 
 def _per_row(angles: Any) -> fx.Node:
-    """``[B, T, D]`` behind ``[B, 1, T, D]``."""
+    """The node of shape ``[B, T, D]`` from which ``angles`` ``[B, 1, T, D]`` was made."""
     node = producer(angles, aten.unsqueeze.default)
     if node is None or node.args[1] != 1 or not isinstance(node.args[0], fx.Node):
         raise Mismatch(f"{angles} does not give every head the same angles")
@@ -121,7 +122,7 @@ def _per_row(angles: Any) -> fx.Node:
 
 @dataclass(frozen=True)
 class _Angles:
-    """The angles behind a cosine: positions times frequencies, and what lays them out."""
+    """How the argument of a cosine is computed: positions times frequencies, and the layout of the result."""
 
     positions: fx.Node
     max_position: int | None
@@ -171,7 +172,7 @@ def _angles(source: fx.Node) -> _Angles:
     turned = producer(product, aten.transpose.int)
     factors = producer(turned.args[0] if turned is not None else product, aten.mul.Tensor, aten.matmul.default)
     if factors is None:
-        raise Mismatch(f"{source.name} is not the cosine's product of positions and frequencies")
+        raise Mismatch(f"{source.name}, the argument of the cosine, is not a product of positions and frequencies")
     value: Any = product.meta.get("val")
     roots = [_root(factor, dtype_of(product)) for factor in factors.args[:2]]
     positions, frequencies = sorted(roots, key=lambda node: node.op == "get_attr")
@@ -183,7 +184,7 @@ def _angles(source: fx.Node) -> _Angles:
     if known and value.dtype not in (torch.float32, torch.float64):
         raise Mismatch(f"{factors.name} rounds the angles to {value.dtype}, and the positions with them")
     known = known and rows.dim() == 2 and table.dim() == 1
-    # Where only broadcasting leads to the product, its shape says which way round it was taken.
+    # Only broadcasting separates the factors from the product, so its shape tells which factor is which.
     if not known or rows.is_floating_point() or value.shape != (*rows.shape, *table.shape):
         raise Mismatch(f"{factors.name} is not the product of positions [B, T] and frequencies [F]")
     if table.device != value.device:
@@ -192,9 +193,10 @@ def _angles(source: fx.Node) -> _Angles:
 
 
 def _root(value: Any, dtype: torch.dtype | None) -> fx.Node:
-    """What ``value`` is but for added or expanded dimensions and a conversion to ``dtype``, that of the product.
+    """The node that ``value`` was made from by adding or expanding dimensions and by converting to ``dtype``.
 
-    A conversion to float32 stands for one to float64, too: positions are exact in both.
+    ``dtype`` is that of the product. A conversion of positions to float32 is accepted in its place, because integers of
+    their size are exact in both types.
     """
     while (node := producer(value, *BROADCASTS) or _whole(value)) is not None:
         value, converted = node.args[0], dtype_of(node)
@@ -207,7 +209,7 @@ def _root(value: Any, dtype: torch.dtype | None) -> fx.Node:
 
 
 def _whole(value: Any) -> fx.Node | None:
-    """A slice that takes everything."""
+    """``value`` if it is a slice that takes every element, else None."""
     node = producer(value, aten.slice.Tensor)
     return node if node is not None and node.args[2:] == (0, sys.maxsize) else None
 
@@ -222,7 +224,7 @@ def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
-    """Follow a multiplication with a number and a cast, as long as nothing else reads what is in between."""
+    """Follow a multiplication with a number and a cast, as long as nothing else reads the values in between."""
     end, scaling = node, 1.0
     user = only_user(end)
     if user is not None and user.target is aten.mul.Tensor and isinstance(user.args[1], int | float):

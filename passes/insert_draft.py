@@ -1,8 +1,8 @@
-"""Adds the drafter to the step: given what was emitted, propose the drafts of the next step.
+"""Adds the drafter to the step graph: from the tokens that were emitted, it proposes the drafts of the next step.
 
-The drafter writes its own nodes. Until ``insert_verify`` computes them, what verification gives is an input:
-``emitted`` (``[B, T]``, padded with -1), ``num_emitted`` (``[B]``) and, for drafters that ask for it, ``path``
-(``[B, T]``, the rows of the window that were accepted, padded with -1).
+The drafter writes its own nodes. They read the results of verification, which ``insert_verify`` adds later; until then
+these results are inputs of the graph: ``emitted`` (``[B, T]``, padded with -1), ``num_emitted`` (``[B]``) and, for
+drafters that read it, ``path`` (``[B, T]``, the rows of the window that were accepted, padded with -1).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ VERIFIED: dict[str, Buffer] = {
     "emitted": per_call("B", "T", fill=-1),
     "num_emitted": per_call("B"),
 }
-"""What verification gives, by the role of its node. A drafter that asks for the accepted rows adds ``path``."""
+"""The results of verification, by the role of their node. A drafter that reads the accepted rows adds ``path``."""
 
 
 @dataclass(frozen=True)
 class InsertDraft(Pass):
-    """Options: ``rule``, the verification rule, which decides the noise drafts are drawn with."""
+    """Options: ``rule``, the verification rule, which decides with what noise drafts are drawn."""
 
     rule: str = "strict"
 
@@ -36,7 +36,7 @@ class InsertDraft(Pass):
         check_option_rule(self.name, self.rule)
 
     def apply(self, program: Program) -> PassResult:
-        """Append the draft nodes behind the logits."""
+        """Append the drafter's nodes after the logits."""
         for name, buffer in VERIFIED.items():
             program.placeholder(name, buffer).meta["role"] = name
         calls = program.drafter.build(DraftStep(program, self.rule))

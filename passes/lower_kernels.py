@@ -1,10 +1,12 @@
-"""ATen nodes become ``specgraph::*`` ops: what decides how fast a step is, and whether its bits depend on the batch.
+"""ATen nodes of the traced modules become ``specgraph::*`` ops.
 
-A linear takes along what surrounds it, so that one launch does it all: the scale of a norm in front, the activation,
-gated or not, the residual, and the parts of a norm that follows. What remains is looked at node by node. Under
-``numerics: bitwise`` every floating-point node must be one whose rows do not depend on how many there are. Under
-``numerics: fast`` such a node stays as it is, and a linear may also run a library's product: its op decides that by the
-number of rows of each call (:mod:`specgraph.kernels.linear.library`).
+This pass decides how fast a step is, and whether its bits depend on the batch. A linear layer is joined with the nodes
+around it, so that one launch computes all of them: the scale of a norm before it, the activation, gated or not, the
+residual, and the parts of a norm after it.
+
+The pass then looks at every remaining floating-point node. Under ``numerics: bitwise``, a node whose rows may depend on
+the number of rows is an error. Under ``numerics: fast``, such a node stays as it is, and a linear layer may also run a
+library's product. Its op chooses at each call, by the number of rows (:mod:`specgraph.kernels.linear.library`).
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ RMS_NORM = torch.ops.specgraph.rms_norm.default
 PAIR = torch.ops.specgraph.rms_norm_pair.default
 NUMERICS = ("bitwise", "fast")
 PROMISED = "cuda"
-"""The device type that ``bitwise`` is a promise about; on a CPU, lowered programs run the reference, as tests do."""
+"""The device type for which ``bitwise`` is promised. On a CPU, as in tests, lowered programs run the reference."""
 
 ROW_WISE = frozenset({
     # They move elements and compute none.
@@ -59,15 +61,15 @@ ROW_WISE = frozenset({
     # They make tensors of constants.
     "arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot",
     "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
-    # One block of threads per row, its shape a function of the row's length.
+    # PyTorch computes each row in one block of threads, whose shape is a function of the row's length.
     "amax", "amin", "argmax", "argsort", "log_softmax", "_log_softmax", "max", "softmax", "_softmax", "sort", "topk",
 })  # fmt: skip
-"""ATen ops beside views and pointwise ones whose result in one row does not depend on the number of rows."""
+"""ATen ops that are neither views nor pointwise, and whose result in one row does not depend on the number of rows."""
 
 
 @dataclass
 class _Linear:
-    """A linear with what it takes along; ``end`` is the node it replaces."""
+    """A linear layer and the neighbours that are joined to it. The joined op replaces ``end``, the last of them."""
 
     end: fx.Node
     x: Any
@@ -82,8 +84,8 @@ class _Linear:
 class LowerKernels(LoweringPass):
     """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast``.
 
-    Both rewrite the same nodes into the same ops, except for sums, which only ``bitwise`` writes out as additions.
-    ``fast`` refuses no node, and lets linears run a library's product where that is known to be faster.
+    Both values rewrite the same nodes into the same ops, except that only ``bitwise`` writes sums out as additions.
+    ``fast`` refuses no node, and lets linear layers run a library's product where that is known to be faster.
     """
 
     numerics: str = "bitwise"
@@ -97,7 +99,7 @@ class LowerKernels(LoweringPass):
             raise ConfigError(f"lower_kernels: numerics is one of {', '.join(NUMERICS)}, not {self.numerics!r}.")
 
     def apply(self, program: Program) -> PassResult:
-        """Rewrite every module; refuse what has no form that ``bitwise`` allows."""
+        """Rewrite every module. Under ``bitwise``, refuse a node whose rows may depend on the number of rows."""
         chosen, offered, left = Counter[str](), Counter[str](), Counter[str]()
         bitwise = self.numerics == "bitwise"
         for name, module in program.modules.items():
@@ -122,7 +124,7 @@ def _counted(counts: Counter[str]) -> tuple[str, ...]:
 
 
 def _library_notes(offered: Counter[str], left: Counter[str], device: torch.device) -> Iterator[str]:
-    """Under ``fast``: the linears that may run in a library, and the nodes that nothing else computes."""
+    """Notes under ``fast``: the linear layers that may run in a library, and the nodes that stay as they are."""
     listed = f"{', '.join(_counted(offered))} may run a library's product"
     if offered and crossovers_of(device) is None:
         yield f"{listed}, but nothing was measured on a device like {device}: they run the kernels of numerics=bitwise"
@@ -133,12 +135,12 @@ def _library_notes(offered: Counter[str], left: Counter[str], device: torch.devi
 
 
 def _slower(device: torch.device) -> tuple[str, ...]:
-    """What a GPU like this could do better with another Triton."""
+    """A note if this release of Triton cannot run the Gluon kernels that this GPU could run."""
     if not is_hopper(device) or runs_gluon(device):
         return ()
     return (
-        f"linears of few rows run in Triton, some percent slower: their Gluon form is for Triton {GLUON_RELEASE}, "
-        f"this is {triton.__version__}",
+        f"linears with few rows run a Triton kernel, some percent slower than the Gluon kernel, which needs Triton "
+        f"{GLUON_RELEASE}; this is {triton.__version__}",
     )
 
 
@@ -146,7 +148,7 @@ def _slower(device: torch.device) -> tuple[str, ...]:
 def _turn_weights(module: fx.GraphModule) -> None:
     """``addmm(bias, x, weight)`` with ``weight [I, O]`` becomes a linear of ``[O, I]``.
 
-    The weight is stored the other way round, and the model's own parameter becomes a view of that.
+    The weight is stored transposed, and the model's own parameter becomes a view of the stored tensor.
     """
     graph = module.graph
     for node in list(calls(graph, aten.addmm.default)):
@@ -182,9 +184,9 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
 
 
 def _take_norm(linear: _Linear, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> str | None:
-    """The norm in front, if nothing but linears read it; ``parts`` are those of the norms met so far."""
+    """Join the norm before the linear, if only linears read it. ``parts`` collects the parts of norms found so far."""
     norm = producer(linear.x, RMS_NORM)
-    # In float16 the weight times the input, before it is scaled down, could overflow.
+    # In float16 the product of weight and input could overflow, because the scale comes only afterwards.
     if norm is None or norm.args[1] is None or dtype_of(norm) == torch.float16:
         return None
     if any(user.target not in (aten.linear.default, LINEAR) or user.args[0] is not norm for user in norm.users):
@@ -197,7 +199,7 @@ def _take_norm(linear: _Linear, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -
 
 
 def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """In front of ``norm``: its input times its weight, and the squares that its scale is made of."""
+    """Insert the two parts of ``norm`` before it: its input times its weight, and the sums of squares of its input."""
     graph = norm.graph
     with graph.inserting_before(norm):
         options = {"norm_offset": norm.kwargs["offset"]}
@@ -207,7 +209,7 @@ def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
-    """The parts of a norm come from the linear that makes its input, where one does."""
+    """Let a linear compute the parts of the norm that reads its output, wherever a linear produces that input."""
     graph = module.graph
     for parts in list(calls(graph, NORM_PARTS)):
         linear = producer(parts.args[0], LINEAR)
@@ -228,7 +230,7 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
 
 
 def _take_activation(linear: _Linear) -> str | None:
-    """``act(linear)``, or ``act(gate) * up`` of a merged linear."""
+    """Join ``act(linear)``, or ``act(gate) * up`` of a merged linear; returns its name."""
     user = only_user(linear.end)
     if user is None:
         return None
@@ -270,7 +272,7 @@ def _activation(node: fx.Node) -> str | None:
 
 
 def _take_residual(linear: _Linear) -> str | None:
-    """The addition behind, of a tensor of the same shape and dtype."""
+    """Join the addition that follows, if it adds a tensor of the same shape and dtype."""
     add = only_user(linear.end)
     if add is None or add.target is not aten.add.Tensor or add.kwargs or len(add.args) != 2:
         return None
@@ -286,7 +288,7 @@ def _take_residual(linear: _Linear) -> str | None:
 
 
 def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
-    """``cat([rms_norm(x), rms_norm(y)], -1)``, and the embedding that ``x`` is if nothing else reads it."""
+    """Make one op of ``cat([rms_norm(x), rms_norm(y)], -1)``, and of the embedding ``x`` if only the norm reads it."""
     graph = module.graph
     for node in list(calls(graph, aten.cat.default)):
         parts: Any = node.args[0]
@@ -311,16 +313,16 @@ def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
 
 
 def _check_rows(name: str, module: fx.GraphModule) -> None:
-    """Refuse a floating-point node whose rows may depend on their number."""
+    """Refuse a module with a floating-point node whose rows may depend on the number of rows."""
     for node in _row_dependent(module):
         raise PassError(
-            f"lower_kernels: {name}.{node.name} ({node.target}) has no form whose rows are independent of their "
-            "number, which numerics=bitwise promises; compile with numerics=fast to use the library's."
+            f"lower_kernels: {name}.{node.name} ({node.target}) may give a row other bits when the number of rows "
+            "changes, which numerics=bitwise rules out; compile with numerics=fast, which leaves it to PyTorch."
         )
 
 
 def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The floating-point nodes whose rows may depend on their number."""
+    """The floating-point nodes whose rows may depend on the number of rows."""
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_float(node) or _row_wise(node.target):
             continue
@@ -329,7 +331,7 @@ def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _offer_library(module: fx.GraphModule, offered: Counter[str]) -> None:
-    """Let every linear run a library's product where that is faster."""
+    """Allow every linear to run a library's product where that is known to be faster."""
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in (LINEAR, LINEAR_NORM, EXPERT_LINEAR):
             node.update_kwarg("bitwise", False)

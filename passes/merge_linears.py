@@ -1,8 +1,8 @@
-"""Linear layers that read the same input become one: q/k/v, gate/up.
+"""Linear layers that read the same input, such as q/k/v or gate/up, become one linear layer.
 
-Their weights are laid side by side in one tensor, layer by layer, and the model's own parameters become views of it:
-memory does not double, the model still works, and a second decoder of the same model finds them merged already. A
-weight that something else reads as well, such as a tied embedding, stays where it is.
+Their weights are copied into one tensor, one after the other, and the model's own parameters become views of that
+tensor. So the memory does not double, the model still works, and a second decoder of the same model finds the weights
+merged already. A weight that something else reads as well, such as a tied embedding, is not merged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _readers(program: Program) -> dict[int, int]:
 
 
 def _groups(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """The linears of each input that has several, in graph order."""
+    """For every input that several linear layers read, these layers in graph order."""
     by_input: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in calls(module.graph, LINEAR):
         if weight_name(node.args[1]) is not None:
@@ -68,7 +68,7 @@ def _groups(module: fx.GraphModule) -> list[list[fx.Node]]:
 
 
 def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, int]) -> str | None:
-    """Why these cannot be one."""
+    """The reason why the linear layers of ``group`` cannot be merged; None if they can."""
     weights = [get_attribute(module, str(node.args[1].target)) for node in group]  # type: ignore[union-attr]
     biases = [_bias(module, node) for node in group]
     if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
@@ -114,7 +114,7 @@ def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
 
 
 def _merged_attribute(module: fx.GraphModule, names: list[str]) -> fx.Node:
-    """A node that reads the tensors ``names`` as one."""
+    """A node that reads one tensor, which holds the tensors ``names`` one after the other."""
     target = _merged_name(names)
     set_attribute(module, target, merge_storage([get_attribute(module, name) for name in names]))
     node = module.graph.get_attr(target)
@@ -123,7 +123,7 @@ def _merged_attribute(module: fx.GraphModule, names: list[str]) -> fx.Node:
 
 
 def _merged_name(names: list[str]) -> str:
-    """``layers.0.self_attn.q_proj.weight`` and its like give ``layers.0.self_attn.q_proj_k_proj_v_proj.weight``."""
+    """The names of three projections, for example, give ``layers.0.self_attn.q_proj_k_proj_v_proj.weight``."""
     paths = [name.split(".") for name in names]
     shared = sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
     leaf = paths[0][-1]
@@ -132,9 +132,9 @@ def _merged_name(names: list[str]) -> str:
 
 @torch.no_grad()
 def merge_storage(tensors: list[Tensor]) -> nn.Parameter:
-    """One tensor that holds ``tensors`` one after the other along dimension 0, which become views of it.
+    """One tensor that holds ``tensors`` one after the other along dimension 0; they become views of it.
 
-    If they lie there already, as they do for the second decoder of a model, nothing is copied.
+    If they are adjacent in memory already, as for the second decoder of a model, nothing is copied.
     """
     merged = _adjacent(tensors)
     if merged is None:
@@ -147,7 +147,7 @@ def merge_storage(tensors: list[Tensor]) -> nn.Parameter:
 
 
 def _adjacent(tensors: list[Tensor]) -> Tensor | None:
-    """The tensor that spans ``tensors`` if they already lie behind each other in one storage."""
+    """The tensor that spans ``tensors``, if they are adjacent in one storage already; else None."""
     first = tensors[0].detach()
     offset = first.storage_offset()
     for tensor in tensors:

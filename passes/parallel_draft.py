@@ -1,9 +1,10 @@
 """K chained draft calls become one call whose last K - 1 rows are mask tokens.
 
-The rewrite knows the step graph, not the drafter: behind the rows that bring the draft to the accepted prefix it puts
-a mask row for every draft but the first, at the positions that follow, and draws all drafts from the logits of the last
-K rows. Rows past ``max_length`` get ``PADDING_SLOT`` as all rows do. What mask rows leave in the cache lies behind the
-accepted prefix and is written over before anything can see it.
+The rewrite depends on the step graph alone, not on the drafter's architecture. The first draft call has rows that bring
+the draft's cache to the accepted prefix. After them the pass adds one mask row for every draft but the first, at the
+positions that follow, and it draws all drafts from the logits of the last K rows. As everywhere, rows past
+``max_length`` get ``PADDING_SLOT`` and are not written. What mask rows write to the cache is at positions after the
+accepted prefix, and it is overwritten before anything reads it.
 
 Source: PARD (An et al. 2025, arXiv 2504.18583) for draft models, P-EAGLE for EAGLE heads.
 """
@@ -26,7 +27,7 @@ from specgraph.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class ParallelDraft(Pass):
-    """Options: ``enabled``; None asks the drafter whether it was trained for it."""
+    """Options: ``enabled``; None means on if the drafter was trained for parallel drafting."""
 
     enabled: bool | None = None
 
@@ -36,7 +37,7 @@ class ParallelDraft(Pass):
     redrafts: ClassVar[bool] = True
 
     def apply(self, program: Program) -> PassResult:
-        """Rewrite the chain; one is expected."""
+        """Rewrite the chain of draft calls. Exactly one chain is expected."""
         drafter = program.drafter
         if not (drafter.parallel if self.enabled is None else self.enabled):
             return PassResult(0, notes=("drafts are chained" if drafter.chained else "there is no chain of drafts",))
@@ -61,7 +62,7 @@ class ParallelDraft(Pass):
         return PassResult(1, expected=1, notes=(f"{count} draft calls became 1 with {count - 1} mask rows",))
 
     def _expand(self, program: Program, first: fx.Node, mask: Mask, count: int) -> None:
-        """Give the first call its mask rows."""
+        """Add ``count`` mask rows to the inputs of the first call."""
         inputs: dict[str, Any] = dict(first.kwargs)
         graph, mask_hidden = program.graph, None
         with graph.inserting_before(first):
@@ -84,7 +85,7 @@ class ParallelDraft(Pass):
             graph.erase_node(before)
 
     def _widen(self, program: Program, count: int) -> None:
-        """Let the draft return the logits of ``count`` rows, and no hidden state for a chain."""
+        """Let the draft return the logits of ``count`` rows, and no longer the hidden state that a chain feeds on."""
         draft = program.modules["draft"]
         (rows,) = calls(draft.graph, step.take_rows)
         rows.args = (*rows.args[:2], count)

@@ -1,4 +1,4 @@
-"""How passes recognise a chain of ATen nodes: small questions about one node, read from its end upward."""
+"""Helpers with which passes recognise chains of ATen nodes. Patterns are read from the last node towards the inputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
 
 
 class Mismatch(Exception):
-    """Why a candidate is not the pattern; becomes the reason of a near miss."""
+    """Raised where a candidate does not match a pattern. Its text becomes the reason of a near miss."""
 
 
 def rewrite(program: Program, target: object, fuse: Callable[[fx.Graph, fx.Node], None]) -> PassResult:
     """Call ``fuse`` on every node of the modules that calls ``target``.
 
-    Where it raises :class:`Mismatch` it has changed nothing, and the reason is reported.
+    ``fuse`` raises :class:`Mismatch` before it has changed anything, and the reason becomes a near miss.
     """
     matches, misses = 0, []
     for name, module in program.modules.items():
@@ -42,7 +42,11 @@ def rewrite(program: Program, target: object, fuse: Callable[[fx.Graph, fx.Node]
 
 
 def producer(value: Any, *targets: object) -> fx.Node | None:
-    """``value`` if it is a node that calls one of ``targets``; no ATen op with keywords, which change what it does."""
+    """``value`` if it is a node that calls one of ``targets``, else None.
+
+    Calls of ATen ops with keyword arguments do not count, because these change what the op computes. Casts are an
+    exception.
+    """
     if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in targets:
         return None
     keywords = value.kwargs and value.target not in CASTS and getattr(value.target, "namespace", "") == "aten"
@@ -65,10 +69,10 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def dispatched(node: fx.Node) -> list[Any]:
-    """The ops that run when ``node`` is called: its own, or those that PyTorch writes it in.
+    """The ops that run when ``node`` is called: its own op, or those into which PyTorch decomposes it.
 
-    So an alias is seen through: ``concat`` runs ``cat``. Nothing is computed. A node that has inputs without ``val``
-    stands for itself.
+    This resolves aliases, since ``concat`` runs ``cat``. Only fake tensors are used, so nothing is computed. If an
+    input of the node has no ``val``, the result is the node's own op.
     """
     inputs = node.all_input_nodes
     if not isinstance(node.target, torch._ops.OpOverload) or any("val" not in n.meta for n in inputs):
@@ -86,7 +90,7 @@ def dispatched(node: fx.Node) -> list[Any]:
 
 
 def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:
-    """Both orders ``(x, y)`` of the operands of a binary node in which ``x`` calls ``target``."""
+    """The operands ``(x, y)`` of a binary node, in each order in which ``x`` calls ``target``."""
     for x, y in (node.args[:2], node.args[1::-1]):
         found = producer(x, target)
         if found is not None:
@@ -94,54 +98,57 @@ def operands(node: fx.Node, target: object) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def before_cast(value: Any) -> Any:
-    """``value``, or what it was before a conversion of its dtype."""
+    """The input of ``value`` if that is a conversion of the dtype, else ``value`` itself."""
     cast_node = producer(value, *CASTS)
     return value if cast_node is None else cast_node.args[0]
 
 
 def weight_name(value: Any) -> str | None:
-    """The attribute that ``value`` reads, if it reads one."""
+    """The name of the attribute that ``value`` reads, or None if it reads none."""
     return str(value.target) if isinstance(value, fx.Node) and value.op == "get_attr" else None
 
 
 def weight(module: fx.GraphModule, value: Any) -> Tensor | None:
-    """The tensor that ``value`` reads from the module, if it reads one."""
+    """The tensor that ``value`` reads from the module, or None if it reads none."""
     name = weight_name(value)
     return None if name is None else get_attribute(module, name)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The node that reads ``node``, if there is just one."""
+    """The node that reads ``node`` if it is the only one, else None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
-    """The dtype that tracing found; None for a node that a pass has made, unless it stands for one that was there."""
+    """The dtype that tracing noted for ``node``.
+
+    None for a node that a pass has made, unless :func:`keep_meta` gave it what tracing noted for another node.
+    """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.dtype if isinstance(value, Tensor) else None
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether one of the results that tracing found is a floating-point tensor."""
+    """Whether one of the results that tracing noted for ``node`` is a floating-point tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
 def keep_meta(new: fx.Node, old: fx.Node) -> fx.Node:
-    """Let ``new`` stand where ``old`` stood: its value and, if it is one, its hidden state."""
+    """Copy the notes of ``old`` to ``new``: the traced value, its shape and, if it is one, which hidden state it is."""
     new.meta.update({key: old.meta[key] for key in ("val", "hidden_state", "shape") if key in old.meta})
     return new
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Read ``new`` wherever ``old`` was read, and drop what nothing reads any more."""
+    """Let everything that reads ``old`` read ``new``, and erase the nodes that nothing reads any more."""
     old.replace_all_uses_with(keep_meta(new, old))
     erase_unused(graph, old)
 
 
 def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Drop ``node`` if nothing reads it, and then what only it read; nodes that write stay."""
+    """Erase ``node`` if nothing reads it, and then the inputs that only it read. Nodes that write are kept."""
     if node._erased or node.users or node.op in ("placeholder", "output") or node.is_impure():
         return
     inputs = node.all_input_nodes

@@ -1,4 +1,4 @@
-"""Runs a list of passes, top to bottom, and lets one callback watch."""
+"""Runs a list of passes in order, and calls callbacks after each pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specgraph.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one pass did, for reports: seconds, its result, nodes per graph before and after."""
+    """What one pass did, for reports: the seconds it took, its result, and the nodes per graph before and after it."""
 
     name: str
     seconds: float
@@ -31,11 +31,10 @@ Callback = Callable[[Pass, Program, Program, StageReport], None]
 def run_passes(
     program: Program, passes: Sequence[Pass], callbacks: Iterable[Callback] = ()
 ) -> tuple[dict[str, Program], list[StageReport]]:
-    """Apply ``passes`` in order, each to a copy of what the one before left.
+    """Apply ``passes`` in order, each to a copy of the program that the pass before it left.
 
-    Returns the program after every pass, by stage name (``trace`` is the first), and a report per pass. The stage of a
-    pass that its options switch off is that of the pass before. A pass that
-    fails leaves its predecessors' stages untouched.
+    Returns the program after every pass, by stage name (``trace`` is the first), and a report per pass. A pass that its
+    options switch off has the same stage as the pass before it. A pass that fails does not change earlier stages.
 
     Raises:
         PassError: a requirement does not hold (the message names the pass to run first), a rewrite matched an
@@ -60,7 +59,7 @@ def run_passes(
 
 
 def apply(pass_: Pass, program: Program) -> tuple[StageReport, Program]:
-    """One pass on a copy: facts, provenance and match count are dealt with here, once for all passes."""
+    """Run one pass on a copy; its facts, the provenance of its nodes and its match count are handled here for all."""
     after = program.copy()
     begin = time.perf_counter()
     result = pass_.apply(after)
@@ -72,7 +71,7 @@ def apply(pass_: Pass, program: Program) -> tuple[StageReport, Program]:
 
 
 def release(stages: Iterable[Program], result: PassResult) -> None:
-    """Let earlier stages use the tensors that replaced their equals, and the old ones go."""
+    """Let earlier stages use the tensors that replaced equal ones, so that the memory of the old ones can be freed."""
     new = {id(old): new for old, new in result.equal_tensors}
     for program in stages if new else ():
         for module in program.modules.values():
@@ -80,7 +79,7 @@ def release(stages: Iterable[Program], result: PassResult) -> None:
 
 
 def check_requirements(pass_: Pass, program: Program) -> None:
-    """Name the pass that must run first, if one must."""
+    """Raise ``PassError`` if a required fact does not hold, with the name of the pass that must run first."""
     for fact in sorted(pass_.requires - program.facts):
         makers = sorted(cls.name for cls in PASSES.values() if fact in cls.ensures)
         first = f"put {' or '.join(makers)} before it in pipeline.order" if makers else "no known pass establishes it"
@@ -88,7 +87,7 @@ def check_requirements(pass_: Pass, program: Program) -> None:
 
 
 def check_matches(pass_: Pass, result: PassResult) -> None:
-    """A requested rewrite that matched nothing, or too often, is an error that says why."""
+    """Raise ``PassError`` if a pass did not match the number of places that it expected, with the near misses."""
     if result.expected is not None and result.matches != result.expected:
         reasons = "; ".join(f"{miss.where}: {miss.reason}" for miss in result.near_misses) or "nothing came close"
         raise PassError(

@@ -1,7 +1,7 @@
-"""Sums of floating-point numbers get a form whose order does not depend on the number of rows.
+"""Replaces reductions of floating-point numbers by ops whose order of summation does not depend on the number of rows.
 
 A library may sum in another order when there are more rows. Our kernels sum a row in an order that follows from its
-width, and a sum of few terms becomes a chain of additions, in the order of the graph.
+width alone. A sum of few terms becomes a chain of additions, whose order the graph fixes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import specgraph.kernels.linear.norm  # noqa: F401  (registers ops)
 from specgraph.passes.patterns import aten, is_float, replace
 
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
-"""Writes a node's other form in front of it; None if it has none."""
+"""Inserts the replacement of a node before it and returns it; None if there is no replacement for this node."""
 
 MAX_TERMS = 32
-"""Sums of at most this many terms are written out as additions, whose order is then the graph's."""
+"""Sums of at most this many terms are written out as additions."""
 
 
 def lower_reductions(module: fx.GraphModule, rules: Mapping[Any, Rule], chosen: Counter[str]) -> None:
-    """Rewrite every floating-point node that ``rules`` has a form for; ``chosen`` counts them by the rule's name."""
+    """Rewrite every floating-point node that a rule covers; ``chosen`` counts the rewrites by the rule's name."""
     graph = module.graph
     for node in list(graph.nodes):
         rule = rules.get(node.target)
@@ -72,7 +72,7 @@ def _sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A product that sums one term, as rotary embeddings spell the angles of all positions."""
+    """A matrix product whose sum has one term; rotary embeddings compute the angles of all positions in this way."""
     arguments: Any = node.args
     a, b = arguments
     if min(a.meta["val"].dim(), b.meta["val"].dim()) < 2 or a.meta["val"].shape[-1] != 1:
@@ -86,6 +86,6 @@ ONE_LAUNCH: dict[Any, Rule] = {
     aten.matmul.default: _outer,
     aten.bmm.default: _outer,
 }
-"""Reductions that take one launch in either form."""
+"""Rules for reductions that take one launch before and after they are replaced."""
 ORDERED: dict[Any, Rule] = {**ONE_LAUNCH, aten.sum.dim_IntList: _sum}
-"""Those of :data:`ONE_LAUNCH`, and sums. Each addition of a sum is a launch, so a library's sum is faster."""
+"""The rules of :data:`ONE_LAUNCH` and the rule for sums. Each addition is a launch, so a library's sum is faster."""

@@ -12,7 +12,7 @@ _COLUMNS = ("pass", "seconds", "matches", "nodes before", "nodes after", "near m
 
 
 def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = ()) -> str:
-    """A table of all passes, then what each has to say."""
+    """Markdown: a table of all passes, followed by the notes and the near misses of each pass."""
     program = list(stages.values())[-1]
     drafter = program.drafter
     lines = [

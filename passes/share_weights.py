@@ -1,8 +1,9 @@
 """Draft weights that equal a weight of the target, element by element, become the target's own tensor.
 
-Typical: a draft head that was trained with the target's frozen embedding or vocabulary head, and carries a copy of it;
-one that is loaded from a checkpoint gets the target's tensor there and then (:mod:`specgraph.checkpoints.eagle3`).
-Never ``allclose``: an embedding that moved a little in training is another embedding.
+A typical case is a draft head that was trained with the target's frozen embedding or vocabulary projection and has a
+copy of it. (Heads that are loaded from a checkpoint get the target's tensor already while they are loaded, in
+:mod:`specgraph.checkpoints.loading`.) Tensors that are merely close are not shared, because an embedding that moved a
+little in training is another embedding.
 
 Equal means what ``torch.equal`` means between tensors of one shape, dtype and device:
 
@@ -12,10 +13,10 @@ Equal means what ``torch.equal`` means between tensors of one shape, dtype and d
   operation that tells the zeros apart (a division by the weight, ``atan2``, ``copysign``, ``signbit``) could give
   another value; language models have none on a weight.
 
-Limits: only plain dense tensors that a ``get_attr`` node names are looked at (no meta or fake tensors, no subclasses,
-no packed or quantised dtypes). Shared tensors must not be written: state is an input of the step, never a buffer. The
-memory is free only when the last copy of the draft goes: the user's model, earlier stages and ``drafter.modules``
-keep theirs.
+Limits: the pass looks only at plain dense tensors that a ``get_attr`` node names (no meta or fake tensors, no
+subclasses, no packed or quantised dtypes). Nothing may write a shared tensor; this holds because state is an input of
+the step and never a buffer of a module. The memory of a replaced tensor is freed only when nothing refers to it any
+more, and the user's own model may still do so.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 
 TARGET = ("target", "lm_head")
 PROBE = 256
-"""Elements, evenly spread, that are compared first: they reject nearly every pair."""
+"""How many elements, evenly spread, are compared first. They rule out nearly every pair that is not equal."""
 BYTES_PER_ELEMENT = 64
-"""Temporary memory of one compared element, at most: a few values in double precision and their masks."""
+"""The most temporary memory that one compared element takes: a few values in double precision, and their masks."""
 
 ROTATED = 0.01
-"""Rows whose lengths agree to this are those of a rotated matrix; half precision moves a length by less."""
+"""The largest relative difference between the lengths of two rows that is taken for a rotation of the matrix. Rounding
+to half precision changes a length by less."""
 
 _DTYPES = FLOAT8 | {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -52,7 +54,7 @@ _DTYPES = FLOAT8 | {
 
 @dataclass(frozen=True)
 class ShareWeights(Pass):
-    """Options: ``chunk_bytes`` bounds temporary memory, ``near_miss_fraction`` and ``max_near_misses`` the report.
+    """Options: ``chunk_bytes``, the most temporary memory; ``near_miss_fraction`` and ``max_near_misses``, see below.
 
     A draft tensor is a near miss when the closest target tensor of its shape (both of one dtype, or both floating
     point) has the same name, or differs in fewer than ``near_miss_fraction`` of the elements. Another dtype is
@@ -73,9 +75,9 @@ class ShareWeights(Pass):
 
     @torch.no_grad()
     def apply(self, program: Program) -> PassResult:
-        """Replace the attributes; matches and notes count places, so a tied tensor counts once per use.
+        """Replace the attributes. Matches and notes count places, so a tied tensor counts once for each use.
 
-        ``bytes_shared`` counts storages that no module of the program uses any more, each once.
+        ``bytes_shared`` is the size of all storages that no module of the program uses any more.
         """
         candidates: dict[torch.Size, list[_Weight]] = defaultdict(list)
         targets = _weights(program, of_target=True)
@@ -111,7 +113,7 @@ class ShareWeights(Pass):
         return self.chunk_bytes // BYTES_PER_ELEMENT
 
     def _equal_one(self, draft: _Weight, alike: list[_Weight]) -> _Weight | None:
-        """The first of the tensors that is the same memory, else the first that is equal."""
+        """The first of the tensors that has the same memory, or else the first that is equal."""
         for target in alike:
             if target.view == draft.view:
                 return target
@@ -122,10 +124,10 @@ class ShareWeights(Pass):
         return None
 
     def _kin(self, draft: _Weight, targets: list[_Weight], rows: Tensor | None) -> list[tuple[float, NearMiss]]:
-        """A vocabulary matrix that is made of a target's: some of its rows, or a rotation of them.
+        """A near miss if the draft's matrix was made from one of the target's: as some of its rows, or as a rotation.
 
-        ``rows`` are the target ids of a reduced draft vocabulary. Neither is a tensor of the target's, so neither can
-        be shared; but it says what a checkpoint holds.
+        ``rows`` are the target ids of a reduced draft vocabulary. Such a matrix cannot be shared, because it is no
+        tensor of the target. The report names it all the same, because it tells what a checkpoint holds.
         """
         for target in targets:
             chosen = _rows_of(draft, target, rows)
@@ -160,7 +162,7 @@ class ShareWeights(Pass):
 
 
 def _rows_of(draft: _Weight, target: _Weight, rows: Tensor | None) -> Tensor | None:
-    """The rows of a target matrix that a draft matrix could hold, or None if the two have nothing to do with it."""
+    """The indices of the target's rows that the draft matrix could hold; None if the two cannot be compared by rows."""
     a, b = draft.tensor, target.tensor
     matrices = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
     if not matrices or not draft.comparable(target) or not a.is_floating_point():
@@ -185,7 +187,7 @@ def _compare_rows(a: Tensor, b: Tensor, rows: Tensor, limit: int) -> tuple[float
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """One tensor and the places, (module, attribute), that name it: several when it is tied."""
+    """One tensor and the places (module, attribute) that name it. A tied tensor has several places."""
 
     tensor: Tensor
     places: list[tuple[str, str]]
@@ -211,7 +213,7 @@ class _Weight:
         return self.tensor.detach()[index].reshape(-1).cpu()
 
     def comparable(self, other: _Weight) -> bool:
-        """Whether the values of two tensors of one shape can be held against each other."""
+        """Whether the values of two tensors of the same shape can be compared."""
         a, b = self.tensor, other.tensor
         same_kind = a.dtype == b.dtype or (a.is_floating_point() and b.is_floating_point())
         return a.device == b.device and same_kind
@@ -228,7 +230,7 @@ def _weights(program: Program, of_target: bool) -> list[_Weight]:
 
 
 def _attributes(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """The tensors a graph names, without those inside submodules it calls: copies of a program share these."""
+    """The tensors that a graph names, except those of submodules that it calls, which copies of a program share."""
     called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
     for target in dict.fromkeys(node.target for node in module.graph.nodes if node.op == "get_attr"):
         value = get_attribute(module, target)
@@ -261,10 +263,11 @@ def _storages(program: Program) -> dict[tuple[torch.device, int], int]:
 
 
 def _share(program: Program, draft: _Weight, target: _Weight) -> list[tuple[str, Tensor, Tensor]]:
-    """Put the target's tensor in all places of the draft's; a line for each that changed, with the old and the new.
+    """Put the target's tensor into all places of the draft's.
 
-    A place keeps its kind: where one of the two is a parameter and the other a buffer, it gets the target's memory in
-    a tensor of its own kind.
+    A parameter stays a parameter and a buffer a buffer: if the two tensors differ in this, the place gets a tensor of
+    its own kind with the target's memory. Returns a line for the report, the old and the new tensor of every place that
+    changed.
     """
     changes = []
     held = draft.view == target.view
@@ -286,7 +289,7 @@ def _share(program: Program, draft: _Weight, target: _Weight) -> list[tuple[str,
 
 
 def _probe(draft: _Weight, alike: list[_Weight]) -> list[float]:
-    """For each tensor the share of sampled elements in which the draft's differs; 0 is no proof of equality."""
+    """For each tensor, the share of sampled elements that differ from the draft's; 0 does not prove equality."""
     if not alike:
         return []
     mine = widen(draft.sample)

@@ -1,6 +1,6 @@
 """specgraph: a compiler for speculative decoding.
 
-Names are imported when they are first used, so that the command line's help does not wait for torch.
+Names are imported when they are first used, so that the help of the command line does not wait for torch.
 """
 
 from __future__ import annotations

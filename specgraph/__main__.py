@@ -1,4 +1,4 @@
-"""``python -m specgraph``."""
+"""Runs the command line: ``python -m specgraph``."""
 
 import sys
 

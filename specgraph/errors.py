@@ -1,8 +1,8 @@
-"""Errors a user can meet. Each says what was given, what is allowed and what to do next."""
+"""The errors that a user can meet. Their messages say what was given, what is allowed and what to do next."""
 
 
 class SpecgraphError(Exception):
-    """Base of everything specgraph raises on purpose."""
+    """The base class of all errors that specgraph raises on purpose."""
 
 
 class UnsupportedModelError(SpecgraphError):
@@ -14,15 +14,15 @@ class ConfigError(SpecgraphError, ValueError):
 
 
 class PassError(SpecgraphError):
-    """A pass could not be applied; the program is as it was before."""
+    """A pass could not be applied. The program is as it was before."""
 
 
 class VerificationError(PassError):
-    """A program breaks an invariant of its level after a pass."""
+    """After a pass, a program violates an invariant of its level."""
 
 
 class NumericsError(SpecgraphError, ArithmeticError):
-    """Two stages that must agree do not, or a model produced NaN."""
+    """Two stages that must agree do not agree, or a model produced NaN."""
 
 
 class InputError(SpecgraphError, ValueError):

@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error, drawn by tqdm."""
+"""Shows the progress of long work on standard error, by tqdm."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 _LINE = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-"""How a line reads where no bar can be redrawn; tqdm puts a comma before the note."""
+"""The format of a line where a bar cannot be redrawn. tqdm puts a comma before the note."""
 
 Note = str | Callable[[], str]
 
 
 class Progress:
-    """How far long work has come: a bar on a terminal, and in a log file a line every ten seconds."""
+    """The progress of one piece of work: a bar on a terminal, and a line every ten seconds in a log file."""
 
     def __init__(
         self, what: str, total: int, show: bool | None = None, *, done: int = 0, after: float = 2.0, keep: bool = False
@@ -25,12 +25,12 @@ class Progress:
         """Begin; nothing is shown yet.
 
         Args:
-            what: what is done, as a word or two.
-            total: how many units there are.
-            show: whether to show anything; None does so on a terminal only.
-            done: how many units were done earlier, by a run that this one continues.
-            after: seconds that must pass before anything is shown, so that short work shows nothing.
-            keep: leave the bar on the screen when the work ends; lines always stay.
+            what: one or two words that name the work.
+            total: the number of units of work.
+            show: whether to show anything; None shows progress on a terminal only.
+            done: the number of units that an earlier run did, if this one continues it.
+            after: the seconds that must pass before anything is shown, so that short work shows nothing.
+            keep: whether the bar stays on the screen when the work ends. Lines always stay.
         """
         terminal = sys.stderr.isatty()
         hidden = not (terminal if show is None else show)
@@ -42,10 +42,10 @@ class Progress:
         """Say that ``count`` more units are done.
 
         Args:
-            count: may be 0, to change the note alone.
+            count: the number of units; 0 changes only the note.
             note: what is done next, or what was measured. A text is shown at once, and so is the end of the work. A
-                function is called only when the display is due, so that a note may cost something, such as waiting
-                for a GPU.
+                function is called only when the display is due, so that it may do something slow, such as waiting for
+                a GPU.
         """
         bar = self._bar
         if bar.disable:
@@ -76,12 +76,12 @@ def _bar_style(keep: bool) -> dict[str, Any]:
 
 
 def _line_style() -> dict[str, Any]:
-    """How tqdm draws elsewhere; at the end there is nothing to wipe out."""
+    """How tqdm draws elsewhere. No bar is erased at the end."""
     return {"mininterval": 10.0, "leave": False, "position": 0, "bar_format": _LINE, "file": _Lines(sys.stderr)}
 
 
 class _Lines:
-    """A file for tqdm that turns every drawing of a bar into a line of its own."""
+    """A file for tqdm that writes every drawing of a bar as a separate line."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -1,1 +1,1 @@
-"""``python -m specgraph bench``: times against the bytes that must move."""
+"""``python -m specgraph bench``: measures times, and compares them with the time that moving the bytes takes."""

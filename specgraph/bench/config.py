@@ -1,4 +1,4 @@
-"""What ``python -m specgraph bench`` can be told."""
+"""The configuration of ``python -m specgraph bench``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("steps", "kernels", "linears")
 
 @dataclass
 class BenchConfig(Config):
-    """Keys of ``bench``; heads without a path, such as ``draft=eagle3``, are random ones for the target."""
+    """Keys of ``bench``. A drafter that is named without a checkpoint, as in ``draft=eagle3``, gets a random head."""
 
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
@@ -28,17 +28,17 @@ class BenchConfig(Config):
     of a model.
     """
     batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
-    """Sequences decoded together, one measurement each."""
+    """Numbers of sequences that are decoded together; each is measured."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
-    """K, one measurement each; in the place of draft.num_speculative_tokens."""
+    """Values of K; each is measured. They take the place of draft.num_speculative_tokens."""
     rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
-    """linears: numbers of rows, one measurement each."""
+    """linears: numbers of rows; each is measured."""
     prompt_length: int = 128
-    """Random tokens in front of every sequence; of kernels, the length of the context."""
+    """The length of the random prompt of every sequence; for kernels, the length of the context."""
     steps: int = 50
-    """Decode steps, or repetitions of a kernel, that are measured; the median counts."""
+    """How many decode steps, or repetitions of a kernel, are measured; the result is the median."""
     warmup: int = 5
-    """Decode steps, or repetitions, that come before."""
+    """How many decode steps, or repetitions, run before those that are measured."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
     device: str = "auto"
@@ -46,14 +46,14 @@ class BenchConfig(Config):
     json: str | None = None
     """Also write the results to this file."""
     plot: str | None = None
-    """Also draw them to this file (.png, .svg or .pdf); needs matplotlib."""
+    """Also draw the results to this file (.png, .svg or .pdf); needs matplotlib."""
 
 
 def check_bench_config(config: BenchConfig) -> None:
-    """Refuse what cannot be measured, before a model is built.
+    """Refuse values that cannot be measured, before a model is built.
 
     Raises:
-        ConfigError: says what is allowed.
+        ConfigError: a value is not allowed; the message says which are.
     """
     if config.what not in KINDS:
         known = "steps, kernels or linears"

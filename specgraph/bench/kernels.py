@@ -1,4 +1,4 @@
-"""Times single kernels at a target's shapes, beside what a library offers for the same."""
+"""Times single kernels with the shapes of a target, and the functions of libraries that compute the same."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from specgraph.kernels.step import ngram
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
-"""Calls of one measurement read this much different memory, several times an L2 cache, if their number stays small."""
+"""How much memory the calls of one measurement read in all, as far as few calls suffice. It is several times the size
+of an L2 cache, so that no call finds its weights there."""
 MAX_COPIES = 64
 LIBRARY_FORM = "library form"
-"""The op's variant ``library``, which ``numerics: fast`` takes where it is faster."""
+"""The name in tables of an op's variant ``library``, which ``numerics: fast`` takes where that is faster."""
 _VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
-"""Temperature and top-p."""
+"""The pairs of temperature and top-p with which ``verify`` is timed."""
 
 Make = Callable[[], tuple[Call, dict[str, Call]]]
 
@@ -42,13 +43,13 @@ class KernelRow:
     """One measurement.
 
     Attributes:
-        kernel: the op's name.
-        shape: what it was given.
-        us: median microseconds of a call.
-        bytes: what it must read and write.
-        limit_us: the time that takes at the measured bandwidth; ``ratio`` is ``us / limit_us``.
-        library: the library call that does the same, or a part of it, with the best time; None if there is none.
-        library_us: its microseconds.
+        kernel: the name of the op.
+        shape: the sizes of its arguments, in words.
+        us: the median time of a call, in microseconds.
+        bytes: the bytes that it must read and write.
+        limit_us: the time that moving these bytes takes at the measured bandwidth; ``ratio`` is ``us / limit_us``.
+        library: the fastest library call that computes the same, or a part of it; None if there is none.
+        library_us: the time of the library call, in microseconds.
     """
 
     kernel: str
@@ -63,7 +64,9 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class Product:
-    """What a linear's form is chosen by: the arguments of :func:`specgraph.kernels.linear.library.is_faster`."""
+    """What decides whether a linear runs our kernel or a library's: the arguments of
+    :func:`specgraph.kernels.linear.library.is_faster`.
+    """
 
     kind: library.Kind
     weight: library.Shape
@@ -72,9 +75,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape. ``make`` puts fresh inputs into memory and returns our call and libraries' calls.
+    """One kernel at one shape. ``make`` makes new inputs and returns our call and the calls of libraries.
 
-    ``product`` is set for linears, whose libraries have a :data:`LIBRARY_FORM`.
+    ``product`` is set for linears, for which :data:`LIBRARY_FORM` is one of the libraries.
     """
 
     kernel: str
@@ -87,7 +90,7 @@ class Case:
 def bench_kernels(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[KernelRow]:
-    """A row for every kernel at every shape."""
+    """Measure every kernel at every shape, one row for each."""
     for case in cases(sizes, options, device, dtype):
         yield measure(case, options, device, bandwidth)
 
@@ -95,14 +98,14 @@ def bench_kernels(
 def measure(
     case: Case, options: BenchConfig, device: torch.device, bandwidth: float, named: str | None = None
 ) -> KernelRow:
-    """Time one case, beside the best of its libraries, or beside the one that is ``named``."""
+    """Time one case and the fastest of its libraries, or the library that is ``named``."""
     copies = min(MAX_COPIES, max(1, math.ceil(ROTATED_BYTES / case.bytes))) if device.type == "cuda" else 1
     made = [case.make() for _ in range(copies)]
     time_of = functools.partial(median_seconds, device, repeats=options.steps, warmup=options.warmup)
     ours = time_of([call for call, _ in made])
     libraries: dict[str, float] = {}
     for name in made[0][1] if named is None else [named]:
-        with contextlib.suppress(RuntimeError):  # a library that cannot do it here is left out
+        with contextlib.suppress(RuntimeError):  # a library that does not support this case is left out
             libraries[name] = time_of([others[name] for _, others in made])
     best = min(libraries, key=libraries.__getitem__, default=None)
     limit = case.bytes / bandwidth
@@ -111,14 +114,16 @@ def measure(
 
 
 def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Linears, experts and norms by the number of rows, attention, verification and prompt lookup by batch and K; and a
-    chunk of a prompt, ``cache.prefill_chunk`` rows, in front of which the context lies.
+    """The cases that are measured.
+
+    These are linears, experts and norms for each number of rows; attention, verification and prompt lookup for each
+    batch size and K; and a chunk of a prompt, which has ``cache.prefill_chunk`` rows and follows the context.
     """
     shapes = [(batch, k + 1) for batch in options.batch_sizes for k in [0, *options.num_speculative_tokens]]
     place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):
-        # Of a chunk only the last rows meet the vocabulary.
+        # Only the last rows of a chunk go through the vocabulary projection.
         named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
         yield from (_linear(place, name, *size, rows) for name, size in named.items())
         yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
@@ -139,7 +144,7 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
 
 @dataclass(frozen=True)
 class _Place:
-    """Where inputs are made; nothing is timed on zeros."""
+    """Makes random inputs on a device, since nothing should be timed on zeros."""
 
     device: torch.device
     dtype: torch.dtype
@@ -155,7 +160,7 @@ class _Place:
 
 
 def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
-    """``[rows, inputs] @ [outputs, inputs]^T``; the library's form is PyTorch's linear (cuBLAS on a GPU)."""
+    """``[rows, inputs] @ [outputs, inputs]^T``, compared with PyTorch's linear, which is cuBLAS on a GPU."""
 
     def make() -> tuple[Call, dict[str, Call]]:
         x, weight = place.random(1, rows, inputs), place.random(outputs, inputs, scale=inputs**-0.5)
@@ -170,7 +175,7 @@ def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> C
 
 
 def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
-    """As a lowered step has qkv and gate/up: they finish a norm whose parts are there, and multiply gate with up."""
+    """qkv or gate/up as in a lowered step: the linear scales by the norm before it, and gate/up applies the gate."""
     gated = name == "gate_up"
 
     def make() -> tuple[Call, dict[str, Call]]:
@@ -198,7 +203,7 @@ def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows
 
 
 def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
-    """As a lowered step has o and down: they add the residual and give the parts of the norm that follows."""
+    """o or down as in a lowered step: the linear adds the residual and computes the parts of the norm after it."""
 
     def make() -> tuple[Call, dict[str, Call]]:
         x, residual, scale = place.random(1, rows, inputs), place.random(1, rows, outputs), place.random(outputs)
@@ -221,7 +226,7 @@ def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, row
 
 
 def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outputs: int, rows: int) -> Case:
-    """Every row meets different experts, drawn alike. The library's form is PyTorch's ``grouped_mm``."""
+    """A product with the experts of each row, drawn with equal chances, compared with PyTorch's ``grouped_mm``."""
     drawn = torch.rand(rows, experts.count, generator=torch.Generator().manual_seed(0))
     chosen = drawn.topk(experts.per_token).indices.flatten()
     met, count = len(set(chosen.tolist())), len(chosen)
@@ -239,7 +244,7 @@ def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outp
 
 
 def step_products(sizes: Sizes, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The linears and experts of a step, each with all that lowering joins to it, for ``rows`` rows."""
+    """The linears and experts of a step for ``rows`` rows, each with everything that lowering joins to it."""
     place, linears = _Place(device, dtype), sizes.linears
     yield _linear_after_norm(place, "qkv", *linears["qkv"], rows)
     yield _linear_before_norm(place, "o", *linears["o"], rows)
@@ -267,7 +272,7 @@ def _norm(place: _Place, width: int, rows: int) -> Case:
 
 
 def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:
-    """``rows`` new rows of each sequence after ``context`` cached ones; libraries read dense keys and values."""
+    """``rows`` new rows of each sequence after ``context`` cached ones. Libraries read dense keys and values."""
     length = context + rows
     heads, groups, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
 
@@ -289,7 +294,7 @@ def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int)
             return out
 
         dense = functools.partial(functional.scaled_dot_product_attention, q, keys, values, enable_gqa=True)
-        # PyTorch's faster kernels take no tensor as a mask: one row needs none, several can be declared causal.
+        # PyTorch's faster kernels take no mask tensor. One row needs no mask, and several can be declared causal.
         libraries: dict[str, Call] = {"torch sdpa": dense if rows == 1 else functools.partial(dense, seen[:, None])}
         if rows > 1:
             libraries["torch sdpa, causal"] = functools.partial(dense, causal_lower_right(rows, length))
@@ -299,13 +304,16 @@ def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int)
             libraries["flashinfer"] = lambda: flashinfer.single_prefill_with_kv_cache(*nhd, causal=True)
         return ours, libraries
 
-    # The context is read, the new keys and values are read and written; queries are read, the output is written.
+    # The context and the queries are read, the new keys and values are read and written, and the output is written.
     moved = place.size(2 * batch * groups * (context + 2 * rows) * dim, 2 * batch * rows * heads * dim)
     return Case("paged_attention", f"batch {batch}, {rows} rows, context {context}", moved, make)
 
 
 def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float, top_p: float | None) -> Case:
-    """Drafts without logits; beside it the best of several passes that find maxima only, the least to read."""
+    """Verification of drafts that have no logits, compared with the fastest of several passes that only find maxima.
+
+    Such a pass reads the same logits and computes the least that is possible.
+    """
 
     def make() -> tuple[Call, dict[str, Call]]:
         logits = place.random(batch, rows, vocab, scale=2.0)
@@ -337,7 +345,7 @@ def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float
 
 
 def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
-    """A step's first token and all that it emits, behind ``context`` tokens; the library is plain PyTorch."""
+    """Recording the tokens of a step after ``context`` tokens of history, compared with plain PyTorch."""
 
     def make() -> tuple[Call, dict[str, Call]]:
         history, num_rows = place.full([batch, context + count], 7), place.full([batch], count)
@@ -347,12 +355,15 @@ def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
         ours: Call = lambda: torch.ops.specgraph.record_tokens(*given)  # noqa: E731
         return ours, {"torch, separate": lambda: ngram.RECORD_TOKENS.form("reference")(*given)}
 
-    # Tokens and positions are read, the history is written: 8 bytes each.
+    # Tokens and positions are read and the history is written, 8 bytes each.
     return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
 
 
 def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Case:
-    """A few places in 1,000 have the last token, as in text; the library is plain PyTorch, without padding to read."""
+    """Prompt lookup, compared with plain PyTorch, which has no padding to read.
+
+    As in text, a few positions in 1,000 hold the token that is looked up.
+    """
     length = options.prompt_length
     draft: Any = drafter_options(replace(options.draft, kind="ngram"))
 
@@ -366,7 +377,7 @@ def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Ca
 
 
 def _flashinfer(place: _Place) -> Any:
-    """The library, if it is installed and runs here."""
+    """FlashInfer, if it is installed and supports this device; else None."""
     if place.device.type != "cuda" or place.dtype not in (torch.bfloat16, torch.float16):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Times both forms of a target's linears, and says where the faster one changes.
+"""Times the linears of a target in our kernels and in a library's, and finds for how many rows each is faster.
 
-This is how the tables of :mod:`specgraph.kernels.linear.library` are made: each linear of a step is timed with all that
-lowering joins to it (the norms, the activation, the residual), once in our form and once in the library's.
+The tables of :mod:`specgraph.kernels.linear.library` are made in this way. Each linear of a step is timed with
+everything that lowering joins to it (the norms, the activation, the residual).
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from specgraph.bench.sizes import Sizes
 from specgraph.kernels.linear import library
 
 MARGIN = 0.03
-"""How much faster the library must be, alone, to be taken: in a step our kernels also overlap with their neighbours."""
+"""The share by which the library must be faster to be taken. The linears are timed by themselves, and in a step our
+kernels gain more, because they overlap with their neighbours."""
 Table = dict[library.Shape, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class LinearRow(KernelRow):
-    """One linear in both forms, ``us`` in ours and ``library_us`` in the library's (None where it cannot run).
+    """One linear: ``us`` is the time of our kernel and ``library_us`` that of the library's (None if it cannot run).
 
     Attributes:
-        product: its kind, its weight and the number of rows.
-        taken: whether ``numerics: fast`` takes the library's form here today.
+        product: the kind of linear, the shape of its weight, and the number of rows.
+        taken: whether the present table lets ``numerics: fast`` take the library's product.
     """
 
     product: Product
@@ -36,20 +37,20 @@ class LinearRow(KernelRow):
 
     @property
     def times(self) -> str:
-        """Both times, to be read."""
+        """Both times as text."""
         other = "cannot run" if self.library_us is None else f"{self.library_us:.2f} us"
         return f"our form {self.us:.2f} us, the library's {other}"
 
     @property
     def faster(self) -> bool:
-        """Whether the library's form is faster by more than :data:`MARGIN`."""
+        """Whether the library's product is faster by more than :data:`MARGIN`."""
         return self.library_us is not None and self.library_us < (1 - MARGIN) * self.us
 
 
 def bench_linears(
     sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[LinearRow]:
-    """A row for every linear of a step, the experts' among them, and every number of ``options.rows``."""
+    """Measure every linear of a step, including the experts', for every number of ``options.rows``."""
     for rows in sorted(set(options.rows)):
         for case in step_products(sizes, rows, device, dtype):
             assert case.product is not None
@@ -61,9 +62,9 @@ def bench_linears(
 
 
 def crossovers(rows: Sequence[LinearRow]) -> dict[library.Kind, Table]:
-    """The tables that follow from measured times, as :class:`specgraph.kernels.linear.library.Crossovers` holds them.
+    """The tables that follow from measured times, in the form of :class:`specgraph.kernels.linear.library.Crossovers`.
 
-    Where one weight was timed with different neighbours, the library must be faster with all of them.
+    If one weight was timed with different neighbours, the library must be faster with all of them.
     """
     faster: dict[Product, bool] = defaultdict(lambda: True)
     for row in rows:
@@ -78,9 +79,10 @@ def crossovers(rows: Sequence[LinearRow]) -> dict[library.Kind, Table]:
 
 
 def changes(faster: Mapping[int, bool]) -> tuple[int, ...]:
-    """The numbers of rows at which the faster form changes.
+    """The numbers of rows at which the choice between our kernel and the library's changes.
 
-    Between two measured numbers the library is taken if it is faster at both, and beyond the largest if it is there.
+    Between two measured numbers, the library is chosen if it is faster at both. Above the largest, it is chosen if it
+    is faster at the largest.
     """
     found: list[int] = []
     last = 0
@@ -92,7 +94,7 @@ def changes(faster: Mapping[int, bool]) -> tuple[int, ...]:
 
 
 def describe_crossovers(rows: Sequence[LinearRow]) -> Iterator[str]:
-    """The tables, to be put into the library's file, and the rows at which today's take the slower form."""
+    """The tables, to be copied into the library's file, and the cases in which the present tables choose the slower."""
     yield f"by these times the library's form is faster by more than {MARGIN:.0%} where these tables say so:"
     for kind, table in crossovers(rows).items():
         yield f"    {kind}={table},"

@@ -1,4 +1,4 @@
-"""Targets and heads of a given shape with random weights, made where they run."""
+"""Makes targets and heads of a given shape with random weights, on the device where they run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Configurations by name, Llama's without a ``model_type``; the tiny one is for trying the command on a CPU."""
+"""Configurations by name; those without a ``model_type`` are Llama's. One can try the command on a CPU with the tiny
+one."""
 
 
 def shape_config(name: str) -> PretrainedConfig:
@@ -45,7 +46,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def random_target(name: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A causal LM of a named shape; its weights are drawn on the device, the CPU holds none of them."""
+    """A causal LM of a named shape. Its weights are drawn on the device, so the CPU never holds them."""
     with _building(device, dtype, seed):
         built: Any = AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
     model: PreTrainedModel = built.eval().requires_grad_(False)
@@ -61,7 +62,7 @@ def random_head(model: PreTrainedModel, draft: DraftConfig, seed: int = 1) -> Dr
 
 @contextlib.contextmanager
 def _building(device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[None]:
-    """New modules are made on ``device`` in ``dtype``; the random numbers of the caller stay as they were."""
+    """A context in which modules are made on ``device`` in ``dtype``. The caller's random state does not change."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

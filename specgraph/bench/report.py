@@ -1,4 +1,4 @@
-"""Tables, JSON and plots of measurements."""
+"""Writes measurements as tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _DIGITS = {
 
 
 def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:
-    """The fields of a row that are shown, and what they are called."""
+    """The fields of a row that a table shows, with the names of their columns."""
     return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
 
 
 def table(rows: Rows) -> str:
-    """A line for every row, under the names of the columns."""
+    """A table with a line for every row, below the names of the columns."""
     columns = columns_of(rows[0])
     cells = [[_cell(name, getattr(row, name)) for name in columns] for row in rows]
     return text_table(cells, list(columns.values()), align="right")
@@ -72,13 +72,13 @@ def _cell(name: str, value: Any) -> str:
 
 
 def write_json(path: str, about: Mapping[str, Any], rows: Rows) -> None:
-    """One object: what was measured on what, and the rows with all their fields."""
+    """Write one JSON object, with what was measured on what, and all fields of all rows."""
     written = {**about, "rows": [dataclasses.asdict(row) for row in rows]}
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
 
 
 def plot(path: str, title: str, rows: Rows) -> None:
-    """Bars of the measured times, and a line at the limit of each."""
+    """Draw the measured times as bars, with a line at the limit of each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 1 + 0.3 * len(rows)), dpi=100, layout="constrained")

@@ -1,4 +1,4 @@
-"""The command: what is measured, on what, and what is said about it."""
+"""Runs the command ``bench``: makes or takes a target, measures, and prints the results."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def check_target(name: str) -> None:
     """Refuse a misspelt shape before transformers looks for a model of that name.
 
     Raises:
-        ConfigError: with the shapes there are.
+        ConfigError: there is no such shape; the message lists the shapes.
     """
     if name.endswith("-shape") and name not in SHAPES:
         raise ConfigError(f"There is no target={name}{did_you_mean(name, SHAPES)}; shapes are {', '.join(SHAPES)}.")
 
 
 def dtype_on(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of random weights: ``auto`` is bfloat16 on a GPU, float32 on a CPU."""
+    """The dtype of random weights. ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
@@ -61,7 +61,7 @@ def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> l
 
 
 def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
-    """Measure and print single kernels at a target's shapes."""
+    """Measure and print single kernels with the shapes of a target."""
     dtype = dtype_on(options.dtype, device)
     sizes = Sizes.of(_config(options.target))
     bandwidth = measure_bandwidth(device)
@@ -74,7 +74,7 @@ def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
 
 
 def run_linears(options: BenchConfig, device: torch.device) -> list[LinearRow]:
-    """Measure and print both forms of a target's linears, and the table that follows from their times."""
+    """Measure and print the linears of a target in our kernels and a library's, and the tables that follow."""
     dtype = dtype_on(options.dtype, device)
     bandwidth = measure_bandwidth(device)
     found: list[LinearRow] = []
@@ -125,7 +125,7 @@ def _draft(config: Config) -> str:
 
 
 def _finish(options: BenchConfig, about: dict[str, Any], rows: Sequence[StepRow] | Sequence[KernelRow]) -> None:
-    """The table, after what it is of; the JSON and the plot, if they were asked for."""
+    """Print what was measured and the table, and write the JSON and the plot if they were asked for."""
     print("\n" + _heading(about))
     if not rows:
         raise ConfigError("None of the kernels is installed; install specgraph again.")

@@ -1,4 +1,4 @@
-"""The sizes of a target that its kernels see, read from its configuration."""
+"""Reads from a target's configuration the sizes of the arguments of its kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: how many, how many a token meets, and the width between their two products."""
+    """The experts of a layer: how many there are, how many a token uses, and the width between their two products."""
 
     count: int
     per_token: int
@@ -18,7 +18,7 @@ class Experts:
 
     @staticmethod
     def of(text: Any) -> Experts | None:
-        """Those of a configuration, under the names that transformers' models have for them."""
+        """The experts of a configuration, under the names that transformers' models use; None if it has none."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         count = next((value for name in names if (value := getattr(text, name, None))), 0)
         if not count:
@@ -29,7 +29,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a causal LM that its kernels see. What layers have beside ``experts`` is not timed."""
+    """The sizes of a causal LM that matter to kernels. In layers with ``experts``, an MLP beside them is not timed."""
 
     hidden: int
     intermediate: int
@@ -55,7 +55,7 @@ class Sizes:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Name to (inputs, outputs) of the products of a step, q/k/v and gate/up merged."""
+        """The widths (inputs, outputs) of the linears of a step, by name. q/k/v and gate/up are merged."""
         width = self.heads * self.head_dim
         dense = {"gate_up": (self.hidden, 2 * self.intermediate), "down": (self.intermediate, self.hidden)}
         return {

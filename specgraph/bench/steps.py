@@ -29,15 +29,16 @@ class StepRow:
     """One measurement.
 
     Attributes:
-        batch: sequences.
-        k: drafts per step and sequence, 0 without a drafter.
-        ms: median time of a step; ``mean_ms`` the mean.
-        tokens_per_step: per sequence; with ``verify=synthetic`` what the acceptance rate gives, else measured.
-        tokens_per_second: of the whole batch, at the median time.
-        target_bytes, draft_bytes, cache_bytes: what one step must read.
-        limit_ms: the time that takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
-        compile_s: seconds of ``compile_speculative`` and of the first steps.
-        peak_bytes: most memory in use on a GPU, 0 on a CPU.
+        batch: the number of sequences.
+        k: drafts per step and sequence; 0 without a drafter.
+        ms: the median time of a step; ``mean_ms`` is the mean.
+        tokens_per_step: emitted tokens per sequence. With ``verify=synthetic`` they follow from the acceptance rate;
+            otherwise they are measured.
+        tokens_per_second: emitted tokens of the whole batch, at the median time.
+        target_bytes, draft_bytes, cache_bytes: the bytes that one step must read.
+        limit_ms: the time that reading these bytes takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
+        compile_s: the seconds of ``compile_speculative`` and of the first steps.
+        peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
 
     batch: int
@@ -57,7 +58,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Timed:
-    """Steps that were timed: seconds of each, tokens per sequence and step, the mean length of the context."""
+    """Timed steps: the seconds of each, the tokens per sequence and step, and the mean length of the context."""
 
     seconds: list[float]
     tokens_per_step: float
@@ -65,7 +66,7 @@ class Timed:
 
 
 def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, bandwidth: float) -> Iterator[StepRow]:
-    """A row for every K and batch size; a decoder is compiled for each K.
+    """Measure every K and batch size. A decoder is compiled for each K.
 
     Raises:
         ConfigError: the measured steps do not fit into the target's positions.
@@ -82,16 +83,19 @@ def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, ba
         for batch in options.batch_sizes:
             yield _measure(decoder, options, batch, k, seconds, bandwidth)
         del decoder
-        gc.collect()  # a decoder's graphs and its memory on a GPU are freed before the next one asks for theirs
+        gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
 
 
 def needed_length(options: BenchConfig, k: int) -> int:
-    """Positions that the prompt and all steps can take; a few steps more, as results are read some steps behind."""
+    """The most positions that the prompt and all steps can take.
+
+    A few steps more are counted, because results are read some steps later.
+    """
     return options.prompt_length + (options.warmup + options.steps + 4) * (k + 1) + 1
 
 
 def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
-    """Refuse more steps than the target has positions for."""
+    """Refuse measurements that need more positions than the target has."""
     text: Any = model.config.get_text_config()
     known, needed = getattr(text, "max_position_embeddings", None), needed_length(options, k)
     if known is not None and needed > known:
@@ -102,12 +106,12 @@ def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
 
 
 def _head(model: PreTrainedModel, config: Config) -> DraftHead | None:
-    """A random head where one is asked for without a checkpoint."""
+    """A random head, if the configuration names a drafter with heads but no checkpoint."""
     return None if config.draft.model is not None else random_head(model, config.draft)
 
 
 def _for(config: Config, options: BenchConfig, k: int) -> Config:
-    """The configuration for K drafts; random weights need no comparison with the model."""
+    """The configuration for K drafts, with a ``max_length`` that the measured steps need."""
     longest = needed_length(options, k)
     draft = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
     return dataclasses.replace(config, draft=draft, max_length=longest)
@@ -149,7 +153,7 @@ def _measure(
 
 
 def random_prompts(vocab_size: int, batch: int, length: int) -> list[Tensor]:
-    """The same random tokens in every call."""
+    """Random prompts, which are the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocab_size, (length,), generator=generator) for _ in range(batch)]
 
@@ -157,10 +161,10 @@ def random_prompts(vocab_size: int, batch: int, length: int) -> list[Tensor]:
 def time_steps(
     decoder: SpeculativeDecoder, prompts: Sequence[Tensor], k: int, options: BenchConfig, room: BenchConfig
 ) -> Timed:
-    """Decode and measure the time from one step's results to the next one's.
+    """Decode, and measure the time from the results of one step to those of the next.
 
-    Steps that belong to the prompt, the ``warmup`` steps after it and what comes after ``steps`` more do not count.
-    ``room`` sizes the caches, so that a short run sets up what a long one needs.
+    The steps that run the prompt and the ``warmup`` steps after it do not count, and neither do steps after the next
+    ``steps`` ones. ``room`` determines the size of the caches, so that a short run can allocate what a long run needs.
     """
     longest = needed_length(room, k) - room.prompt_length
     stream = decoder.stream(prompts, max_new_tokens=longest, eos_token_id=[], temperature=0.0, seed=0)
@@ -170,7 +174,7 @@ def time_steps(
     for chunk in stream:
         now = time.perf_counter()
         new = sum(map(len, chunk.tokens))
-        decoded += decoded >= 0 or all(chunk.tokens)  # the prompt's last rows give step 0
+        decoded += decoded >= 0 or all(chunk.tokens)  # the step that ends all prompts is step 0
         if decoded > options.warmup:
             seconds.append(now - before)
             emitted, contexts = emitted + new, contexts + lengths

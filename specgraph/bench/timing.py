@@ -1,4 +1,4 @@
-"""How long calls take on a device, and how fast its memory is."""
+"""Measures how long calls take on a device, and how fast its memory is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CPU_BYTES = 2**28
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sweep_kernel(values, sums, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read ``COUNT`` blocks and write their sum, so that the reads cannot be left out."""
+    """Read ``COUNT`` blocks and write their sum, so that the compiler cannot remove the reads."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -33,7 +33,7 @@ def _sweep_kernel(values, sums, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # ty
 
 
 def sweep(values: Tensor) -> Tensor:
-    """Sums of runs of 32768 float32; reads each value once, writes next to nothing."""
+    """The sums of 32768 consecutive float32 values each. It reads each value once and writes almost nothing."""
     count = values.numel() // (_BLOCK * _PER_PROGRAM)
     sums = torch.empty(count, dtype=torch.float32, device=values.device)
     _sweep_kernel[(count,)](values, sums, BLOCK=_BLOCK, COUNT=_PER_PROGRAM, num_warps=8)
@@ -42,7 +42,7 @@ def sweep(values: Tensor) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _maxima_kernel(rows, maxima, width, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The maximum of one split of one row; grid (splits, rows)."""
+    """Compute the maximum of one split of one row. The grid is (splits, rows)."""
     row, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
     place = split * SPLIT + tl.arange(0, SPLIT)
     values = tl.load(rows + row * width + place, mask=place < width, other=-float("inf"))
@@ -50,7 +50,10 @@ def _maxima_kernel(rows, maxima, width, SPLIT: tl.constexpr):  # type: ignore[no
 
 
 def split_maxima(rows: Tensor, split: int, num_warps: int) -> Tensor:
-    """Maxima ``[R, ceil(V / split)]`` of the splits of rows ``[R, V]``, in float32: the least that a pass does."""
+    """The maxima ``[R, ceil(V / split)]`` of the splits of rows ``[R, V]``, in float32.
+
+    Nothing that reads all logits can compute less.
+    """
     count, width = rows.shape
     maxima = rows.new_empty((count, triton.cdiv(width, split)), dtype=torch.float32)
     _maxima_kernel[(maxima.shape[1], count)](rows, maxima, width, SPLIT=split, num_warps=num_warps)
@@ -58,7 +61,7 @@ def split_maxima(rows: Tensor, split: int, num_warps: int) -> Tensor:
 
 
 def measure_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes per second: reading on a GPU, copying (read and written bytes both count) on a CPU."""
+    """Bytes per second, measured on a GPU by reading and on a CPU by copying, where read and written bytes count."""
     if device.type == "cuda":
         values = torch.randn((size or _GPU_BYTES) // 4, device=device)
         return values.nbytes / median_seconds(device, [lambda: sweep(values)], repeats=20, warmup=3)
@@ -68,10 +71,10 @@ def measure_bandwidth(device: torch.device, size: int | None = None) -> float:
 
 
 def median_seconds(device: torch.device, calls: Sequence[Call], repeats: int, warmup: int) -> float:
-    """The median time of one of ``calls``, which follow one another.
+    """The median time of one of ``calls``, which run one after the other.
 
-    On a GPU they run in one CUDA graph, so that the host's part does not count; several calls on different memory keep
-    the L2 cache from serving the weights.
+    On a GPU they run in one CUDA graph, so that the host's work does not count. If the calls read different memory,
+    none of them finds its weights in the L2 cache.
     """
     cuda = device.type == "cuda"
     with torch.cuda.device(device) if cuda else contextlib.nullcontext():
@@ -83,7 +86,7 @@ def median_seconds(device: torch.device, calls: Sequence[Call], repeats: int, wa
 
 
 def _captured(calls: Sequence[Call]) -> Call:
-    """The calls as one CUDA graph. Each runs before that: kernels are compiled and set up in their first run."""
+    """One CUDA graph of the calls. Each call runs once before, because kernels are compiled in their first run."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

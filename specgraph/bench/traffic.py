@@ -1,9 +1,9 @@
-"""The bytes that one decode step cannot avoid to read, counted on the step graph before it is lowered.
+"""Counts the bytes that one decode step must read, on the step graph before it is lowered.
 
-Every call of a module reads its weights once, for all rows of the batch together, and of every cache the context of
-each sequence, or its window. An embedding table is looked up, not read, and what is small beside these (activations,
-logits, new keys and values, state) is left out. Of an MoE layer those experts count that its rows meet on average, if
-rows choose independently and every expert is equally likely.
+Every call of a module reads its weights once, for all rows of the batch together. From every cache it reads the context
+of each sequence, or as much of it as the sliding window covers. Of an embedding table only a few rows are read, so it
+does not count, and neither do small tensors (activations, logits, new keys and values, state). Of the experts of a
+layer, those count that the rows use on average, if rows choose independently and all experts are equally likely.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from specgraph.ir.program import Program
 from specgraph.kernels.state import Buffer, buffers_of
 
 STAGE = "insert_verify"
-"""The last stage in which every weight and every call still stands by itself."""
+"""The last stage before passes join or fuse anything."""
 TARGET = ("target", "lm_head")
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes per step."""
+    """The bytes that one step must read."""
 
     target_weights: int
     draft_weights: int
@@ -38,9 +38,9 @@ class Traffic:
 
 
 def step_traffic(program: Program, batch: int, context: float, num_speculative_tokens: int) -> Traffic:
-    """What a step of ``batch`` sequences reads whose contexts are ``context`` tokens long on average.
+    """The bytes that a step reads for ``batch`` sequences whose contexts have ``context`` tokens on average.
 
-    A draft call counts as one of a single row for each sequence, which only matters for the experts that it meets.
+    A draft call counts as if it had one row for each sequence, which matters only for the number of experts it uses.
     """
     target, draft, cache = 0, 0, 0.0
     for node in program.graph.nodes:
@@ -54,7 +54,7 @@ def step_traffic(program: Program, batch: int, context: float, num_speculative_t
 
 
 def weight_bytes(module: fx.GraphModule, rows: int) -> int:
-    """The distinct tensors that a graph reads for ``rows`` rows, of experts the part that is met on average."""
+    """The bytes of the distinct tensors that a graph reads for ``rows`` rows; of experts, the average share counts."""
     found: dict[tuple[int, torch.Size], float] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -67,12 +67,12 @@ def weight_bytes(module: fx.GraphModule, rows: int) -> int:
 
 
 def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor, rows: int) -> float:
-    """How much of a tensor one of its users reads."""
+    """The share of a tensor that one of its users reads."""
     if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
         return 0.0
     if user.target == torch.ops.specgraph.expert_linear.default and node in user.args[1:3]:
         ids: Any = user.args[3]
-        size = ids.meta["val"].shape[0]  # a number times batch times rows, which are symbols
+        size = ids.meta["val"].shape[0]  # batch times rows, which are symbols, times a number
         experts_per_row = int(size.node.expr.as_coeff_Mul()[0])
         assert 0 < experts_per_row <= len(tensor), f"{user.name} has {size} rows"
         return 1 - (1 - experts_per_row / len(tensor)) ** rows
@@ -80,7 +80,7 @@ def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor, rows: int) -> flo
 
 
 def cache_bytes(module: fx.GraphModule, context: float) -> float:
-    """What a graph reads of the page pools of one sequence: of each, the rows that its op sees of the context."""
+    """The bytes that a graph reads from the page pools for one sequence, with the rows of the context that ops see."""
     total = 0.0
     for node in module.graph.find_nodes(op="placeholder"):
         for index, buffer in enumerate(buffers_of(node.meta.get("state", ()))):
@@ -90,12 +90,12 @@ def cache_bytes(module: fx.GraphModule, context: float) -> float:
 
 
 def _rows_seen(caches: fx.Node, index: int, context: float) -> float:
-    """Rows of a buffer that the op reads which takes it: the context, or its sliding window."""
+    """The number of rows that an op reads from the buffer that it takes: the context, or its sliding window."""
     items = (item for item in caches.users if item.args[1:] == (index,))
     windows = [user.kwargs.get("window") for item in items for user in item.users]
     return max((context if window is None else min(context, float(window)) for window in windows), default=0.0)  # type: ignore[arg-type]
 
 
 def _per_token(buffer: Buffer) -> int:
-    """``[N, block_size, H, D]`` to bytes of one row."""
+    """The bytes of one row of a buffer ``[N, block_size, H, D]``."""
     return math.prod(int(size) for size in buffer.shape[2:]) * buffer.dtype.itemsize

@@ -1,1 +1,1 @@
-"""Files of checkpoints: what they hold, and how a head's module is filled from them."""
+"""Reads the files of draft checkpoints, and fills the module of a head from them."""

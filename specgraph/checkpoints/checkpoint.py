@@ -1,4 +1,4 @@
-"""A recognised checkpoint of a draft, and the keys that many formats have in common."""
+"""A draft checkpoint that a drafter has recognised, and the configuration keys that many formats have in common."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specgraph.checkpoints.files import Files, StoredTensor
 from specgraph.errors import ConfigError
 
 MASK_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
-"""Where configurations name the mask token, the first that is there counts."""
+"""The keys under which configurations name the mask token. The first key that has a value counts."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One option of a checkpoint: its value and what it was taken from."""
+    """One option of a checkpoint: its name, its value, and the place from which the value was taken."""
 
     name: str
     value: Any
@@ -28,14 +28,14 @@ class Checkpoint:
     """A draft checkpoint, recognised but not loaded.
 
     Attributes:
-        path: as it was given.
-        config: its ``config.json``.
-        tensors: what its weights files hold, by the names there.
-        kind: the drafter that runs it.
-        layout: whose names and keys it uses.
-        algorithm: how it was trained to draft.
+        path: the path that was given.
+        config: the content of its ``config.json``.
+        tensors: the tensors of its weights files, by the names that the files give them.
+        kind: the kind of the drafter that runs it.
+        layout: the project or format whose tensor names and keys it uses.
+        algorithm: the method of drafting that it was trained for.
         parallel: whether it was trained to draft in parallel.
-        mask_token_id: the mask token of parallel drafting, if its configuration names one.
+        mask_token_id: the mask token of parallel drafting; None if its configuration names none.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def mask_key(self) -> str | None:
-        """The key that names the mask token."""
+        """The key of the configuration that names the mask token; None if there is none."""
         return next((key for key in MASK_KEYS if _setting(self.config, key) is not None), None)
 
     @property
@@ -62,7 +62,7 @@ class Checkpoint:
             return None
         value = _setting(self.config, self.mask_key)
         if not isinstance(value, int):
-            raise ConfigError(f"{self.mask_key} of {self.path} is {value!r}; a mask token is one id.")
+            raise ConfigError(f"{self.mask_key} of {self.path} is {value!r}; it must be one token id.")
         return value
 
     @property
@@ -78,7 +78,7 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:
-    """A key of the configuration or of its ``eagle_config``."""
+    """The value of a key in the configuration, or else in its ``eagle_config``."""
     nested = config.get("eagle_config")
     value = config.get(key)
     return nested.get(key) if value is None and isinstance(nested, dict) else value

@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint: names and shapes at once, tensors when they are asked for."""
+"""Opens the files of a checkpoint. Names and shapes are read at once, and each tensor only when it is asked for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specgraph.errors import ConfigError
 
 PICKLES = (".bin", ".pt", ".pth")
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-"""Beginnings of the names of pickles that training leaves beside the weights."""
+"""How the names of pickles begin that training leaves beside the weights."""
 ALLOWED = "the folder of a checkpoint (config.json beside *.safetensors, *.bin or *.pt) or one weights file in it"
 
 _DTYPES = {
@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor in a file; ``read`` brings it to the CPU in the dtype it is stored in."""
+    """A tensor in a file. ``read`` loads it to the CPU, in the dtype in which it is stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Files:
 
 
 def open_files(path: str | Path) -> Files:
-    """Open a folder, or a weights file beside its ``config.json``.
+    """Open a folder, or one weights file that has its ``config.json`` in the same folder.
 
     Raises:
         ConfigError: nothing is there, something is missing or damaged, or a pickle holds more than tensors.
@@ -90,7 +90,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the tensors: safetensors before pickles, the usual names before others."""
+    """The files that hold the tensors. Safetensors are preferred to pickles, and the usual names to others."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
@@ -166,7 +166,7 @@ def _open_pickle(file: Path) -> dict[str, StoredTensor]:
 
 
 def _load_pickle(file: Path) -> Any:
-    """Read a pickle without running code of its own, mapped into memory if its format allows that."""
+    """Read a pickle without running any code in it. The file is mapped into memory if its format allows that."""
     zipped = zipfile.is_zipfile(file)  # older files are one pickle, which cannot be mapped
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)

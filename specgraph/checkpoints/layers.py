@@ -1,4 +1,4 @@
-"""The decoder layers of a head, as transformers configures them."""
+"""Finds out what decoder layers a head has, and makes transformers' configuration for them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwe
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the tensors, and not the configuration, tell about the decoder layers of a head.
+    """The kind and number of a head's decoder layers, which its tensors tell, and their rotary embedding.
 
     Attributes:
         layer_type: ``llama``, or ``qwen3`` if queries and keys are normed.
-        num_layers: decoder layers, counted.
-        rope: transformers' ``rope_parameters``.
+        num_layers: the number of decoder layers, counted from the names of tensors.
+        rope: the rotary embedding, as transformers' ``rope_parameters``.
     """
 
     layer_type: str
@@ -35,12 +35,14 @@ class LayerShape:
 
 
 def read_layers(reader: Reader, names: Collection[str], rope_theta: float | None) -> LayerShape:
-    """Count the decoder layers of a head and see of what kind they are; notes whose embedding and projection it has.
+    """Count the decoder layers of a head and determine their kind.
+
+    Also notes on ``reader`` whether the head has an embedding and a vocabulary projection of its own.
 
     Args:
-        reader: keeps where every value is from.
-        names: the names of the head's tensors, its decoder layers being ``layers.0``, ``layers.1`` and so on.
-        rope_theta: the base of the rotary embedding that a user asks for; None takes what the checkpoint says.
+        reader: records where every value was taken from.
+        names: the names of the head's tensors, in which decoder layers are ``layers.0``, ``layers.1`` and so on.
+        rope_theta: the base of the rotary embedding that a user asks for; None takes the checkpoint's.
 
     Raises:
         ConfigError: the rotary embedding is of a kind that is not supported.
@@ -57,7 +59,7 @@ def read_layers(reader: Reader, names: Collection[str], rope_theta: float | None
 
 
 def layer_config(checkpoint: Checkpoint, options: LayerShape, vocab_size: int) -> PretrainedConfig:
-    """Llama's or Qwen3's configuration, without biases: the tensors decide where there are some.
+    """Llama's or Qwen3's configuration, without biases. ``HeadLoader.add_biases`` adds those that the files have.
 
     Raises:
         ConfigError: a key is missing or makes no sense.
@@ -92,20 +94,20 @@ def layer_config(checkpoint: Checkpoint, options: LayerShape, vocab_size: int) -
 
 
 def read_size(checkpoint: Checkpoint, key: str) -> int:
-    """A number above 0 from the configuration.
+    """The integer above 0 that the configuration has under ``key``.
 
     Raises:
-        ConfigError: it is something else, or missing.
+        ConfigError: the value is something else, or missing.
     """
     settings = layer_settings(checkpoint)
     value = settings.get(key, checkpoint.config.get(key))
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} in the config.json of {checkpoint.path} is {value!r}; it is a number above 0.")
+        raise ConfigError(f"{key} in the config.json of {checkpoint.path} is {value!r}; it must be an integer above 0.")
     return value
 
 
 def _windows(checkpoint: Checkpoint, options: LayerShape) -> dict[str, Any]:
-    """Sliding windows, by layer: only Qwen3's layers have them."""
+    """The settings of sliding windows by layer, which only layers of Qwen3's kind support."""
     types = list(layer_settings(checkpoint).get("layer_types") or [])[: options.num_layers]
     if "sliding_attention" not in types:
         return {}

@@ -1,7 +1,8 @@
-"""Fills a head's module with the tensors of a checkpoint: every shape is checked first, and only then anything is read.
+"""Fills a head's module with the tensors of a checkpoint. All shapes are checked before any tensor is read.
 
-A module is made on the device ``meta`` for what the configuration says. Tensors that the checkpoint lacks and that a
-head may borrow are the target's own, not copies, and so are those that equal the target's.
+The module is first made on the device ``meta``, from the configuration. Some of its parameters may be borrowed from the
+target, such as the embedding. If the checkpoint lacks such a tensor, or has one that equals the target's, the head uses
+the target's own tensor and not a copy.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from specgraph.ir.tensors import equal_tensors
 
 @dataclass(frozen=True, eq=False)
 class HeadLoader:
-    """One checkpoint on its way into a module.
+    """Loads one checkpoint into a module.
 
     Attributes:
-        checkpoint: where the tensors are from.
-        stored: them, by the names of the module's parameters.
-        target: whose device, dtype and tensors the head takes.
+        checkpoint: the checkpoint.
+        stored: its tensors, by the names of the module's parameters.
+        target: the target, which gives the head its device and dtype, and the tensors that it borrows.
         what: what the head is, in words, such as ``an EAGLE-3 head``.
-        borrowed: parameters that are the target's where the checkpoint has none.
-        ignored: names of tensors that are read apart, made anew, or needed for training alone.
-        shown: a parameter's name as the file spells it.
+        borrowed: the parameters that are taken from the target if the checkpoint does not have them.
+        ignored: matches the names of tensors that are not parameters of the module: something else reads them, they are
+            computed, or only training needs them.
+        shown: gives the name that the file has for a parameter.
     """
 
     checkpoint: Checkpoint
@@ -44,7 +46,10 @@ class HeadLoader:
     shown: Callable[[str], str] = str
 
     def add_biases(self, module: nn.Module, without: Sequence[str] = ()) -> None:
-        """Biases are where the file has them, whatever its configuration says; modules ``without`` one have none."""
+        """Give linear layers the biases that the file has, whatever its configuration says.
+
+        The modules named by ``without`` get none.
+        """
         owners = {name: owner for name, owner in module.named_modules() if name not in without}
         for name in self.stored:
             owner = owners.get(name.removesuffix(".bias"))
@@ -52,7 +57,7 @@ class HeadLoader:
                 owner.bias = nn.Parameter(torch.empty(owner.out_features, device="meta"), requires_grad=False)
 
     def check(self, module: nn.Module, apart: Sequence[str] = ()) -> None:
-        """Compare names and shapes; ``apart`` are parameters that the caller looks at.
+        """Compare names and shapes, except for the parameters ``apart``, which the caller checks.
 
         Raises:
             ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and the found
@@ -77,13 +82,13 @@ class HeadLoader:
             )
 
     def fill(self, module: nn.Module) -> None:
-        """Read every parameter, in the target's dtype and on its device."""
+        """Read every parameter, convert it to the target's dtype and move it to the target's device."""
         for name, expected in list(module.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, self._parameter(name, expected))
 
     def unfit(self, found: str, needed: str) -> ConfigError:
-        """The error for a head that was made for another target."""
+        """The error that says that the head was made for another target."""
         name = self.target.info.name
         return ConfigError(f"{self.checkpoint.path} does not fit: {found}, but the target {name} {needed}.")
 
@@ -109,7 +114,8 @@ class HeadLoader:
         read = self.stored[name].read().reshape(expected.shape).to(info.dtype)
         if name in self.borrowed and equal_tensors(read, self.target.own[name]):
             return self.target.own[name]
-        # A copy: a CPU may round a matrix product by the address of its operands, and a mapped file aligns none.
+        # A CPU may round a matrix product differently when operands are not aligned, and a mapped file aligns none.
+        # So the tensor is copied.
         return nn.Parameter(read.to(info.device, copy=True).contiguous(), requires_grad=False)
 
     def _listed(self, names: Sequence[str]) -> str:
@@ -118,7 +124,7 @@ class HeadLoader:
 
 
 def shared_notes(checkpoint: Checkpoint, module: nn.Module, model: PreTrainedModel) -> tuple[str, ...]:
-    """A line for the report on every tensor of a loaded head that is the target's own."""
+    """For the report, one line for every tensor of a loaded head that is the target's own tensor."""
     owned = {id(parameter): name for name, parameter in model.named_parameters()}
     notes = []
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,7 +1,7 @@
-"""Reads what the configuration of a head's checkpoint says, or leaves open, about how its tensors are used.
+"""Reads from the configuration of a head's checkpoint how its tensors are used.
 
-Public implementations disagree about several of these, so each can be set and none is guessed silently: every value is
-kept beside the place that it came from.
+Configurations leave some of these options open, and public implementations disagree about them. So a user can set them,
+and every value is kept together with the place from which it was taken, for ``inspect`` to show.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from specgraph.config import ParallelDraftConfig
 from specgraph.errors import ConfigError
 
 ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-"""Where the indices of hidden states are: at the top id k is hs[k], nested in ``eagle_config`` it is hs[k + 1]."""
+"""The keys of the indices of hidden states. At the top level an index k means hs[k], in ``eagle_config`` hs[k + 1]."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not change with the length."""
+"""The kinds of rotary embedding whose frequencies do not change with the length of the sequence."""
 DEFAULT_THETA = 10000.0
 
 
@@ -34,7 +34,7 @@ class Reader:
     checkpoint: Checkpoint
     sources: list[Choice] = field(default_factory=list)
     default_features: Callable[[int], Sequence[int]] = range
-    """The hidden states that are read of a target with so many layers, where nothing says it."""
+    """Gives the default indices of hidden states, for the number of layers of a target."""
     default_source: str = "default"
 
     @property
@@ -47,18 +47,22 @@ class Reader:
         return value
 
     def flag(self, name: str, default: bool, override: bool | None = None) -> bool:
-        """An override, the configuration or its ``eagle_config``, or the default."""
+        """A boolean option: the override, or else the value in the configuration or its ``eagle_config``, or else the
+        default.
+        """
         if override is not None:
             return bool(self.note(name, override, f"draft.{name}"))
         for place, values in (("config.json", self.checkpoint.config), ("eagle_config", self.nested)):
             if values.get(name) is not None:
                 if not isinstance(values[name], bool):
-                    raise ConfigError(f"{name} of {self.checkpoint.path} is {values[name]!r}; it is true or false.")
+                    raise ConfigError(
+                        f"{name} of {self.checkpoint.path} is {values[name]!r}; it must be true or false."
+                    )
                 return bool(self.note(name, values[name], place))
         return bool(self.note(name, default, "default"))
 
     def features(self, given: Sequence[int] | None, layers: int | None, fc: bool) -> tuple[int, ...] | None:
-        """The indices k of hs[k], checked as far as ``layers`` is known."""
+        """The indices k of the hidden states hs[k] that the head reads, checked against ``layers`` if that is known."""
         if given is not None:
             return self._checked(tuple(given), layers, "draft.feature_layers")
         if not fc:
@@ -79,13 +83,15 @@ class Reader:
         return self._checked(None if default is None else tuple(default), layers, self.default_source)
 
     def _declared(self) -> tuple[tuple[int, ...], str] | None:
-        """The ids of the configuration as indices of hs, and their key."""
+        """The indices of hidden states that the configuration names, and the key that names them."""
         found = []
         for values, shift, place in ((self.checkpoint.config, 0, ""), (self.nested, 1, "eagle_config.")):
             for key in ID_KEYS:
                 ids = values.get(key) or ()
                 if not isinstance(ids, list | tuple) or not all(isinstance(k, int) for k in ids):
-                    raise ConfigError(f"{place}{key} of {self.checkpoint.path} is {ids!r}; it is a list of integers.")
+                    raise ConfigError(
+                        f"{place}{key} of {self.checkpoint.path} is {ids!r}; it must be a list of integers."
+                    )
                 if ids:
                     found.append((tuple(k + shift for k in ids), f"{place}{key}"))
         if len({ids for ids, _ in found}) > 1:
@@ -108,7 +114,7 @@ class Reader:
         )
 
     def rope(self, given: float | None) -> dict[str, Any]:
-        """transformers' rope parameters, with the base from the first place that names one."""
+        """transformers' ``rope_parameters``, with the base from the first place that names one."""
         settings = layer_settings(self.checkpoint)
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -139,7 +145,7 @@ class Reader:
         return {**scaling, "rope_type": kind, "rope_theta": float(theta)}
 
     def mask(self, overrides: ParallelDraftConfig, has_hidden: bool) -> int | None:
-        """The mask token of a head that can draft in parallel."""
+        """The mask token of a head that can draft in parallel, or None for a head that cannot."""
         if not has_hidden:
             for name in ("mask_token_id", "parallel"):
                 if getattr(overrides, name):

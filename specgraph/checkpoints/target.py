@@ -1,4 +1,4 @@
-"""What a head can need of its target while it is loaded."""
+"""The facts and tensors of a target that a head needs while it is loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EMBEDDING, PROJECTION = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, eq=False)
 class TargetTensors:
-    """Facts about a target, and the tensors that heads borrow from it, by the names that heads have for them."""
+    """Facts about a target, and the tensors that heads borrow from it, by the names of the heads' parameters."""
 
     info: ModelInfo
     own: dict[str, nn.Parameter]
 
     @staticmethod
     def of(model: PreTrainedModel, info: ModelInfo) -> TargetTensors:
-        """Those of a loaded model, or of one whose weights are not loaded."""
+        """The facts and tensors of ``model``, whose weights need not be loaded."""
         embeddings: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
         return TargetTensors(info, {EMBEDDING: embeddings.weight, PROJECTION: head.weight})

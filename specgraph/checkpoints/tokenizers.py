@@ -1,4 +1,4 @@
-"""Whether two models speak the same tokens."""
+"""Checks whether two models use the same tokenizer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 from specgraph.errors import UnsupportedModelError
 
 MAX_PADDING = 1024
-"""Embedding rows that a model may have beyond its tokenizer, as padding to a round number."""
+"""How many rows an embedding may have beyond the entries of its tokenizer, as padding to a round number."""
 
 
 def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Refuse a draft whose ids mean other tokens than the target's.
+    """Refuse a draft model in which token ids stand for other tokens than in the target.
 
-    Where both models were loaded from a folder with a tokenizer, their vocabularies are compared entry by entry.
-    Otherwise what the configurations know is compared: EOS ids, and vocabulary sizes up to a padding of
-    ``MAX_PADDING`` rows (Qwen2.5 has 151936 and 152064 for one tokenizer).
+    If both models were loaded from a folder with a tokenizer, their vocabularies are compared entry by entry. Otherwise
+    their configurations are compared: the EOS ids, and the vocabulary sizes, which may differ by a padding of up to
+    ``MAX_PADDING`` rows (Qwen2.5 has 151936 and 152064 with the same tokenizer).
 
     Raises:
         UnsupportedModelError: says what differs.
@@ -46,7 +46,7 @@ def _ids(value: int | list[int] | None) -> set[int]:
 
 
 def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
-    """The tokenizer's entries, if the model came from a folder that has one."""
+    """The entries of the model's tokenizer, or None if the model was not loaded from a folder that has one."""
     folder = Path(str(model.name_or_path))
     if not model.name_or_path or not (folder / "tokenizer_config.json").is_file():
         return None
@@ -58,7 +58,7 @@ def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
 
 
 def _first_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
-    """The first id that means different tokens; added tokens that only one has are no difference by themselves."""
+    """The first id that stands for different tokens; an added token that only one of them has is no difference."""
     names = {index: token for token, index in draft.items()}
     for token, index in sorted(target.items(), key=lambda item: item[1]):
         other = names.get(index)

@@ -1,4 +1,4 @@
-"""Names the formats of drafts that are known and that no drafter here reads, so that a refusal can say what it met."""
+"""Recognises draft formats that no drafter here reads, so that the error can name the format."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specgraph.checkpoints.files import Files
 
 
 def name_unsupported(files: Files) -> str | None:
-    """What the checkpoint in ``files`` is, such as ``a DFlash head``; None if it is nothing that is known."""
+    """The unsupported format of the checkpoint in ``files``, such as ``a DFlash head``; None if it is none of them."""
     return _declared(files.config) or _named(files.tensors)
 
 
 def _declared(config: Mapping[str, Any]) -> str | None:
-    """What the configuration says it is."""
+    """The format that the configuration names."""
     declared = config.get("speculators_model_type")
     if declared == "eagle":
         return "an EAGLE-1 head in the layout of speculators"
@@ -36,11 +36,11 @@ def _declared(config: Mapping[str, Any]) -> str | None:
 
 
 def _named(names: Mapping[str, Any]) -> str | None:
-    """What the tensors' names give away."""
+    """The format that the names of the tensors show."""
     whole_model = any(re.match(r"(model|transformer|gpt_neox)\.", name) for name in names)
     if any(name.startswith("speculator.") for name in names):
         return "an MLP speculator"
-    # A causal LM may carry MTP layers beside its own; transformers leaves them out.
+    # A causal LM may have MTP layers beside its own layers; transformers does not load them.
     if not whole_model and any(re.search(r"^mtp(_layers)?\.|\.eh_proj\.|\.enorm\.", name) for name in names):
         return "an MTP head"
     if "fc.weight" in names and "hidden_norm.weight" in names:

@@ -1,4 +1,4 @@
-"""Reads the map from a reduced draft vocabulary to the target's: as offsets, or as the target ids themselves."""
+"""Reads the map from a reduced draft vocabulary to the target's, stored as offsets or as the target ids themselves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from specgraph.errors import ConfigError
 
 
 def read_vocabulary(loader: HeadLoader, size: int) -> Tensor | None:
-    """int64 ``[Vd]``, the target id of every draft id, or None if they are the same.
+    """int64 ``[Vd]``, the target id of every draft id, or None if the two are the same.
 
     Args:
-        loader: the checkpoint; ``d2t`` holds the difference of the two ids, ``t2d`` marks the target ids.
-        size: ``Vd``.
+        loader: the checkpoint, in which ``d2t`` holds the target id minus the draft id, and ``t2d`` marks the target
+            ids that can be drafted.
+        size: ``Vd``, the number of draft ids.
 
     Raises:
         ConfigError: ``d2t`` is missing or damaged, or made for another target.
@@ -31,24 +32,24 @@ def read_vocabulary(loader: HeadLoader, size: int) -> Tensor | None:
 
 
 def read_target_ids(loader: HeadLoader, name: str) -> Tensor | None:
-    """The map in the tensor ``name``, which holds the target ids themselves; otherwise as :func:`read_vocabulary`."""
+    """As :func:`read_vocabulary`, for a checkpoint whose tensor ``name`` holds the target ids themselves."""
     return _checked(loader, name, _integers(loader, name))
 
 
 def _integers(loader: HeadLoader, name: str, size: int | None = None) -> Tensor:
-    """A tensor of the file as int64, if it is one of integers and has the shape ``[size]``."""
+    """A tensor of the file as int64. It must have an integer dtype and the shape ``[size]``."""
     stored = loader.stored[name]
     fits = len(stored.shape) == 1 if size is None else stored.shape == (size,)
     if not fits or stored.dtype.is_floating_point or stored.dtype == torch.bool:
         needed = "[Vd]" if size is None else [size]
         raise ConfigError(
-            f"{name} of {loader.checkpoint.path} is {stored.dtype} {list(stored.shape)}; it is int64 {needed}."
+            f"{name} of {loader.checkpoint.path} is {stored.dtype} {list(stored.shape)}; it must be int64 {needed}."
         )
     return stored.read().to(torch.int64)
 
 
 def _checked(loader: HeadLoader, name: str, ids: Tensor) -> Tensor | None:
-    """``ids`` on the target's device, or None if every draft id is its own target id."""
+    """``ids`` on the target's device, or None if every draft id equals its target id."""
     info, path = loader.target.info, loader.checkpoint.path
     outside = ids[(ids < 0) | (ids >= info.vocab_size)]
     if len(outside):
@@ -62,7 +63,7 @@ def _checked(loader: HeadLoader, name: str, ids: Tensor) -> Tensor | None:
 
 
 def _cross_check(loader: HeadLoader, ids: Tensor) -> None:
-    """``t2d``, where there is one, must mark exactly the ids that ``d2t`` names."""
+    """Refuse a ``t2d`` that does not mark exactly the target ids that ``d2t`` names."""
     stored = loader.stored
     if "t2d" in stored:
         marked = stored["t2d"].read().flatten().to(torch.bool).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Writes a trained head: its configuration and its tensors."""
+"""Writes the configuration and the tensors of a trained head as a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write ``config.json`` and ``model.safetensors`` to ``folder``, which is made if it is missing.
 
-    A file is replaced only once the new one is complete, so that a kill leaves the old one. Tensors keep their dtypes.
+    A file is replaced only when the new one is complete, so a process that is killed leaves the old file. Tensors keep
+    their dtypes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +31,7 @@ def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Map
 
 
 def without_shared(tensors: Mapping[str, Tensor], shared: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The tensors that are not one of ``shared``: a loader takes those from the target."""
+    """The tensors without those that are in ``shared``, which a loader takes from the target."""
     frozen = list(shared)
     return {name: tensor for name, tensor in tensors.items() if not any(_same_memory(tensor, own) for own in frozen)}
 

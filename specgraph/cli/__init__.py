@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line: its configurations, its commands, and what they print."""
 
 from specgraph.cli.entry import main
 

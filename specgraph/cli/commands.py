@@ -1,4 +1,4 @@
-"""What the commands do once their configuration is composed."""
+"""The commands, which run when their configuration has been composed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def run(name: str, cfg: DictConfig) -> dict[str, str]:
-    """Run one command, print what it has to say, and return its measurements by name.
+    """Run one command, print its results, and return what it measured, by name.
 
     Raises:
         SpecgraphError: the configuration, the model or the prompts were refused.
@@ -46,7 +46,7 @@ def run(name: str, cfg: DictConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _progress_bars(wanted: bool) -> Iterator[None]:
-    """Show transformers' own progress bars only where they can be redrawn."""
+    """A context that hides transformers' own progress bars unless they are ``wanted`` and can be redrawn."""
     shown = logging.is_progress_bar_enabled()
     if not wanted:
         logging.disable_progress_bar()
@@ -58,7 +58,7 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
 
 
 def generate(cfg: DictConfig) -> dict[str, str]:
-    """Continue prompts; print their texts, then what was accepted and how fast it was."""
+    """Continue prompts. Print the texts, and then how many drafts were accepted and the speed."""
     config, options = _split(cfg, GenerateConfig)
     check_batch_size(options, config)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
@@ -96,7 +96,7 @@ def dump(cfg: DictConfig) -> dict[str, str]:
 
 
 def inspect(cfg: DictConfig) -> dict[str, str]:
-    """Print what a checkpoint is."""
+    """Print what a checkpoint is, its options and tensors, and whether it fits the target if one is given."""
     from specgraph.drafters.inspect import inspect_checkpoint
 
     if OmegaConf.is_missing(cfg, "path"):
@@ -110,7 +110,7 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time decode steps, kernels or linears; print a line for each measurement, then a table."""
+    """Time decode steps, kernels or linears. Print a line for each measurement, and then a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -138,7 +138,7 @@ def bench(cfg: DictConfig) -> dict[str, str]:
 
 
 def train(cfg: DictConfig) -> dict[str, str]:
-    """Train a target and a draft; progress is on standard error."""
+    """Train a target and a draft. Progress is shown on standard error."""
     from specgraph.training import run_training
 
     report = run_training(cast(Any, OmegaConf.to_object(cfg)))
@@ -147,7 +147,7 @@ def train(cfg: DictConfig) -> dict[str, str]:
 
 
 def train_head(cfg: DictConfig) -> dict[str, str]:
-    """Train a head for a target; progress is on standard error."""
+    """Train a head for a target. Progress is shown on standard error."""
     from specgraph.training.heads import HeadTrainConfig, train_head
     from specgraph.training.heads.config import check_head_config
 
@@ -166,7 +166,7 @@ _COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "bench": be
 
 
 def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
-    """The part of a command's configuration that ``compile_speculative`` takes, checked, and all of it."""
+    """The part of a command's configuration that ``compile_speculative`` takes, and the whole of it, both checked."""
     if OmegaConf.is_missing(cfg, "model"):
         name = next(name for name, command in COMMANDS.items() if command.schema() is kind)
         raise ConfigError(
@@ -176,10 +176,10 @@ def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
 
 
 def _compiled_part(cfg: DictConfig) -> Config:
-    """What ``compile_speculative`` takes, checked."""
+    """The part of a command's configuration that ``compile_speculative`` takes, checked."""
     shared = [f.name for f in dataclasses.fields(Config)]
     config = load_config(OmegaConf.masked_copy(cfg, shared))
-    build_passes(config)  # only to refuse a misspelt option before a model is loaded
+    build_passes(config)  # refuses a misspelt option before a model is loaded
     return config
 
 
@@ -189,10 +189,10 @@ class _Placed(Protocol):
 
 
 def device_and_dtype(options: _Placed) -> tuple[str, str]:
-    """Where the model goes and in what type, ``auto`` resolved.
+    """The device and the dtype of the model, with ``auto`` resolved.
 
     Raises:
-        ConfigError: no such device or dtype.
+        ConfigError: there is no such device or dtype.
     """
     device = options.device
     if device == "auto":
@@ -209,10 +209,10 @@ def device_and_dtype(options: _Placed) -> tuple[str, str]:
 
 
 def check_folder(name: str, key: str = "model") -> None:
-    """Refuse a path that does not exist at once: transformers would look for it on the network.
+    """Refuse a path that does not exist, before transformers looks for it on the network.
 
     Raises:
-        ConfigError: ``name`` can only be a path, and nothing is there.
+        ConfigError: ``name`` can only be a path, and there is no such file or folder.
     """
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise ConfigError(f"{key}={name}: there is no such folder.")
@@ -220,10 +220,12 @@ def check_folder(name: str, key: str = "model") -> None:
 
 @functools.lru_cache(maxsize=1)
 def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTrainedModel:
-    """A causal LM in evaluation mode; the last one is kept, for the next job of a sweep. ``key`` is what named it.
+    """A causal LM in evaluation mode. The last one is kept for the next job of a sweep.
+
+    ``key`` is the configuration key that named the model, for the error.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -234,10 +236,10 @@ def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTra
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer that lies beside a model.
+    """The tokenizer in the folder of a model.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no tokenizer.
     """
     try:
         return AutoTokenizer.from_pretrained(name)

@@ -1,4 +1,4 @@
-"""What the commands can be told beyond ``Config``, and the help that is made from it."""
+"""The keys of the commands beyond those of ``Config``, and the help that is made from them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from specgraph.errors import ConfigError
 
 @dataclass
 class ModelConfig(Config):
-    """What every command that compiles a model is told."""
+    """Keys of every command that compiles a model."""
 
     model: str = MISSING
     """The target: a folder or a name for AutoModelForCausalLM."""
     dtype: str = "auto"
-    """float32, bfloat16, float16 or float64; auto is float32 on a CPU, the checkpoint's own elsewhere."""
+    """float32, bfloat16, float16 or float64; auto is float32 on a CPU and the checkpoint's own elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
 
@@ -42,11 +42,12 @@ class GenerateConfig(ModelConfig):
     prompts: str | None = None
     """A file of texts to continue: .txt (one per line) or .jsonl (field `question` or `prompt`)."""
     template: str | None = None
-    """Put around every text; {question} or {prompt}, \\n is a new line: template="Question: {question}\\nAnswer:"."""
+    """A text in which every prompt takes the place of {question} or {prompt}; \\n is a new line:
+    template="Question: {question}\\nAnswer:"."""
     limit: int | None = None
-    """Only so many prompts of the file."""
+    """How many prompts of the file are read; null reads all."""
     max_new_tokens: int | None = None
-    """Tokens to add at most; null takes the model's generation_config, as do the next four."""
+    """The most tokens to add; null takes the value of the model's generation_config, also for the next four keys."""
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
@@ -56,9 +57,9 @@ class GenerateConfig(ModelConfig):
     min_p: float | None = None
     """Keep tokens with at least this share of the top probability; 0 is off."""
     seed: int | None = None
-    """Makes sampling repeatable, whatever the batch size; null draws one."""
+    """The seed, which makes sampling repeatable for any batch size; null draws one."""
     batch_size: int | None = None
-    """Prompts decoded together; null is max_batch_size."""
+    """How many prompts are decoded together; null is max_batch_size."""
     stream: bool = False
     """Print text while it is decoded, one prompt after the other."""
     compare: bool = False
@@ -82,9 +83,9 @@ class InspectConfig:
     path: str = MISSING
     """The checkpoint: its folder, or one weights file in it."""
     target: str | None = None
-    """Say whether it fits this model: a folder or a name; its weights are not loaded."""
+    """A model, as a folder or a name; inspect says whether the checkpoint fits it. Its weights are not loaded."""
     draft: DraftConfig = field(default_factory=DraftKeys)
-    """Options that overrule the checkpoint's, as for `generate`."""
+    """Options that override the checkpoint's, as for `generate`."""
 
 
 def _bench_config() -> type:
@@ -107,9 +108,13 @@ def _head_config() -> type:
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what it does in a line, and the dataclass of its configuration (made when it is needed).
+    """One command of the command line.
 
-    ``positional`` is the key of a first argument that is given without one.
+    Attributes:
+        about: one line that says what the command does.
+        schema: returns the dataclass of its configuration, which is imported only when it is needed.
+        usage: its arguments, for the help.
+        positional: the key of a first argument that is given without a key; None if there is no such argument.
     """
 
     about: str
@@ -149,7 +154,7 @@ COMMANDS = {
 }
 
 TRAIN_HEAD = "train_head"
-"""The configuration that ``train draft=HEAD`` runs with."""
+"""The name of the configuration with which ``train draft=HEAD`` runs."""
 _CONFIGURATIONS = COMMANDS | {
     TRAIN_HEAD: Command(
         "train a draft head for a frozen target on the target's own answers",
@@ -160,10 +165,12 @@ _CONFIGURATIONS = COMMANDS | {
 
 
 def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The configuration a command runs with, and its overrides: what ``train`` can be told depends on ``draft=``.
+    """The name of the configuration with which a command runs, and its overrides.
+
+    For ``train``, the configuration depends on ``draft=``.
 
     Raises:
-        ConfigError: nothing of that name can be trained.
+        ConfigError: ``draft=`` names nothing that can be trained.
     """
     chosen = [override.partition("=")[2] for override in overrides if override.startswith("draft=")]
     if name != "train" or not chosen:
@@ -186,12 +193,13 @@ def choose(name: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
-    """``draft=PATH``, a checkpoint in the place of a drafter's name, as ``draft.model=PATH``: it says what it is.
+    """The overrides with ``draft=PATH`` replaced by ``draft.model=PATH``, since the checkpoint determines the drafter.
 
-    A value is a path if it is no name and something is there, or has a separator. In a sweep there can be several.
+    A value is a path if it is not the name of a drafter, and if the file exists or the value contains a separator. In a
+    sweep, there can be several values.
 
     Raises:
-        ConfigError: nothing is there, or more than the path was given.
+        ConfigError: there is no such file, or another override names the draft as well.
     """
     given = [override for override in overrides if override.startswith("draft=")]
     if not given or name == "train" or not issubclass(COMMANDS[name].schema(), Config):
@@ -221,12 +229,12 @@ def _exists(path: str) -> bool:
 
 
 def quoted(value: str) -> str:
-    """A text that Hydra takes literally."""
+    """The value in quotes, so that Hydra takes it literally."""
     return QuotedString(value, Quote.single).with_quotes()
 
 
 def unquoted(value: str) -> str:
-    """A value without the quotes a user put around it."""
+    """The value without the quotes that a user put around it."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
@@ -280,7 +288,7 @@ def _header(name: str, command: Command, schema: type) -> str:
 
 
 def describe(schema: type) -> dict[str, str]:
-    """Every dotted key of a dataclass with the text below its field; the keys of subclasses come first."""
+    """Every dotted key of a dataclass with the string below its field. Keys of subclasses come first."""
     texts = [_texts(cls) for cls in schema.__mro__ if dataclasses.is_dataclass(cls)]
     own: dict[str, str] = {}
     for of_class in texts:
@@ -294,6 +302,6 @@ def describe(schema: type) -> dict[str, str]:
 
 
 def _texts(schema: type) -> dict[str, str]:
-    """The texts below the fields of one class; an empty one where there is none."""
+    """The string below each field of one class; empty for a field that has none."""
     carried = {item.name: item.metadata["text"] for item in dataclasses.fields(schema) if "text" in item.metadata}
     return carried or texts_below(cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]))

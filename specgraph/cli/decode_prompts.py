@@ -1,4 +1,4 @@
-"""Runs a decoder over texts: batches, seeds, streaming, timing."""
+"""Runs a decoder over texts, with batches, seeds, streaming and timing."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What decoding a list of prompts gave.
+    """The results of decoding a list of prompts.
 
     Attributes:
-        config: what the decoder was compiled with.
-        tokens: new ids of every prompt.
-        stats: counts over all of them.
-        seconds: time spent decoding, prefill included, tokenizing and printing not (printing is, when streaming).
-        seeds: one per prompt.
+        config: the configuration of the decoder.
+        tokens: the new token ids of every prompt.
+        stats: the counts over all prompts.
+        seconds: the time of decoding. It includes prefill, but neither tokenizing nor, unless texts are streamed,
+            printing.
+        seeds: the seed of every prompt.
     """
 
     config: Config
@@ -55,9 +56,9 @@ def decode_prompts(
     *,
     show: bool = False,
 ) -> Outcome:
-    """Continue every prompt, ``options.batch_size`` at a time, and print the texts if ``show``.
+    """Continue every prompt, ``options.batch_size`` at a time, and print the texts if ``show`` is true.
 
-    Sequences have seeds by their place in ``prompts``, so texts do not depend on the batch size.
+    The seed of a sequence depends on its place in ``prompts``, so the texts do not depend on the batch size.
     """
     size = 1 if options.stream else check_batch_size(options, decoder.config)
     drawn = seeds or _seeds(options.seed, len(prompts))
@@ -74,10 +75,10 @@ def decode_prompts(
 
 
 def check_batch_size(options: GenerateConfig, config: Config) -> int:
-    """Prompts to decode together.
+    """How many prompts are decoded together.
 
     Raises:
-        ConfigError: not from 1 to ``max_batch_size``.
+        ConfigError: the number is not from 1 to ``max_batch_size``.
     """
     size, most = options.batch_size, config.max_batch_size
     if size is not None and not 1 <= size <= most:
@@ -86,7 +87,7 @@ def check_batch_size(options: GenerateConfig, config: Config) -> int:
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[Prompt]:
-    """Token ids of every text.
+    """The prompts made of texts and their token ids.
 
     Raises:
         InputError: a text has no tokens.
@@ -99,7 +100,7 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[Prompt]:
 
 
 def _warm_up(decoder: SpeculativeDecoder, ids: list[Tensor]) -> None:
-    """A few tokens that are not timed: compilation and first allocations belong to neither side of a comparison."""
+    """Decode a few tokens that are not timed, so that no measurement includes compilation and first allocations."""
     decoder.generate(ids, max_new_tokens=8)
 
 
@@ -143,7 +144,7 @@ def _stream(
         tokens += new
         steps += [len(new)] if new else []
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: the rest comes with the next token
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # if it does, the next token completes the character
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])

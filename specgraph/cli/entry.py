@@ -1,6 +1,7 @@
-"""The command line: ``python -m specgraph generate|dump|inspect|bench|train [KEY=VALUE ...]``, composed by Hydra.
+"""The entry of the command line, ``python -m specgraph generate|dump|inspect|bench|train [KEY=VALUE ...]``.
 
-Nothing here imports torch: a command's module is imported when it runs.
+Hydra composes the configuration. Nothing here imports torch, because the module of a command is imported only when the
+command runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from specgraph.config.errors import check_keys, did_you_mean
 from specgraph.errors import ConfigError, SpecgraphError
 
 FREE_TEXT = ("prompt", "template", "path", "json", "plot")
-"""Keys whose values are taken literally, so that a comma or a bracket in a text needs no second pair of quotes."""
+"""Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes."""
 SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -37,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0, or 2 if the command or its configuration was refused (one sentence on standard error says why), or 130 after
-        an interrupt.
+        The exit code: 0, or 2 if the command or its configuration was refused (one sentence on standard error says
+        why), or 130 after an interrupt.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -61,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class _Run:
-    """One call of the command line; a sweep has several jobs.
+    """One call of the command line, which has several jobs if it is a sweep.
 
     Attributes:
         status: the exit code so far.
-        results: of every job that ended well, its overrides and what it measured.
+        results: the overrides and the measurements of every job that succeeded.
     """
 
     name: str
@@ -91,7 +92,7 @@ class _Run:
         return self.status
 
     def job(self, cfg: DictConfig) -> None:
-        """Run the command with a composed configuration; an error of one job does not end a sweep."""
+        """Run the command with a composed configuration. An error in one job does not end a sweep."""
         from specgraph.cli import commands
 
         swept = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -100,7 +101,7 @@ class _Run:
             print(f"=== {' '.join(overrides)}")
         try:
             given = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
-            check_keys(given, every_key(self.schema), self.schema)  # Hydra lets +key=value in
+            check_keys(given, every_key(self.schema), self.schema)  # because Hydra accepts any +key=value
             self.results.append((overrides, commands.run(self.name, cfg)))
         except (SpecgraphError, OSError, *CONFIGURATION_ERRORS) as error:
             if self.traceback:
@@ -110,7 +111,7 @@ class _Run:
 
 
 def _task(run: _Run) -> Callable[[DictConfig], None]:
-    """The job as the plain function that Hydra wants."""
+    """The job as a plain function, which Hydra requires."""
 
     def task(cfg: DictConfig) -> None:
         run.job(cfg)
@@ -120,9 +121,9 @@ def _task(run: _Run) -> Callable[[DictConfig], None]:
 
 @contextlib.contextmanager
 def _command_line(name: str, overrides: Sequence[str], scratch: str) -> Iterator[None]:
-    """What Hydra reads from the process: arguments, and the wish to get errors as exceptions.
+    """A context with what Hydra reads from the process: its arguments, and the setting that it raises errors.
 
-    A sweep leaves a record of itself in its folder; that goes to ``scratch``.
+    A sweep writes a record to its folder, which is ``scratch``.
     """
     flags, given = _sorted(overrides)
     if not SWEEP & set(flags):
@@ -142,13 +143,13 @@ def _command_line(name: str, overrides: Sequence[str], scratch: str) -> Iterator
 
 
 def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and overrides: argparse does not take the two in mixed order."""
+    """The flags with their values, and the overrides. argparse does not accept the two in mixed order."""
     given = [argument for argument in arguments if not argument.startswith("-") and _OVERRIDE.match(argument)]
     return [argument for argument in arguments if argument not in given], [_open(override) for override in given]
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Give a first argument without a key the one that the command has for it."""
+    """Add the command's positional key to a first argument that has no key."""
     key, given = COMMANDS[name].positional, list(arguments)
     if key is not None and given and not given[0].startswith("-") and "=" not in given[0]:
         given[0] = f"{key}={given[0]}"
@@ -156,12 +157,12 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _open(override: str) -> str:
-    """Options of passes belong to the passes, which check them: Hydra may add any."""
+    """Let Hydra add any option of a pass, because the passes check their options themselves."""
     return f"++{override}" if override.startswith("passes.") else override
 
 
 def _literal(override: str) -> str:
-    """Put quotes around a free text, unless the user did; ``null`` stays null."""
+    """Put quotes around a free text that has none. ``null`` stays null."""
     key, equals, value = override.partition("=")
     if key not in FREE_TEXT or not equals or unquoted(value) != value or value == "null":
         return override
@@ -169,7 +170,7 @@ def _literal(override: str) -> str:
 
 
 def _comparison(results: Sequence[tuple[list[str], dict[str, str]]]) -> str:
-    """The jobs of a sweep side by side, each called by the overrides that not all of them share."""
+    """A table of the jobs of a sweep. Each is named by those of its overrides that not all jobs share."""
     from specgraph.tables import text_table
 
     shared = set.intersection(*(set(overrides) for overrides, _ in results))

@@ -1,4 +1,4 @@
-"""Turns what Hydra and OmegaConf refuse into one sentence each."""
+"""Turns the errors of Hydra and OmegaConf into one sentence each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specgraph.config.errors import did_you_mean, explain, keys, unknown_key, wr
 
 
 def sentence(error: Exception, schema: type) -> str:
-    """What is wrong with the overrides of a command whose configuration is the dataclass ``schema``."""
+    """One sentence about what is wrong with the overrides of a command; ``schema`` is its configuration's dataclass."""
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     if isinstance(error, MissingConfigException):
@@ -59,7 +59,7 @@ def _match(pattern: str, text: str) -> str | None:
 
 
 def every_key(schema: type) -> DictConfig:
-    """A configuration with every key of a command; its values do not count."""
+    """A configuration that has every key of a command. Its values are not used."""
     structured = OmegaConf.structured(schema)
     if issubclass(schema, Config):
         structured.passes = default_config().passes

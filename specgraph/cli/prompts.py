@@ -14,13 +14,15 @@ FIELDS = ("question", "prompt")
 
 
 def read_prompts(prompt: str | None, path: str | None, template: str | None, limit: int | None) -> list[str]:
-    """The texts to continue: one, or those of a .txt file (a line each) or a .jsonl file (``question`` or ``prompt``).
+    """The texts to continue: ``prompt``, or those of a file.
 
-    ``template`` is put around each; ``{question}`` and ``{prompt}`` stand for the text, other names for fields of the
-    jsonl record, and a backslash with an n for a new line.
+    A .txt file has one text per line. A .jsonl file has one record per line, with a field ``question`` or ``prompt``.
+    ``template`` is put around each text: ``{question}`` and ``{prompt}`` stand for the text, other names for fields of
+    the record, and a backslash with an n for a new line. ``limit`` is the most texts that are read.
 
     Raises:
-        InputError: neither or both are given, the file cannot be read, or the template names an unknown field.
+        InputError: neither or both of ``prompt`` and ``path`` are given, the file cannot be read, or the template names
+            an unknown field.
     """
     if (prompt is None) == (path is None):
         raise InputError('Give either prompt="some text" or prompts=FILE (.txt or .jsonl), one of the two.')

@@ -1,4 +1,4 @@
-"""The table that ``generate`` ends with."""
+"""Makes the tables that ``generate`` prints at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SAME_TOKENS = "strict"
 
 
 def summary_rows(outcome: Outcome) -> dict[str, str]:
-    """Tokens, acceptance and speed of one run, as text by name."""
+    """The tokens, acceptance and speed of one run, as texts by name."""
     stats = outcome.stats
     rows = {
         "tokens": str(sum(map(len, outcome.tokens))),
@@ -23,7 +23,7 @@ def summary_rows(outcome: Outcome) -> dict[str, str]:
 
 
 def compare_rows(outcome: Outcome, plain: Outcome) -> dict[str, str]:
-    """The same prompts with and without speculation."""
+    """The comparison of one run with plain decoding of the same prompts, as texts by name."""
     equal = sum(a == b for a, b in zip(outcome.tokens, plain.tokens, strict=True))
     answer = "yes" if equal == len(outcome.tokens) else f"{equal} of {len(outcome.tokens)} prompts"
     if equal < len(outcome.tokens) and outcome.config.verify.rule != _SAME_TOKENS:

@@ -1,1 +1,1 @@
-"""Runs the passes over a program and checks what they did."""
+"""Compiles a model into a decoder: runs the passes over the program, and checks their results."""

@@ -1,4 +1,4 @@
-"""Makes the passes that a configuration lists."""
+"""Makes the pass objects that a configuration lists."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from specgraph.passes.base import Pass
 
 
 def build_passes(config: Config, device: torch.device | str = "cpu") -> list[Pass]:
-    """The passes of ``pipeline.order`` for a target on ``device``, each with its options; a user's own pass enters by
-    ``_target_``.
+    """The passes of ``pipeline.order`` for a target on ``device``, each with its options.
+
+    A pass of a user is named by ``_target_``.
 
     Raises:
-        ConfigError: an unknown pass or option, with the nearest valid name; an own pass that cannot be made.
+        ConfigError: a pass or an option does not exist (the message names the nearest that does), or a pass of a user
+            cannot be made.
     """
     settled = OmegaConf.structured(settle_lowering(config, device))
     wanted = cast(dict[str, Any], OmegaConf.to_container(settled.passes, resolve=True))
@@ -47,7 +49,7 @@ def _build(name: str, options: Any) -> Pass:
 
 
 def _instantiate(name: str, options: dict[str, Any]) -> Pass:
-    """A user's own pass."""
+    """Make a pass of a user."""
     import hydra.utils
     from hydra.errors import InstantiationException
 

@@ -1,4 +1,4 @@
-"""``compile_speculative``: from a model and a configuration to a decoder."""
+"""``compile_speculative``, which makes a decoder from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def compile_speculative(
 ) -> SpeculativeDecoder:
     """Compile a causal LM of transformers into a lossless speculative decoder.
 
-    The model computes what it did before, and its weights are not copied. (On a GPU, weights of layers that read the
-    same input move into one tensor, and the model's own parameters become views of it, even if compiling fails later.)
+    The model itself computes the same as before, and its weights are not copied. (On a GPU, the weights of layers that
+    read the same input are moved into one tensor. The model's parameters become views of it, also if compiling fails
+    later.)
 
     Args:
-        model: the target, on its device and in its dtype; both are fixed by compiling.
-        cfg: nothing (drafts by n-gram lookup), a preset name such as ``"draft_model"`` or ``"none"``, the path of a
-            YAML file, or a mapping / ``DictConfig`` with the keys of :class:`specgraph.config.Config`.
-        draft: a draft model or head, loaded or as the path of a checkpoint; implies the drafter that runs it.
+        model: the target. Its present device and dtype are those of the decoder.
+        cfg: None (drafts come from n-gram lookup), the name of a preset such as ``"draft_model"`` or ``"none"``, the
+            path of a YAML file, or a mapping or ``DictConfig`` with the keys of :class:`specgraph.config.Config`.
+        draft: a draft model or head, either loaded or as the path of a checkpoint. It decides which drafter runs.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded correctly; says what is missing.
-        ConfigError: an unknown key, preset or pass, or a value out of range; says what is allowed.
-        PassError: a pass cannot run or matched an unexpected number of times.
-        NumericsError: with ``check_numerics``, two stages differ.
+        UnsupportedModelError: the model cannot be decoded correctly; the message says what is missing.
+        ConfigError: a key, preset or pass does not exist, or a value is out of range; the message says what is allowed.
+        PassError: a pass cannot run, or matched an unexpected number of times.
+        NumericsError: ``check_numerics`` is on, and two stages differ.
     """
     check_is_causal_lm(model)
     check_one_device(model)
@@ -83,7 +84,7 @@ def compile_speculative(
         check_complete(list(stages.values())[-1])
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
-    watching = callbacks[1:]  # progress is that of compiling
+    watching = callbacks[1:]  # without the first, which shows the progress of compiling
     decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, defaults, limits, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
@@ -91,7 +92,7 @@ def compile_speculative(
 
 
 def check_one_device(model: PreTrainedModel) -> None:
-    """Refuse a model whose weights are on several devices, or were never loaded."""
+    """Refuse a model whose weights are on several devices or were not loaded."""
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or "meta" in devices:
         raise UnsupportedModelError(
@@ -101,12 +102,12 @@ def check_one_device(model: PreTrainedModel) -> None:
 
 
 def _host_default() -> contextlib.AbstractContextManager[object]:
-    """Tensors made without a device are on the host, whatever a caller's ``torch.set_default_device`` says."""
+    """A context in which tensors are made on the CPU by default, whatever ``torch.set_default_device`` has set."""
     return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def check_complete(program: Program) -> None:
-    """Refuse a pipeline that leaves out what a decoder runs."""
+    """Refuse a pipeline without one of the passes that a decoder needs."""
     for fact, name in (("kv_cache", "insert_kv_cache"), ("draft", "insert_draft"), ("verify", "insert_verify")):
         if fact not in program.facts:
             raise ConfigError(f"pipeline.order ends without {fact!r}, so there is nothing to decode with; add {name}.")
@@ -123,7 +124,7 @@ def _limits(config: Config, target: TracedModel) -> Limits:
 
 
 def _callbacks(config: Config, progress: Progress) -> list[Callback]:
-    """What watches the passes: progress, the verifier, the comparison of stages."""
+    """The callbacks of the pipeline: progress, the verifier, and the comparison of stages."""
     callbacks: list[Callback] = [_observe(lambda report: progress.advance(1, report.name))]
     if config.pipeline.verify:
         callbacks.append(lambda pass_, before, after, report: verify_program(after))

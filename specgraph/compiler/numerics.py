@@ -1,4 +1,4 @@
-"""Compares stages: runs each on the same small input and names the first pass whose output differs."""
+"""Compares the stages of a compilation: runs each on the same small input, and names the first pass that differs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from specgraph.passes.base import Pass
 from specgraph.passes.pipeline import StageReport
 
 ROUNDING = 64
-"""How many units in the last place a pass that is not exact may move the norm of an output."""
+"""The largest error of a pass that is not exact, in units in the last place of the norm of the output."""
 
 
 class NumericsCallback:
-    """Compares the program before and after every pass on what both compute.
+    """Compares the outputs of the program before and after every pass, as far as both have them.
 
-    Passes that are exact must agree bit for bit; others within rounding of the output's norm.
+    After a pass that is exact, outputs must be equal bit for bit. After others, their difference must be explained by
+    rounding, measured by the norm of the output.
     """
 
     def __call__(self, pass_: Pass, before: Program, after: Program, report: StageReport) -> None:
-        """Raise ``NumericsError`` naming the pass, the output and the difference."""
+        """Raise ``NumericsError`` if outputs differ, with the pass, the output and the difference."""
         expected, actual = observe(before), observe(after)
         for name, value in expected.items():
             if name in actual and not (pass_.redrafts and name.startswith("drafts")):
@@ -33,10 +34,10 @@ class NumericsCallback:
 
 
 def observe(program: Program, width: int | None = None, steps: int = 2) -> dict[str, Tensor]:
-    """What a program computes for a fixed random input, by name.
+    """The outputs of a program for a fixed random input, by name.
 
-    Logits of ``width`` rows (K + 1 if None) at position 0 for every stage, the drafts proposed for them by stages that
-    draft, and the tokens emitted over ``steps`` steps by stages that verify.
+    Every stage gives the logits of ``width`` rows (K + 1 if None) from position 0 on. Stages that draft also give the
+    drafts that they propose, and stages that verify the tokens that they emit in ``steps`` steps.
     """
     rows = width or program.drafter.num_speculative_tokens + 1
     generator = torch.Generator().manual_seed(0)
@@ -62,11 +63,11 @@ def _observe(program: Program, window: Tensor, steps: int) -> dict[str, Tensor]:
 
 
 def _watch(probe: Program) -> list[str]:
-    """Make the copy return its logits, drafts and emitted tokens, whichever it has."""
+    """Let the copy return its logits, drafts and emitted tokens, as far as it has them; gives their names."""
     nodes = {role: probe.with_role(role) for role in ("logits", "drafts", "emitted", "num_emitted")}
     drafts = "drafts"
     if "verify" not in probe.facts:
-        # Before verification the emitted tokens are an input, and the drafts are those that follow it.
+        # As long as nothing verifies, the emitted tokens are an input, and the drafts follow from that input.
         nodes["emitted"] = nodes["num_emitted"] = []
         drafts = "drafts for given tokens"
     labels = {"drafts": drafts}
@@ -96,7 +97,7 @@ def example_state(program: Program, rows: int) -> State:
 
 
 def compare(pass_: Pass, name: str, expected: Tensor, actual: Tensor) -> None:
-    """Bits for an exact pass and for integers; else the relative error of the whole tensor."""
+    """Compare bits for exact passes and for integers, and otherwise the relative error of the whole tensor."""
     exact = pass_.exact or not expected.is_floating_point()
     if exact:
         same = torch.equal(expected, actual)

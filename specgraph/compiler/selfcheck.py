@@ -1,7 +1,7 @@
-"""Compares cached decoding with the model's own forward before anybody trusts it.
+"""Compares cached decoding of a traced model with the model's own forward pass, on random tokens.
 
-Tracing sees one forward without a cache. A model that mixes tokens outside of its attention, or takes positions from
-somewhere else than ``position_ids``, traces well and decodes wrongly; this check runs it both ways on random tokens.
+Tracing sees one forward pass without a cache. A model that mixes tokens outside of its attention, or that does not take
+positions from ``position_ids``, can be traced, but decodes wrongly with a cache. This check finds such models.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from specgraph.runtime.requests import Limits
 
 EXPERTS = torch.ops.specgraph.expert_linear.default
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""Largest relative difference of a hidden state, ``|a - b| / |b|`` per row. Norms and rotary run in float32 even in a
-float64 model; a wrong mask or position gives 0.05 to 1."""
+"""The largest relative difference of a hidden state that is allowed, ``|a - b| / |b|`` per row. Norms and rotary
+embeddings run in float32 even in a float64 model. A wrong mask or position gives differences of 0.05 to 1."""
 
 
 def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config) -> str:
-    """Run random tokens through the traced target in uneven chunks with a paged cache, and compare every hidden state
-    with ``model``'s own forward without a cache.
+    """Compare every hidden state of a traced model with the forward pass of ``model`` itself, on random tokens.
 
-    Chunks cross the prefill border, single rows, a page and, up to ``debug.self_check_tokens``, every sliding window.
+    The traced model runs in chunks of different lengths with a paged cache, and ``model`` without a cache. The chunks
+    include a single row, and together they are longer than a prefill chunk, a page and, up to
+    ``debug.self_check_tokens``, every sliding window.
 
     Returns a line for the report.
 
@@ -84,7 +85,7 @@ def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> lis
     length = tokens.shape[1]
     blocks = -(-length // block_size)
     state = allocate(program, {"B": 1, "M": blocks, "N": blocks}, traced.info.device)
-    # Pages in reverse order: a mapping that ignored the table would not go unnoticed.
+    # The pages are in reverse order, so that code which ignores the block table gives wrong results.
     state["block_table"].copy_(torch.arange(blocks - 1, -1, -1).unsqueeze(0))
     state["max_length"].fill_(length)
     return [torch.cat(parts, dim=1) for parts in zip(*_chunks(program, state, tokens), strict=True)]
@@ -95,7 +96,7 @@ def _chunks(program: Program, state: State, tokens: Tensor) -> list[tuple[Tensor
     while begin < tokens.shape[1]:
         window = tokens[:, begin : begin + width]
         rows = window.shape[1]
-        # One row too many, which must be neither written nor seen.
+        # One row is padding, which must be neither written nor seen.
         padded = torch.cat([window, window.new_zeros(1, 1)], dim=1)
         state["start"].fill_(begin)
         state["num_rows"].fill_(rows)
@@ -106,10 +107,10 @@ def _chunks(program: Program, state: State, tokens: Tensor) -> list[tuple[Tensor
 
 
 def _compare(traced: TracedModel, index: int, ours: Tensor, theirs: Tensor) -> None:
-    """Raise if more rows differ than rounding explains."""
+    """Raise an error if more rows differ than rounding explains."""
     difference = (ours.double() - theirs.double()).norm(dim=-1) / theirs.double().norm(dim=-1).clamp_min(1e-30)
     tolerance = TOLERANCE[traced.info.dtype]
-    # In half precision a router may send a token elsewhere because of rounding alone.
+    # In half precision, rounding alone may change the expert to which a router sends a token.
     routed = any(calls(traced.body.graph, EXPERTS))
     allowed = 0.1 if routed and torch.finfo(traced.info.dtype).bits == 16 else 0.0
     wrong = ~(difference <= tolerance)
@@ -121,7 +122,7 @@ def _compare(traced: TracedModel, index: int, ours: Tensor, theirs: Tensor) -> N
         row = int(wrong[0].nonzero()[0])
         raise UnsupportedModelError(
             f"{traced.info.name} decodes differently with a KV cache: {where} differs first, at token {row} by "
-            f"{difference[0, row]:.1e} (tolerance {tolerance:.0e}). It mixes tokens outside of its attention, masks "
-            "other than its attention is told, or takes positions from somewhere else than position_ids; specgraph "
+            f"{difference[0, row]:.1e} (tolerance {tolerance:.0e}). It mixes tokens outside of its attention, uses a "
+            "mask that its attention does not get, or takes positions from elsewhere than position_ids, so specgraph "
             "refuses it."
         )

@@ -1,7 +1,7 @@
-"""The configuration: structured, so that a misspelt key is an error that names the nearest valid one.
+"""The configuration. It is structured, so a misspelt key is an error, which names the nearest valid key.
 
-The YAML files under ``specgraph.conf`` hold the defaults and presets; the classes in ``schema`` hold the keys, their
-types and what they mean. ``passes.<name>.<option>`` are the fields of the pass of that name.
+The YAML files under ``specgraph.conf`` hold the defaults and presets. The classes in ``schema`` and in ``draft`` define
+the keys, their types and their meaning. The keys ``passes.<name>.<option>`` are the fields of the pass of that name.
 """
 
 from specgraph.config.draft import DraftConfig, ParallelDraftConfig

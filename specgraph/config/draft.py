@@ -1,8 +1,9 @@
-"""The keys of ``draft``: what every drafter has, and what each of them adds.
+"""The keys of ``draft``: those that every drafter has, and those that each drafter adds.
 
-A drafter's file holds its configuration class. The command line must know every key before it knows which drafter a
-checkpoint belongs to, and its help must not wait for torch, which those files import. So the classes are taken out of
-the files' source, and only they are run: a configuration class refers to builtins and to the names of this module.
+The file of a drafter holds its configuration class. The command line must know all keys before it knows to which
+drafter a checkpoint belongs, and its help must not wait for torch, which those files import. So only the classes are
+taken from the source of the files and run. This is why a configuration class may use only builtins and the names of
+this module.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any, ClassVar
 from specgraph.errors import ConfigError
 
 DRAFTERS = Path(__file__).parent.parent / "drafters"
-"""The folder of the drafters: a file with a configuration class is one of them, under its own name."""
+"""The folder of the drafters. Every file in it that has a configuration class is a drafter of the file's name."""
 
 
 @dataclass
 class DraftConfig:
-    """How drafts are made; a drafter derives its own class from this one."""
+    """How drafts are made. Every drafter derives its own class from this one."""
 
     kind: str = "ngram"
     """The drafter; `draft=NAME` sets it together with its defaults."""
@@ -36,23 +37,23 @@ class DraftConfig:
     """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
 
     trains: ClassVar[tuple[str, ...]] = ()
-    """Values of ``train draft=`` that this drafter's heads are trained by."""
+    """The values of ``train draft=`` that train a head of this drafter."""
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for a value that the types allow and the drafter does not."""
+        """Raise ``ConfigError`` for a value that has the right type but that the drafter does not allow."""
         at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
 
 
 @dataclass
 class ParallelDraftConfig(DraftConfig):
-    """Keys of drafters that a mask token lets draft all tokens in one call."""
+    """Keys of drafters that can draft all tokens in one call, with a mask token."""
 
     mask_token_id: int | None = None
     """The mask token of parallel drafting; null takes the one the draft's configuration names."""
 
 
 def at_least_one(key: str, value: int | None) -> None:
-    """Raise ``ConfigError`` if a number is below 1; None is nothing to check."""
+    """Raise ``ConfigError`` if a number is below 1. None passes."""
     if value is not None and value < 1:
         raise ConfigError(f"{key} must be at least 1, got {value}.")
 
@@ -63,7 +64,7 @@ _NAMES = {**_SHARED, "dataclass": dataclass, "field": field, "Any": Any, "ClassV
 
 
 def texts_below(body: ast.ClassDef) -> dict[str, str]:
-    """The texts below the fields of a class; an empty one where there is none."""
+    """The string below each field of a class, by the field's name; empty for a field that has none."""
     found: dict[str, str] = {}
     for item, after in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not _is_class_variable(item):
@@ -78,7 +79,7 @@ def _is_class_variable(item: ast.AnnAssign) -> bool:
 
 @functools.cache
 def drafter_configs() -> dict[str, type[DraftConfig]]:
-    """The configuration class of every drafter in this package, by its kind, made without importing the drafter."""
+    """The configuration class of every drafter in this package, by kind. No drafter is imported for this."""
     found = {path.stem: _class_in(path) for path in sorted(DRAFTERS.glob("*.py"))}
     return {kind: cls for kind, cls in found.items() if cls is not None}
 
@@ -89,7 +90,7 @@ def drafter_kinds() -> list[str]:
 
 
 def trained_by() -> dict[str, str]:
-    """The kind of drafter that each value of ``train draft=`` trains a head of."""
+    """For each value of ``train draft=``, the kind of drafter whose head it trains."""
     return {name: kind for kind, cls in drafter_configs().items() for name in cls.trains}
 
 
@@ -109,7 +110,7 @@ def _class_in(path: Path) -> type[DraftConfig] | None:
 
 
 def _every_key() -> type[DraftConfig]:
-    """One class with the keys of all drafters: what can be said before it is known which of them it will be."""
+    """One class with the keys of all drafters, which are valid as long as it is not known which drafter will run."""
     fields: dict[str, tuple[str, Any, Any]] = {}
     owners: dict[str, list[str]] = {}
     shared = {item.name for cls in _SHARED.values() for item in dataclasses.fields(cls)}
@@ -125,7 +126,7 @@ def _every_key() -> type[DraftConfig]:
 
 
 def _with_text(item: dataclasses.Field[Any], cls: type[DraftConfig]) -> Any:
-    """A copy of a field that carries the text below it."""
+    """A copy of a field that carries the string below it as metadata."""
     text = getattr(cls, "texts", {}).get(item.name) or _shared_texts().get(item.name, "")
     kept = {name: getattr(item, name) for name in ("default", "default_factory")}
     return field(**{k: v for k, v in kept.items() if v is not dataclasses.MISSING}, metadata={"text": text})
@@ -133,7 +134,7 @@ def _with_text(item: dataclasses.Field[Any], cls: type[DraftConfig]) -> Any:
 
 @functools.cache
 def _shared_texts() -> dict[str, str]:
-    """The texts below the fields of this module's own classes."""
+    """The strings below the fields of the classes of this module."""
     source = ast.parse(textwrap.dedent(Path(__file__).read_text(encoding="utf-8")))
     classes = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name in _SHARED)
     return {name: text for node in classes for name, text in texts_below(node).items()}

@@ -1,4 +1,4 @@
-"""What to say when a configuration is wrong: one sentence with the nearest valid key, or the values allowed."""
+"""The messages about a wrong configuration: each is one sentence, with the nearest valid key or the allowed values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from specgraph.errors import ConfigError
 
 _OPEN = "passes"
-"""The group whose keys are not fixed: its entries are checked against the passes themselves."""
+"""The group whose keys are not fixed. Its entries are checked later, against the passes."""
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"``, or nothing if no valid name is near."""
+    """The text ``" (did you mean 'x'?)"``, or an empty text if no valid name is similar."""
     near = nearest(str(name), list(valid))
     return f" (did you mean {near!r}?)" if near else ""
 
@@ -41,7 +41,7 @@ def nearest(name: str, valid: list[str]) -> str | None:
 
 
 def keys(config: DictConfig) -> list[str]:
-    """Every dotted key of a configuration."""
+    """All dotted keys of a configuration."""
     found: list[str] = []
 
     def visit(node: Mapping[str, Any], prefix: str) -> None:
@@ -55,7 +55,7 @@ def keys(config: DictConfig) -> list[str]:
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """The sentence for a key that does not exist."""
+    """The sentence about a key that does not exist."""
     names = list(valid)
     near = nearest(key, names)
     if near:
@@ -67,14 +67,14 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
 
 
 def wrong_value(key: str, value: object, schema: type) -> str:
-    """The sentence for a value of the wrong type at a dotted key of a dataclass."""
+    """The sentence about a value that has the wrong type for a dotted key of a dataclass."""
     allowed = allowed_at(key, schema)
     given = "a group of keys" if isinstance(value, Mapping | DictConfig) else repr(value)
     return f"{key} is {allowed}, not {given}." if allowed else f"{key} cannot be {given}."
 
 
 def allowed_at(key: str, schema: type) -> str | None:
-    """In words, the type that a dotted key of a dataclass has; None if it is not fixed."""
+    """The type of a dotted key of a dataclass, in words; None if the type is not fixed."""
     at: Any = schema
     for name in key.split("."):
         at = _type_of(at, name) if dataclasses.is_dataclass(at) else None
@@ -82,7 +82,7 @@ def allowed_at(key: str, schema: type) -> str | None:
 
 
 def _type_of(schema: Any, name: str) -> Any:
-    """The type of a field: that of its default if it is a group, which may have more keys than are declared."""
+    """The type of a field. For a group it is that of the default, which may have more keys than the declared type."""
     made = next((item.default_factory for item in dataclasses.fields(schema) if item.name == name), None)
     return made if dataclasses.is_dataclass(made) else typing.get_type_hints(schema).get(name)
 
@@ -99,7 +99,7 @@ def _words(hint: Any) -> str | None:
 
 
 def check_keys(overlay: Mapping[Any, Any], base: DictConfig, schema: type) -> None:
-    """Refuse keys of ``overlay`` that ``base`` does not have, and values where it has groups.
+    """Refuse keys of ``overlay`` that ``base`` does not have, and plain values for keys that are groups.
 
     Raises:
         ConfigError: names the key, and the nearest valid one or what is allowed there.
@@ -109,7 +109,7 @@ def check_keys(overlay: Mapping[Any, Any], base: DictConfig, schema: type) -> No
     def visit(given: Mapping[Any, Any], node: DictConfig, prefix: str) -> None:
         for name, value in given.items():
             key = f"{prefix}{name}"
-            if name not in list(node):  # `in` alone is false for a value that is still missing
+            if name not in list(node):  # for a mandatory value that is not set yet, `in` alone is false
                 raise ConfigError(unknown_key(key, valid))
             if isinstance(node._get_node(name), DictConfig):
                 if not isinstance(value, Mapping | DictConfig):
@@ -129,7 +129,7 @@ def _check_texts(key: str, values: list[Any]) -> None:
 
 
 def explain(error: OmegaConfBaseException, base: DictConfig, schema: type, given: Mapping[str, Any]) -> str:
-    """One sentence for what OmegaConf refused to make of ``given``."""
+    """One sentence about the reason why OmegaConf refused ``given``."""
     key = str(getattr(error, "full_key", None) or "")
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
         return unknown_key(key, keys(base))

@@ -1,4 +1,4 @@
-"""The YAML files under ``specgraph.conf``: groups, their choices, and presets by name."""
+"""Reads the YAML files under ``specgraph.conf``: the configuration groups, their choices, and presets by name."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def default_groups() -> dict[str, str]:
-    """Every configuration group and the file of it that is the default, as ``conf/config.yaml`` lists them."""
+    """Every configuration group with the name of its default file, as ``conf/config.yaml`` lists them."""
     listed = yaml.safe_load((resources.files("specgraph.conf") / "config.yaml").read_text())["defaults"]
     return {group: name for entry in listed if isinstance(entry, dict) for group, name in entry.items()}
 
 
 def group_choices(group: str) -> list[str]:
-    """The files of one configuration group, without their ending."""
+    """The names of the files of one configuration group, without ``.yaml``."""
     names = (entry.name for entry in (resources.files("specgraph.conf") / group).iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def presets() -> dict[str, str]:
-    """Preset names and the group each belongs to: the files of the groups, the defaults that have no name aside."""
+    """Every preset with the group to which it belongs. Presets are the files of the groups, except ``default``."""
     found = {choice: group for group in default_groups() for choice in group_choices(group)}
     found.pop("default", None)
     return found

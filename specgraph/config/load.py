@@ -1,4 +1,4 @@
-"""Reads what a user gives as a configuration, and checks it."""
+"""Reads and checks the configuration that a user gives."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ConfigLike = DictConfig | Mapping[str, Any] | Config | str | Path | None
 
 
 def load_config(given: ConfigLike = None) -> Config:
-    """Defaults, overlaid with what the user gave: a preset name, a YAML path, a mapping, or a ``Config``.
+    """The defaults, overridden by what the user gave: a preset name, a YAML path, a mapping, or a ``Config``.
 
-    In a mapping or a file, a group may be named instead of spelled out: ``{"verify": "probabilistic"}`` is
-    ``conf/verify/probabilistic.yaml``, as on the command line.
+    In a mapping or a file, the name of a file may take the place of a group, as on the command line:
+    ``{"verify": "probabilistic"}`` takes ``conf/verify/probabilistic.yaml``.
 
     Raises:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type or out of range, an unknown
@@ -50,9 +50,9 @@ def load_config(given: ConfigLike = None) -> Config:
 
 
 def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
-    """A drafter from outside of this package, named by ``draft._target_``: its configuration class gives the keys.
+    """Take the keys of ``draft`` from the configuration class of a user's drafter, if ``draft._target_`` names one.
 
-    From then on ``draft.kind`` is its full name.
+    ``draft.kind`` becomes the full name of the class.
     """
     given = overlay.get("draft")
     name = given.get("_target_") or given.get("kind") if isinstance(given, Mapping) else None
@@ -62,7 +62,7 @@ def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
 
 
 def own_drafter(name: str) -> Any:
-    """The drafter class of a user, by its full name.
+    """The class of a user's drafter, by its full name.
 
     Raises:
         ConfigError: there is no such class, or it has no configuration class.
@@ -82,15 +82,15 @@ def own_drafter(name: str) -> Any:
 
 
 def drafter_options(draft: DraftConfig) -> DraftConfig:
-    """The keys of ``draft`` that the drafter of its kind has, as that drafter's own configuration."""
+    """``draft`` as an object of the drafter's own configuration class, which has only the keys of that drafter."""
     cls = drafter_configs().get(draft.kind, type(draft))
     return cls(**{item.name: getattr(draft, item.name) for item in dataclasses.fields(cls)})
 
 
 def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dtype | None = None) -> Config:
-    """A copy in which ``lowering`` says what happens to a target on ``device``, nothing left to choose.
+    """A copy in which all keys of ``lowering`` have the values that hold for a target on ``device``.
 
-    float64 is for checking, and the kernels leave it to the reference ops: ``auto`` is eager there.
+    In float64, which is used for checks, ``auto`` means eager, because the kernels leave that dtype to the reference.
     """
     given = config.lowering
     fast = str(device).startswith("cuda") and str(dtype) != "torch.float64"
@@ -105,7 +105,7 @@ def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dty
 
 
 def default_config(**chosen: str) -> DictConfig:
-    """The structured configuration with the groups of ``conf/config.yaml`` filled in, or those chosen instead."""
+    """The structured configuration with the default file of every group, or with the files that are ``chosen``."""
     structured = OmegaConf.structured(Config)
     for group, name in {**default_groups(), **chosen}.items():
         structured[group] = OmegaConf.merge(structured[group], read_group(group, name))
@@ -113,7 +113,7 @@ def default_config(**chosen: str) -> DictConfig:
 
 
 def _read(given: ConfigLike) -> dict[str, Any]:
-    """What the user gave as a mapping, interpolations left alone."""
+    """What the user gave, as a mapping in which interpolations are not resolved."""
     if isinstance(given, str | Path):
         return _read_file(given)
     if isinstance(given, DictConfig):
@@ -149,7 +149,7 @@ def _read_preset(name: str) -> dict[str, Any]:
 
 
 def validate(config: Config) -> None:
-    """Check values the types cannot."""
+    """Check values for conditions that types do not express."""
     from specgraph.kernels.sampling.sample import check_rule
 
     if "." not in config.draft.kind:

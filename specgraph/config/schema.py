@@ -1,7 +1,6 @@
-"""The configuration: structured, so that a misspelt key is an error that names the nearest valid one.
+"""The keys of the configuration, except those of ``draft``: their types, and what they mean.
 
-The YAML files under ``specgraph.conf`` hold the defaults and presets; the classes here hold the keys, their types and
-what they mean. ``passes.<name>.<option>`` are the fields of the pass of that name.
+The string below a field is its help on the command line.
 """
 
 from __future__ import annotations
@@ -52,21 +51,22 @@ class PipelineConfig:
 
 @dataclass
 class LoweringConfig:
-    """What runs the graphs."""
+    """How the graphs are run."""
 
     name: str = "auto"
-    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto: gpu on a GPU, else eager."""
+    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto, which is gpu on a GPU (but not
+    in float64) and else eager."""
     kernels: bool | None = None
     """Rewrite the graphs for our own kernels; null: as the name says."""
     remainder: str | None = None
-    """What runs what no kernel of ours covers, eager or inductor; null: as the name says."""
+    """How the nodes run that none of our kernels covers, eager or inductor; null: as the name says."""
     cuda_graph: bool | None = None
     """Replay the whole step as one CUDA graph; null: as the name says, on a GPU."""
 
 
 @dataclass
 class DebugConfig:
-    """What helps to see inside."""
+    """Checks, dumps and progress."""
 
     dump_dir: str | None = None
     """Write the graphs of every stage to this folder after compiling."""
@@ -90,12 +90,12 @@ class Config:
     lowering: LoweringConfig = field(default_factory=LoweringConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     numerics: str = "bitwise"
-    """Of the GPU's kernels: bitwise (a row's bits do not depend on the other rows) or fast (they may: no node is
-    refused, and linears run a library's product for the numbers of rows at which that is known to be faster).
+    """On a GPU: bitwise (the bits of a row do not depend on the other rows) or fast (they may depend on them; no node
+    is refused, and linears run a library's product for the numbers of rows at which that is known to be faster).
     """
     check_numerics: bool = False
     """Run every stage on the same input and name the first pass whose output differs."""
     max_batch_size: int = 64
-    """Most sequences of one `generate` call."""
+    """The largest number of sequences in one `generate` call."""
     max_length: int | None = None
-    """Longest sequence, prompt included; null takes the model's own limit."""
+    """The longest sequence, which includes the prompt; null takes the model's own limit."""

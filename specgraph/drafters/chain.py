@@ -1,10 +1,11 @@
-"""Drafters that draft token by token, each call over the one before: draft models and EAGLE heads.
+"""Drafters that make drafts one after the other, each call reading the draft before: draft models and EAGLE heads.
 
-One call runs everything that was accepted, which brings the draft's KV cache to the accepted prefix and gives the first
-draft; each further draft is one more call. A plain drafter runs the window's first token, too. One that reads the
-target's hidden states is *shifted*: row ``t`` takes token ``t + 1`` and what ``draft_features`` makes of the target's
-hidden states at ``t``, and predicts token ``t + 2``; in the chain the hidden state is the one its own head returned
-beside the logits. What was rejected is written over, so cache and proposals depend on accepted tokens only.
+The first call of a step runs all tokens that were accepted. This brings the draft's KV cache to the accepted prefix and
+gives the first draft. Each further draft takes one more call. An unshifted drafter, such as a draft model, also runs
+the first token of the window. A drafter that reads the target's hidden states is *shifted*: its row ``t`` takes token
+``t + 1`` and what ``draft_features`` computes from the target's hidden states at ``t``, and predicts token ``t + 2``.
+In further calls, the hidden state is the one that the drafter's own head returned beside the logits. Cache rows of
+rejected drafts are overwritten, so the cache and the proposals depend on accepted tokens only.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 
 BODY, HEAD, FEATURES = "draft_body", "draft_head", "draft_features"
-"""Rows to hidden states, with a KV cache; those to logits; the target's hidden states to what the first row reads."""
+"""The modules of such a drafter. The body turns rows into hidden states and has a KV cache, and the head turns hidden
+states into logits. ``draft_features`` turns the target's hidden states into those that the first call reads."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChainDrafter(Drafter):
-    """A drafter with a module :data:`BODY`, a module :data:`HEAD`, and if it is shifted a module :data:`FEATURES`."""
+    """A drafter with the modules :data:`BODY` and :data:`HEAD` and, if it is shifted, :data:`FEATURES`."""
 
     chained: ClassVar[bool] = True
 
     @property
     def model(self) -> ModelInfo:
-        """Facts about its body."""
+        """Facts about the body."""
         return self.models[BODY]
 
     def build(self, step: DraftStep) -> int:
-        """K calls of ``draft``, which joins body and head: vocabulary logits for one row only."""
+        """Append K calls of ``draft``, a module made of body and head that computes logits for one row only."""
         count = self.num_speculative_tokens
         if count < 1:
             raise PassError(f"insert_draft: {self.name} needs num_speculative_tokens >= 1, got {count}.")
@@ -61,17 +63,17 @@ class ChainDrafter(Drafter):
         return count
 
     def _position(self, step: DraftStep, row: int) -> fx.Node:
-        """The position ``[B, 1]`` that draft number ``row`` is run at."""
+        """The position ``[B, 1]`` of the row in the call that makes draft number ``row``."""
         offset = row - 1 if self.shifted else row
         return step.call(functions.chain_positions, step.start, step.num_emitted, offset, name=f"position_{row}")
 
     def _unshifted(self, step: DraftStep) -> dict[str, fx.Node]:
-        """Inputs of the first call: the window's first token and everything emitted."""
+        """Inputs of the first call: the first token of the window, and all emitted tokens."""
         tokens, positions, rows = step.caught_up(self.model.input_ids)
         return {"tokens": tokens, "positions": positions, "num_rows": rows, "row": step.num_emitted}
 
     def _shifted(self, step: DraftStep) -> dict[str, fx.Node]:
-        """Inputs of the first call: everything emitted, beside the target's features one position before."""
+        """Inputs of the first call: each emitted token, with the target's features of the position before it."""
         features, vocab = step.features(), self.model.input_ids
         tokens = step.call(functions.next_tokens, step.emitted, vocab_size=vocab, name="accepted")
         hidden = step.along_path(step.call(FEATURES, *features, name="features"), "path_features")
@@ -81,7 +83,7 @@ class ChainDrafter(Drafter):
 
 
 def _join(body: fx.GraphModule, head: fx.GraphModule) -> fx.GraphModule:
-    """Body and head as one module that selects its row in between."""
+    """One module of body and head, which selects a row between the two."""
     graph, root = fx.Graph(), torch.nn.Module()
     inputs = {n.name: n for n in body.graph.nodes if n.op == "placeholder"}
     mapping = {node: graph.placeholder(name) for name, node in inputs.items()}

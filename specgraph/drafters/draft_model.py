@@ -28,14 +28,14 @@ from specgraph.ir.model_info import ModelInfo
 
 @dataclass
 class DraftModelConfig(ParallelDraftConfig):
-    """Keys of ``draft`` that a draft model reads."""
+    """Keys of ``draft`` for draft models."""
 
     kind: str = "draft_model"
 
 
 @dataclass(frozen=True, eq=False)
 class DraftModelDrafter(ChainDrafter):
-    """Runs a traced causal LM: token by token, or all drafts at once behind mask tokens."""
+    """Runs a traced causal LM, which drafts token by token, or all tokens in one call with mask tokens."""
 
     kind: ClassVar[str] = "draft_model"
     Config: ClassVar[type[DraftConfig]] = DraftModelConfig
@@ -45,7 +45,10 @@ class DraftModelDrafter(ChainDrafter):
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
-        """Whatever transformers loads as a causal LM and no head claims."""
+        """PARD models, and every other checkpoint that transformers loads as a causal LM.
+
+        This drafter is asked last, so no checkpoint of a head reaches it.
+        """
         config = files.config
         if config.get("pard_token") is not None or config.get("spd_type") == "pard":
             return Checkpoint.of(files, cls.kind, "pard", "pard", parallel=True)
@@ -53,18 +56,18 @@ class DraftModelDrafter(ChainDrafter):
 
     @classmethod
     def takes(cls, given: object) -> bool:
-        """A loaded model, or the name of one."""
+        """Whether the draft is a loaded model or the name of one, that is, anything but a loaded head."""
         return not isinstance(given, DraftHead)
 
     @classmethod
     def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
-        """Compare tokenizers and the mask token, without loading weights."""
+        """Compare the tokenizers of both models, without loading weights."""
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
         check_same_tokenizer(model, without_weights(str(folder), "draft"))
 
     @classmethod
     def make(cls, options: DraftModelConfig, target: Target, given: Any) -> Draft:
-        """A causal LM on the target's device. One by path or name is loaded in the target's dtype."""
+        """Trace the draft model. A model that is given by path or name is loaded in the target's dtype first."""
         mask, parallel, notes = options.mask_token_id, False, ()
         if isinstance(given, Checkpoint):
             mask, parallel = given.mask_token_id if mask is None else mask, given.parallel
@@ -93,7 +96,7 @@ def _is_causal_lm(config: Mapping[str, Any]) -> bool:
 
 
 def _check_model(target: Target, draft: Any) -> None:
-    """Refuse what is no causal LM of the target's tokenizer, on the target's device."""
+    """Refuse a draft that is not a causal LM with the target's tokenizer, on the target's device."""
     try:
         check_is_causal_lm(draft)
     except UnsupportedModelError as error:

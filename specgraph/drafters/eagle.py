@@ -1,9 +1,10 @@
-"""EAGLE-1 and EAGLE-2 as a chain: a decoder layer over the token that followed and the target's last hidden state.
+"""EAGLE-1 and EAGLE-2 heads, run as a chain.
 
-Row ``t`` takes the embedding of token ``t + 1`` and ``h_t``, what the target's vocabulary projection reads at ``t``,
-side by side through one projection ``fc``, and predicts token ``t + 2`` with the target's own vocabulary projection.
-Its output is a guess of ``h_{t+1}``, which is fed on as it is. EAGLE-2 has the same weights and drafts a tree with
-them.
+A head is a small decoder. Its row ``t`` concatenates the embedding of token ``t + 1`` with ``h_t``, the hidden state
+that the target's vocabulary projection reads at ``t``, and applies the projection ``fc``. The decoder layers turn the
+result into an estimate of ``h_{t+1}``, from which the target's own vocabulary projection predicts token ``t + 2``. The
+next draft reads that estimate in the place of the target's hidden state. EAGLE-2 drafts a tree with the same weights;
+here, both draft a chain.
 
 Source: Li et al. 2024, EAGLE (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858); names and shapes of SafeAILab/EAGLE.
 """
@@ -35,14 +36,14 @@ from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
-"""Tensors that are computed anew."""
+"""Tensors that are computed and not read."""
 OTHERS = ("hidden_norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")
-"""Norms of DFlash heads, EAGLE-3 heads and whole decoders; an EAGLE head has none in front of its first layer."""
+"""Norms that DFlash heads, EAGLE-3 heads and whole decoders have. An EAGLE head has no norm before its first layer."""
 
 
 @dataclass
 class EagleDraftConfig(DraftConfig):
-    """Keys of ``draft`` that overrule an EAGLE checkpoint; null leaves it as it is."""
+    """Keys of ``draft`` for EAGLE heads. A value overrides the checkpoint's; null keeps it."""
 
     kind: str = "eagle"
     rope_theta: float | None = None
@@ -52,10 +53,10 @@ class EagleDraftConfig(DraftConfig):
 
 
 class Eagle(ShiftedHead):
-    """The head. Names of parameters are those of the files."""
+    """An EAGLE head. Its parameters have the names that they have in the files."""
 
     def __init__(self, config: PretrainedConfig) -> None:
-        """Of decoder layers that ``config``, Llama's or Qwen3's, describes; its ``vocab_size`` is the target's."""
+        """Make the layers from ``config``, Llama's or Qwen3's configuration, with the ``vocab_size`` of the target."""
         super().__init__()
         self.config = causal_layers(config)
         plain, rotary, _ = LAYERS[config.model_type]
@@ -64,19 +65,19 @@ class Eagle(ShiftedHead):
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = nn.ModuleList(plain(self.config, index) for index in range(config.num_hidden_layers))
-        self.layers[0].input_layernorm = nn.Identity()  # the first layer reads what ``fc`` gives as it is
+        self.layers[0].input_layernorm = nn.Identity()  # the first layer has no norm before it
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         self.rotary = rotary(self.config)
         self.mask_hidden = None
         self.register_buffer("draft_to_target", None)
 
     def combine(self, *features: Tensor) -> Tensor:
-        """The target's last hidden state, as it is."""
+        """The target's last hidden state, unchanged."""
         (hidden,) = features
         return hidden
 
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """Run rows: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, guesses of the next hidden state."""
+        """Estimates ``[B, T, H]`` of the next hidden states, from int64 ``[B, T]`` twice and ``[B, T, H]``."""
         embedding = self.embed_tokens(tokens)
         options["position_embeddings"] = self.rotary(embedding, positions)
         options.setdefault("attention_mask", None)
@@ -87,15 +88,16 @@ class Eagle(ShiftedHead):
 
     @torch.no_grad()
     def start_from_hidden(self) -> None:
-        """Begin with the guess that the next hidden state is the same one, which is on the right scale.
+        """Initialise ``fc`` so that it passes the hidden state on unchanged, which has the right scale.
 
-        After 100 steps on tiny-math the held-out loss was 3.12 nats per token, and 3.26 from random numbers alone.
+        After 100 training steps on tiny-math, the held-out loss was 3.12 nats per token. It was 3.26 with a random
+        ``fc``.
         """
         size = self.fc.out_features
         self.fc.weight[:, size:].copy_(torch.eye(size))
 
     def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, R, V]`` of rows of :meth:`forward`, and these rows: there is no norm in between."""
+        """Logits ``[B, R, V]`` of rows that :meth:`forward` gave, and these rows, since there is no last norm."""
         return self.lm_head(hidden), hidden
 
 
@@ -110,10 +112,11 @@ class EagleDrafter(ShiftedDrafter):
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
-        """By the names of its tensors, since its configuration is that of any Llama.
+        """Recognise an EAGLE head by the names of its tensors, because its configuration is that of any Llama.
 
-        It has a decoder layer without a norm in front, and is still known if it lacks its ``fc`` or has a last norm,
-        but not both: that is the inside of a causal LM whose layers norm only their outputs.
+        The sign is a first decoder layer without a norm before it. A head that lacks its ``fc``, or that has a last
+        norm, is still recognised, so that the error can say what is wrong with it. If both hold, the tensors are those
+        of a causal LM whose layers norm only their outputs, and not of a head.
         """
         names = files.tensors
         layer = "layers.0.self_attn.q_proj.weight" in names and not any(name in names for name in OTHERS)
@@ -126,7 +129,7 @@ class EagleDrafter(ShiftedDrafter):
     def choices(
         cls, checkpoint: Checkpoint, options: EagleDraftConfig, target_layers: int | None
     ) -> tuple[Choice, ...]:
-        """Layers, biases and the rotary base."""
+        """The options of the decoder layers, and the base of the rotary embedding."""
         reader = Reader(checkpoint)
         _shape(reader, options)
         return tuple(reader.sources)
@@ -135,7 +138,7 @@ class EagleDrafter(ShiftedDrafter):
     def load(
         cls, checkpoint: Checkpoint, options: EagleDraftConfig, model: PreTrainedModel, info: ModelInfo
     ) -> DraftHead:
-        """The vocabulary projection is the target's own, unless the checkpoint has another one."""
+        """Load a head. A checkpoint may lack the embedding and the projection, which are then the target's own."""
         loader = HeadLoader(checkpoint, checkpoint.tensors, TargetTensors.of(model, info), "an EAGLE head",
                             (EMBEDDING, PROJECTION), IGNORED)  # fmt: skip
         layers = layer_config(checkpoint, _shape(Reader(checkpoint), options), len(loader.target.own[EMBEDDING]))
@@ -162,7 +165,7 @@ class EagleDrafter(ShiftedDrafter):
         cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
         shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
     ) -> Path:  # fmt: skip
-        """As SafeAILab's files are, in safetensors."""
+        """Write the head in SafeAILab's layout, as safetensors."""
         module: Eagle = head.module
         layers: Any = module.config
         config = {
@@ -177,14 +180,14 @@ class EagleDrafter(ShiftedDrafter):
 
 
 def _shape(reader: Reader, options: EagleDraftConfig) -> LayerShape:
-    """How many layers there are, and their rotary embedding; notes where that is from."""
+    """The decoder layers of a head and their rotary embedding; ``reader`` notes where both were found."""
     names = reader.checkpoint.tensors
     reader.note("biases", any(name.endswith(".bias") for name in names), "tensors")
     return read_layers(reader, names, options.rope_theta)
 
 
 def _check_plan(plan: HeadPlan, features: tuple[int, ...]) -> None:
-    """Refuse settings of a training run that a head of this architecture has no place for."""
+    """Refuse settings of a training run that do not exist in a head of this architecture."""
     if plan.vocabulary is not None:
         raise ConfigError("An EAGLE head drafts the whole vocabulary; leave head.draft_vocab_size out.")
     if plan.features != features:

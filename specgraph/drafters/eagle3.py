@@ -1,9 +1,9 @@
-"""EAGLE-3: a small decoder that reads hidden states of the target and the token that followed them.
+"""EAGLE-3 heads: how their checkpoints are recognised and loaded, and how they draft.
 
-Row ``t`` takes the embedding of token ``t + 1`` and ``h_t``, the target's features at ``t`` behind one projection, and
-predicts token ``t + 2``; further drafts take the head's own last hidden state in the place of ``h_t``. With a
-``mask_hidden`` it drafts in parallel (P-EAGLE): a row for a token that is not drafted yet takes a mask token and that
-hidden state.
+A head is a small decoder. Its row ``t`` takes the embedding of token ``t + 1`` and ``h_t``, which is a projection of
+several hidden states of the target at ``t``, and predicts token ``t + 2``. Further drafts take the head's own last
+hidden state in the place of ``h_t``. A head with a ``mask_hidden`` drafts in parallel (P-EAGLE): the row of a token
+that is not drafted yet takes a mask token and that hidden state.
 
 Source: Li et al. 2025 (arXiv 2503.01840); parallel drafting: P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
 """
@@ -37,15 +37,16 @@ from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
 IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
-"""Tensors that are read apart, that are computed anew, or that only training needs."""
+"""Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
 
 RANDOM_VOCAB = 32000
-"""Tokens that a random head drafts, as published EAGLE-3 heads for Llama do, or all of a smaller vocabulary."""
+"""How many tokens a random head can draft, which is the number of published EAGLE-3 heads for Llama. With a smaller
+vocabulary, it can draft all tokens."""
 
 
 @dataclass
 class Eagle3DraftConfig(ParallelDraftConfig):
-    """Keys of ``draft`` that overrule an EAGLE-3 checkpoint; null leaves it as it is."""
+    """Keys of ``draft`` for EAGLE-3 heads. A value overrides the checkpoint's; null keeps it."""
 
     kind: str = "eagle3"
     feature_layers: list[int] | None = None
@@ -62,7 +63,7 @@ class Eagle3DraftConfig(ParallelDraftConfig):
 
 @dataclass(frozen=True, eq=False)
 class Eagle3Drafter(ShiftedDrafter):
-    """Runs an EAGLE-3 head, chained or in parallel."""
+    """Runs an EAGLE-3 head, as a chain of calls or in parallel."""
 
     kind: ClassVar[str] = "eagle3"
     Config: ClassVar[type[DraftConfig]] = Eagle3DraftConfig
@@ -71,12 +72,12 @@ class Eagle3Drafter(ShiftedDrafter):
 
     @classmethod
     def called(cls, parallel: bool) -> str:
-        """P-EAGLE is a way to draft with such a head."""
+        """``peagle`` for a head that drafts in parallel, else ``eagle3``."""
         return "peagle" if parallel else cls.kind
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
-        """Speculators' and SpecForge's by their configuration, others by the names of their tensors."""
+        """Recognise heads of speculators and SpecForge by their configuration, others by the names of their tensors."""
         config, names = files.config, files.tensors
         declared, classes = config.get("speculators_model_type"), architectures(config)
         other = declared is not None and declared not in ("eagle3", "peagle")
@@ -95,27 +96,27 @@ class Eagle3Drafter(ShiftedDrafter):
     def choices(
         cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, target_layers: int | None
     ) -> tuple[Choice, ...]:
-        """Every option of the head."""
+        """All options of the head."""
         return read_options(checkpoint, options, target_layers).sources
 
     @classmethod
     def load(
         cls, checkpoint: Checkpoint, options: Eagle3DraftConfig, model: PreTrainedModel, info: ModelInfo
     ) -> DraftHead:
-        """As :func:`load_head` does."""
+        """Load a head; see :func:`load_head`."""
         return load_head(checkpoint, options, model, info)
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
-        """EAGLE-3's, as far as the target has them."""
+        """The three that EAGLE-3 reads by default, limited to those that the target has."""
         return tuple(sorted({min(max(k, 0), num_layers) for k in default_features(num_layers)}))
 
     @classmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
         """A head whose embedding is the target's own frozen tensor.
 
-        So is its vocabulary projection, unless it drafts only a part of the vocabulary: then it is a frozen
-        copy of rows.
+        Its vocabulary projection is the target's, too. If it drafts only a part of the vocabulary, the projection is a
+        frozen copy of the rows for that part.
         """
         parallel, full = algorithm == "peagle", len(plan.projection)
         config = Eagle3Config(
@@ -128,12 +129,12 @@ class Eagle3Drafter(ShiftedDrafter):
         module = Eagle3(config, parallel=parallel).to(plan.embedding.device)
         module.borrow(plan)
         if module.mask_hidden is not None:
-            nn.init.normal_(module.mask_hidden)  # at zero, the norm behind it would blow its gradient up
+            nn.init.normal_(module.mask_hidden)  # at zero, the norm that reads it would have a huge gradient
         return DraftHead(module, plan.features, plan.mask_token_id if parallel else None, parallel)
 
     @classmethod
     def plan_random(cls, model: PreTrainedModel) -> HeadPlan:
-        """It drafts a random part of a large vocabulary, as published heads do."""
+        """A plan for a head that drafts a random part of a large vocabulary; published heads draft a part, too."""
         plan = super().plan_random(model)
         full = len(plan.projection)
         kept = torch.randperm(full)[:RANDOM_VOCAB].sort().values if full > RANDOM_VOCAB else None
@@ -141,7 +142,7 @@ class Eagle3Drafter(ShiftedDrafter):
 
     @classmethod
     def save_head(cls, head: DraftHead, folder: str | Path, **record: Any) -> Path:
-        """In the speculators layout."""
+        """Write the head in the speculators layout."""
         return save_head(head, folder, **record)
 
 
@@ -157,11 +158,13 @@ def _layout(classes: list[str], names: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class HeadOptions(LayerShape):
-    """How the tensors of a checkpoint are used.
+    """How the tensors of a checkpoint are used. :class:`~specgraph.drafters.eagle3_module.Eagle3Config` says what the
+    options mean.
 
     Attributes:
-        features: the k of the hidden states hs[k] it reads; None if that depends on a target that is not known.
-        sources: everything above and below, and where it is from.
+        features: the indices k of the hidden states hs[k] that the head reads; None if they depend on the target and
+            the target is not known.
+        sources: every option with its value and the place from which the value was taken.
     """
 
     features: tuple[int, ...] | None
@@ -177,20 +180,23 @@ class HeadOptions(LayerShape):
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's: one hidden state near the bottom, the middle one, one near the top; no such for a few layers."""
+    """The hidden states that EAGLE-3 reads by default: near the bottom, in the middle and near the top of the target.
+
+    They do not exist or are out of order if the target has only a few layers.
+    """
     return 2, num_layers // 2, num_layers - 3
 
 
 def layer_name(name: str) -> str:
-    """A tensor's name in the speculators layout."""
+    """The name of a tensor in the speculators layout."""
     return re.sub(r"^midlayer\.", "layers.0.", name)
 
 
 def read_options(checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_layers: int | None = None) -> HeadOptions:
-    """Collect the options of an EAGLE-3 checkpoint; ``target_layers`` is L, if the target is known.
+    """Collect the options of an EAGLE-3 checkpoint. ``target_layers`` is the number of layers of the target, or None.
 
     Raises:
-        ConfigError: the head needs something that is not supported, or an option that nothing says.
+        ConfigError: the head needs something that is not supported, or nothing gives the value of an option.
     """
     names = {layer_name(name) for name in checkpoint.tensors}
     reader = Reader(checkpoint, default_features=default_features, default_source="default: 2, L // 2, L - 3")
@@ -213,7 +219,7 @@ def read_options(checkpoint: Checkpoint, overrides: Eagle3DraftConfig, target_la
 
 
 def _refuse_variants(reader: Reader) -> None:
-    """Variants of ModelOpt whose forward pass is another one."""
+    """Refuse variants of ModelOpt that have another forward pass."""
     for name, usual in (("next_layer_regular", True), ("use_mtp_layernorm", False)):
         if reader.nested.get(name, usual) is not usual:
             raise ConfigError(
@@ -232,8 +238,9 @@ def load_head(
 ) -> DraftHead:
     """Build the head on the target's device and in its dtype.
 
-    A missing ``embed_tokens`` or ``lm_head`` is the target's own tensor, not a copy; so is one that equals it, which is
-    compared in parts and never brought to the target's device. :func:`read_options` says how the options are chosen.
+    If the checkpoint lacks ``embed_tokens`` or ``lm_head``, or has one that equals the target's, the head uses the
+    target's own tensor and not a copy. The comparison goes part by part, so it needs little memory on the target's
+    device. :func:`read_options` chooses the options.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
@@ -252,14 +259,14 @@ def load_head(
 
 @dataclass(frozen=True, eq=False)
 class _Eagle3Loader:
-    """What is EAGLE-3's alone while a head is loaded."""
+    """Loads an EAGLE-3 head: the steps that heads of other kinds do not have."""
 
     checkpoint: Checkpoint
     options: HeadOptions
     loader: HeadLoader
 
     def load(self) -> DraftHead:
-        """Check every tensor by its shape, and only then read them."""
+        """Check the shapes of all tensors before reading any of them."""
         features = self.options.features
         if features is None:
             raise ConfigError(
@@ -282,7 +289,8 @@ class _Eagle3Loader:
         if declared is not None and declared != info.hidden_size:
             raise self.loader.unfit(f"it was made for a target with hidden size {declared}", f"has {info.hidden_size}")
         head, embedding = stored.get("lm_head.weight"), stored.get("embed_tokens.weight")
-        # A longer embedding than the target's has room for a mask token; a shorter one is found by its shape.
+        # An embedding may be longer than the target's, to have a row for a mask token. A shorter one fails the check of
+        # shapes.
         own = self.loader.target.own[EMBEDDING].shape[0]
         rows = own if embedding is None else max(*embedding.shape[:1], info.vocab_size)
         layers = layer_config(self.checkpoint, options, rows)

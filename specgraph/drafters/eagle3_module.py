@@ -1,6 +1,4 @@
-"""EAGLE-3's module: a decoder over the target's features and the token that followed them.
-
-The layouts of its checkpoints, and how it drafts, are in :mod:`specgraph.drafters.eagle3`.
+"""The PyTorch module of EAGLE-3 heads. :mod:`specgraph.drafters.eagle3` describes what it computes, and loads it.
 
 Source: Li et al. 2025 (arXiv 2503.01840); the variants are those of speculators and of NVIDIA's Model-Optimizer.
 """
@@ -22,18 +20,19 @@ class Eagle3Config:
     """The shape of an EAGLE-3 head.
 
     Attributes:
-        layers: transformers' configuration of its decoder layers, of a ``model_type`` in :data:`LAYERS`;
-            ``vocab_size`` is what its embedding takes.
-        target_hidden_size: width of one target feature.
-        num_features: how many it reads.
-        draft_vocab_size: width of its logits.
-        norm_before_residual: the first layer's residual is the normed hidden state instead of the hidden state itself.
-        norm_before_fc: one norm of the concatenated features in front of the projection.
-        fc_norm: a norm of every single feature in front of the projection.
-        norm_output: what is fed on in the chain has gone through the last norm.
-        fc: project the features; without it there is one feature of the head's own width.
-        input_norm: norm the embedding in the first layer.
-        last_norm: norm in front of the vocabulary projection.
+        layers: transformers' configuration of the decoder layers, with a ``model_type`` in :data:`LAYERS`. Its
+            ``vocab_size`` is the number of rows of the embedding.
+        target_hidden_size: the width of one hidden state of the target.
+        num_features: how many hidden states of the target the head reads.
+        draft_vocab_size: the width of the logits.
+        norm_before_residual: whether the first layer's residual is the normed hidden state, and not the hidden state
+            itself.
+        norm_before_fc: whether one norm is applied to the concatenated features before the projection.
+        fc_norm: whether a norm is applied to every single feature before the projection.
+        norm_output: whether the hidden state that the next draft reads has passed the last norm.
+        fc: whether the features are projected. Without it, there is one feature, which has the head's own width.
+        input_norm: whether the first layer norms the embedding.
+        last_norm: whether there is a norm before the vocabulary projection.
     """
 
     layers: PretrainedConfig
@@ -50,7 +49,7 @@ class Eagle3Config:
 
     @property
     def feature_size(self) -> int:
-        """Width of the concatenated features."""
+        """The width of the concatenated features."""
         return self.num_features * self.target_hidden_size
 
 
@@ -83,9 +82,10 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(ShiftedHead):
-    """The head. Names of parameters are those of the speculators layout.
+    """An EAGLE-3 head. Its parameters have the names of the speculators layout.
 
-    Buffers: ``draft_to_target`` int64 ``[Vd]`` or None; ``mask_hidden`` ``[A * Ht]`` is a parameter, or None.
+    ``draft_to_target`` is a buffer, int64 ``[Vd]``, or None. ``mask_hidden`` is a parameter ``[A * Ht]``, or None;
+    ``A`` is the number of features and ``Ht`` the width of each.
     """
 
     def __init__(self, config: Eagle3Config, *, parallel: bool = False) -> None:
@@ -112,16 +112,16 @@ class Eagle3(ShiftedHead):
         self.register_buffer("draft_to_target", None)
 
     def combine(self, *features: Tensor) -> Tensor:
-        """What the first layer reads of the target: ``[B, T, Ht]`` for each feature to ``[B, T, H]``."""
+        """The hidden state ``[B, T, H]`` that the first layer reads, from the target's features ``[B, T, Ht]``."""
         if self.config.fc_norm:
             features = tuple(norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True))
         combined: Tensor = self.fc(self.input_norm(torch.cat(features, dim=-1)))
         return combined
 
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """Run rows: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, before the last norm.
+        """Run the layers: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the last norm.
 
-        ``options`` go to the attention layers of transformers: a mask, a cache.
+        ``options`` go to the attention layers of transformers, such as a mask or a cache.
         """
         embedding = self.embed_tokens(tokens)
         options["position_embeddings"] = self.rotary(embedding, positions)
@@ -133,19 +133,19 @@ class Eagle3(ShiftedHead):
         return hidden
 
     def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, R, Vd]`` and the hidden state ``[B, R, H]`` that is fed on, of rows of :meth:`forward`."""
+        """Logits ``[B, R, Vd]`` of rows that :meth:`forward` gave, and the hidden state that the next draft reads."""
         normed = self.norm(hidden)
         return self.lm_head(normed), normed if self.config.norm_output else hidden
 
     def feed_on(self, hidden: Tensor) -> Tensor:
-        """The hidden state before or after the last norm."""
+        """The hidden state that the next draft reads: before or after the last norm, as ``norm_output`` says."""
         normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return normed
 
     @torch.no_grad()
     def match_scale(self, hidden: Tensor) -> None:
-        """Start the last norm at the scale of what the target's vocabulary projection reads, channel by channel.
+        """Start the last norm with the scale, by channel, of the hidden states that the target's projection reads.
 
-        From ones, a learning rate of 1e-3 would take thousands of steps to get there.
+        If it started with ones, a learning rate of 1e-3 would need thousands of steps to reach that scale.
         """
         self.norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())

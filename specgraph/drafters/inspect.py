@@ -1,4 +1,4 @@
-"""Says what a checkpoint is, how it would be used, and whether it fits a target. No weights of either are loaded."""
+"""Finds out what a checkpoint is, how it would be used, and whether it fits a target, without loading any weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from specgraph.tables import text_table
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """What was found out about a checkpoint.
 
     Attributes:
         facts: what the checkpoint is, by name.
-        options: rows of an option, its value and where it is from.
-        tensors: rows of a name, a shape, a dtype, how often and how many bytes.
-        fits: whether it fits the target; None if none was given.
-        reason: why it cannot be used, if it cannot.
+        options: rows of an option's name, its value, and the place from which the value was taken.
+        tensors: rows of a name, a shape, a dtype, the number of such tensors, and their bytes.
+        fits: whether it fits the target; None if no target was given.
+        reason: why the checkpoint cannot be used; None if it can.
     """
 
     facts: dict[str, str]
@@ -46,7 +46,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None = None) -> Inspection:
-    """Look at a checkpoint, and at whether it fits the target of that name or folder.
+    """Inspect a checkpoint and, if ``target`` names a model, check whether the checkpoint fits it.
 
     Raises:
         ConfigError: the checkpoint cannot be opened or is of an unsupported kind, or the target is not a causal LM.
@@ -85,7 +85,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _tensors(tensors: dict[str, StoredTensor]) -> list[tuple[str, ...]]:
-    """One row for all tensors that only differ by indices in their names."""
+    """One row for each group of tensors whose names differ only in their indices."""
     keys = {name: (re.sub(r"(?<![^.])\d+(?=\.)", "*", name), t.shape, t.dtype) for name, t in tensors.items()}
     counts = Counter(keys.values())
     rows = {}

@@ -1,8 +1,8 @@
-"""Medusa: K heads over one hidden state of the target, each for a token further ahead.
+"""Medusa: K heads that read one hidden state of the target, and predict one token each.
 
-Head ``i`` at row ``t`` takes ``h_t``, what the target's vocabulary projection reads, through residual blocks
-``x + SiLU(W x + b)`` and a projection of its own, and predicts token ``t + 2 + i``. Nothing is kept between steps: the
-drafts are a function of the last accepted row's hidden state.
+At row ``t``, all heads read ``h_t``, the hidden state that the target's vocabulary projection reads. Head ``i`` applies
+residual blocks ``x + SiLU(W x + b)`` and a vocabulary projection of its own, and predicts token ``t + 2 + i``. A Medusa
+drafter keeps nothing between steps, because its drafts are a function of the last accepted row's hidden state.
 
 Source: Cai et al. 2024, Medusa (arXiv 2401.10774); names of FasterDecoding/Medusa, and of its repacked form.
 """
@@ -36,19 +36,20 @@ from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 
 PREFIX = "medusa_head."
-"""In front of every name where the heads lie among the tensors of a whole model."""
+"""The prefix of the heads' names in a checkpoint that holds a whole model."""
 RELEASED = re.compile(r"^(\d+)\.(\d+)\.(?:weight|(linear)\.(weight|bias))$")
-"""Head, layer, and for a layer that is a residual block its tensor; these are the names of :class:`Medusa`, too."""
+"""Names of the released layout: the head, the layer and, if the layer is a residual block, its tensor. The parameters
+of :class:`Medusa` have the same names."""
 BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
-"""The same in the repacked form."""
+"""The names of the vocabulary projections in the repacked form."""
 TOKEN_MAP = "token_map"
-"""int64 ``[Vd]``, the target ids of a reduced vocabulary."""
+"""The name of a tensor int64 ``[Vd]`` with the target ids of a reduced vocabulary."""
 
 
 @dataclass
 class MedusaDraftConfig(DraftConfig):
-    """Keys of ``draft`` that Medusa heads read: there are none of their own."""
+    """Keys of ``draft`` for Medusa heads. They add none to those of all drafters."""
 
     kind: str = "medusa"
 
@@ -68,9 +69,9 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(nn.ModuleList):
-    """The heads, each of them residual blocks and a vocabulary projection; a slice of it has some of the heads.
+    """A list of heads, each made of residual blocks and a vocabulary projection. A slice of it has some of the heads.
 
-    Buffer: ``draft_to_target`` int64 ``[Vd]``, the target id of every draft id, or None.
+    ``draft_to_target`` is a buffer, int64 ``[Vd]``, with the target id of every draft id, or None.
     """
 
     def __init__(self, heads: Iterable[nn.Module] = ()) -> None:
@@ -80,7 +81,7 @@ class Medusa(nn.ModuleList):
 
     @classmethod
     def of(cls, num_heads: int, num_blocks: int, hidden_size: int, vocab_size: int, bias: bool = True) -> Medusa:
-        """Heads with as many blocks each; ``vocab_size`` is ``Vd``, ``bias`` is that of the blocks."""
+        """Make ``num_heads`` heads of ``num_blocks`` blocks each. ``vocab_size`` is ``Vd``; blocks may have a bias."""
         blocks = [[ResidualBlock(hidden_size, bias) for _ in range(num_blocks)] for _ in range(num_heads)]
         return cls(nn.Sequential(*some, nn.Linear(hidden_size, vocab_size, bias=False)) for some in blocks)
 
@@ -100,16 +101,16 @@ class Medusa(nn.ModuleList):
     def unroll(
         self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
     ) -> Iterator[Tensor]:
-        """The rows ``[B, S, H]`` in front of every head's projection; no head depends on the one before."""
+        """For each head, the rows ``[B, S, H]`` that its projection reads. No head depends on another one."""
         heads: Any = self
         return (heads[step][:-1](features[0]) for step in range(steps))
 
     def match_scale(self, hidden: Tensor) -> None:
-        """Nothing: a new head reads and gives what the target's projection reads."""
+        """Do nothing, because a new head passes on the hidden state that it reads, which has the right scale."""
 
 
 class _Together(nn.Module):
-    """The heads as they are called."""
+    """The heads as one module, which is called once for all drafts."""
 
     def __init__(self, heads: nn.ModuleList) -> None:
         super().__init__()
@@ -122,7 +123,12 @@ class _Together(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class MedusaDrafter(Drafter):
-    """Calls all heads once, on the last accepted row's hidden state; each gives ``vocab_size`` logits of ``dtype``."""
+    """Calls all heads once, on the hidden state of the last accepted row.
+
+    Attributes:
+        vocab_size: ``Vd``, the number of logits of each head.
+        dtype: the dtype of the logits.
+    """
 
     vocab_size: int = 0
     dtype: torch.dtype = torch.float32
@@ -134,7 +140,7 @@ class MedusaDrafter(Drafter):
     head: ClassVar[type[nn.Module] | None] = Medusa
 
     def build(self, step: DraftStep) -> int:
-        """One call for all drafts."""
+        """Append one call that gives the logits of all drafts, and draw the drafts from them."""
         (hidden,) = step.features()
         last = step.call(functions.last_row, step.num_emitted, name="last")
         row = step.call(functions.take_rows, step.along_path(hidden, "path_hidden"), last, 1, name="last_hidden")
@@ -144,7 +150,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:
-        """By the names of its tensors, or by a key of its configuration."""
+        """Recognise Medusa heads by the names of their tensors, or by the key ``medusa_num_heads``."""
         stored = StoredHeads.of(files.tensors)
         if not stored.num_heads and "medusa_num_heads" not in files.config:
             return None
@@ -152,19 +158,19 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
-        """What is counted: configurations are often wrong about it."""
+        """The numbers of heads and blocks, counted from the tensors because configurations are often wrong."""
         stored = StoredHeads.of(checkpoint.tensors)
         found = {"num_heads": stored.num_heads, "num_blocks": stored.num_blocks, TOKEN_MAP: TOKEN_MAP in stored.tensors}
         return tuple(Choice(name, value, "tensors") for name, value in found.items())
 
     @classmethod
     def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
-        """Make them, on whatever device the target is."""
+        """Load the heads onto the target's device, which is ``meta`` for a target without weights."""
         load_heads(checkpoint, model, info)
 
     @classmethod
     def make(cls, options: MedusaDraftConfig, target: Target, given: Any) -> Draft:
-        """From heads, loaded or as a checkpoint, of which no more are read than there are drafts."""
+        """Bind loaded heads, or load them from a checkpoint. Heads beyond the number of drafts are not read."""
         notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
             given, notes = load_heads(given, target.model, target.info, options.num_speculative_tokens), (given.about,)
@@ -177,7 +183,7 @@ class MedusaDrafter(Drafter):
         """The drafter that runs the first ``num_speculative_tokens`` heads.
 
         Raises:
-            ConfigError: there are fewer.
+            ConfigError: there are fewer heads.
         """
         module: Medusa = head.module
         count, weight = len(module), module.projection
@@ -194,7 +200,11 @@ class MedusaDrafter(Drafter):
     @classmethod
     @torch.no_grad()
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
-        """A head for every step: a block for every layer of the plan, zeros, and a copy of the target's projection."""
+        """Untrained heads, one for each draft of the plan, with one block for each of its layers.
+
+        The weights of the blocks are zero and the projections are copies of the target's, so that a new head passes on
+        the hidden state that it reads.
+        """
         text: Any = plan.model.config.get_text_config()
         if plan.features != cls.feature_layers(text.num_hidden_layers):
             raise ConfigError("Medusa heads read the target's last hidden state; leave head.feature_layers out.")
@@ -208,7 +218,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MedusaDraftConfig) -> DraftHead:
-        """As many heads as there are drafts, one block each."""
+        """One head with one block for each draft."""
         text: Any = model.config.get_text_config()
         plan = random_plan(model, cls.feature_layers(text.num_hidden_layers), options.num_speculative_tokens)
         rows, size = plan.projection.shape
@@ -220,7 +230,7 @@ class MedusaDrafter(Drafter):
         cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
         shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
     ) -> Path:  # fmt: skip
-        """With the released names, as safetensors."""
+        """Write the heads with the names of the released layout, as safetensors."""
         module: Medusa = head.module
         tensors: dict[str, Tensor] = dict(module.named_parameters())
         if module.draft_to_target is not None:
@@ -232,12 +242,13 @@ class MedusaDrafter(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class StoredHeads:
-    """The heads in a file.
+    """The heads that a checkpoint holds.
 
     Attributes:
-        tensors: those of the heads, by the names of :class:`Medusa`; whatever else is beside them keeps its name.
-        num_heads, num_blocks: heads, and residual blocks of each: the highest index counts.
-        prefix, repacked: how the file names them.
+        tensors: the tensors of the heads, by the names of :class:`Medusa`; other tensors keep their names.
+        num_heads, num_blocks: the number of heads, and of residual blocks in each, by the highest index in the names.
+        prefix: the prefix of the names in the file.
+        repacked: whether the file has the repacked form.
     """
 
     tensors: dict[str, StoredTensor]
@@ -248,7 +259,7 @@ class StoredHeads:
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor]) -> StoredHeads:
-        """Those of a checkpoint. Where names have the prefix, the tensors without it are another model's."""
+        """The heads of a checkpoint. If names have the prefix, tensors without it belong to another model."""
         prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         blocks = [int(match[2]) + 1 for name in own if (match := BLOCK.match(name))]
@@ -262,7 +273,7 @@ class StoredHeads:
         return cls(own, num_heads, num_blocks, prefix, repacked)
 
     def shown(self, name: str) -> str:
-        """A parameter's name as the file spells it, or would spell it."""
+        """The name that a parameter has in the file, or would have if the file held it."""
         match = RELEASED.match(name)
         if self.repacked and match is not None:
             head, layer, block, leaf = match.groups()

@@ -1,4 +1,4 @@
-"""No drafts: plain decoding through the same decoder, the yardstick of everything else."""
+"""No drafts: plain decoding by the same decoder, with which speculative decoding is compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specgraph.drafters.step import DraftStep
 
 @dataclass
 class NoDraftConfig(DraftConfig):
-    """Keys of ``draft`` that decode without drafts: there are none of its own."""
+    """Keys of ``draft`` for decoding without drafts. It adds none to those of all drafters."""
 
     kind: str = "none"
 
@@ -26,9 +26,9 @@ class NoDrafter(Drafter):
 
     @classmethod
     def make(cls, options: Any, target: Target, given: Any) -> Draft:
-        """Nothing to bind."""
+        """Return the drafter; there is nothing to load."""
         return Draft(cls())
 
     def build(self, step: DraftStep) -> int:
-        """No node."""
+        """Append nothing."""
         return 0

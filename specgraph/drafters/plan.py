@@ -1,4 +1,4 @@
-"""What an untrained head is made of: the sizes of its target, and what a training run or ``bench`` asks for."""
+"""Plans for untrained heads, from the sizes of the target and the settings of a training run or of ``bench``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
-    """What an untrained head is made of.
+    """What an untrained head is made from.
 
     Attributes:
         model: the target.
-        layers: transformers' configuration of the head's decoder layers, of which ``vocab_size`` is what its embedding
-            takes.
-        features: indices of the hidden states that it reads.
-        vocabulary: int64 ``[Vd]``, the target ids that it drafts, ascending; None for all.
+        layers: transformers' configuration of the head's decoder layers. Its ``vocab_size`` is the number of rows of
+            the embedding.
+        features: the indices of the target's hidden states that the head reads.
+        vocabulary: int64 ``[Vd]``, the target ids that the head can draft, ascending; None for all.
         mask_token_id: the mask token of a head that drafts in parallel.
-        steps: drafts that it is trained for.
-        norm_before_residual: of EAGLE-3.
+        steps: the number of drafts that the head is trained for.
+        norm_before_residual: an option of EAGLE-3, see :class:`~specgraph.drafters.eagle3_module.Eagle3Config`.
     """
 
     model: PreTrainedModel
@@ -55,7 +55,7 @@ def random_plan(model: PreTrainedModel, features: tuple[int, ...], steps: int) -
 
 
 def plain_layer(text: Any, num_embeddings: int) -> PretrainedConfig:
-    """One decoder layer of Llama's kind with the sizes of a target's, ``text`` being its configuration."""
+    """The configuration of one decoder layer of Llama's kind, with the sizes of the target's configuration ``text``."""
     heads = text.num_attention_heads
     config: PretrainedConfig = AutoConfig.for_model(
         "llama",

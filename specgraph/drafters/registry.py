@@ -1,6 +1,7 @@
-"""Finds drafters: by their name in the configuration, by a checkpoint, or by a loaded draft.
+"""Finds the class of a drafter from its name in the configuration, from a checkpoint, or from a loaded draft.
 
-A drafter of this package is known by its file, one of a user by the full name of its class. Nothing lists names.
+No list of drafters is kept. A drafter of this package is found by the name of its file, and a drafter of a user by the
+full name of its class.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specgraph.errors import ConfigError
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """The drafter of a kind, or of a class's full name.
+    """The class of a drafter, from its kind or from the full name of the class.
 
     Raises:
         ConfigError: there is no such class.
@@ -38,12 +39,12 @@ def drafter_class(kind: str) -> type[Drafter]:
 
 
 def drafter_classes() -> list[type[Drafter]]:
-    """Every drafter of this package; those that take what no other claims come last."""
+    """All drafter classes of this package. Those with ``fallback``, which must be asked last, come last."""
     return sorted(map(drafter_class, drafter_kinds()), key=lambda cls: cls.fallback)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the folder or the weights file of a draft and say what it is.
+    """Open the folder or the weights file of a draft, and recognise it.
 
     Raises:
         ConfigError: files are missing or damaged, or the draft is of a kind that is not supported, which is named.
@@ -64,14 +65,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def readable() -> str:
-    """What checkpoints are read, in words."""
+    """The kinds of checkpoints that are read, in words, for error messages."""
     return ", ".join(cls.reads for cls in drafter_classes() if cls.reads)
 
 
 def with_draft(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLike | None]:
-    """The configuration with the kind of drafter that a draft, given as an argument or by ``draft.model``, is.
+    """Set the kind of drafter in the configuration to the one that runs the given draft.
 
-    Beside it the draft itself, for :func:`make_draft`: opened, if it is the path of a checkpoint.
+    The draft is the argument or, if that is None, ``draft.model``. Returns the new configuration and the draft, which
+    :func:`make_draft` takes. If the draft is the path of a checkpoint, it is returned opened.
 
     Raises:
         ConfigError: a draft was given and the drafter takes none, or the checkpoint cannot be opened.
@@ -96,13 +98,13 @@ def with_draft(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
 
 
 def _kind_of(given: DraftLike) -> str:
-    """The kind of drafter that runs a draft."""
+    """The kind of the drafter that runs a given draft."""
     if isinstance(given, Checkpoint):
         return given.kind
     return next(cls.kind for cls in drafter_classes() if cls.takes(given))
 
 
 def make_draft(config: Config, target: Target, draft: DraftLike | None) -> Draft:
-    """The drafter for a traced target; takes what :func:`with_draft` returned."""
+    """Bind the configured drafter to a traced target; ``config`` and ``draft`` are results of :func:`with_draft`."""
     options: Any = drafter_options(config.draft)
     return drafter_class(config.draft.kind).make(options, target, draft)

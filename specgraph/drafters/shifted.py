@@ -1,7 +1,7 @@
-"""Heads whose row ``t`` takes token ``t + 1`` beside a hidden state of row ``t``: the EAGLE family.
+"""The EAGLE family: heads whose row ``t`` takes token ``t + 1`` together with a hidden state of row ``t``.
 
-:class:`ShiftedHead` is what their modules have in common, :class:`ShiftedDrafter` what their drafters have in common:
-a head of this family adds its module, its configuration, and how its checkpoints are recognised, loaded and saved.
+:class:`ShiftedHead` is the base class of their modules, and :class:`ShiftedDrafter` that of their drafters. A head of
+this family adds its module, its configuration, and how its checkpoints are recognised, loaded and saved.
 :func:`export_shifted` makes the graphs that :class:`~specgraph.drafters.chain.ChainDrafter` joins.
 """
 
@@ -31,11 +31,11 @@ LAYERS: dict[str, tuple[type[nn.Module], type[nn.Module], type[nn.Module]]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRotaryEmbedding, modeling_llama.LlamaRMSNorm),
     "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RotaryEmbedding, modeling_qwen3.Qwen3RMSNorm),
 }
-"""Decoder layer, rotary embedding and norm by ``model_type``; ``qwen3`` has norms of queries and keys."""
+"""The classes of decoder layer, rotary embedding and norm, by ``model_type``. ``qwen3`` norms queries and keys."""
 
 
 def causal_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of the configuration of decoder layers, whose attention is causal where it is given no mask."""
+    """A copy of the configuration of decoder layers, set so that attention without a mask is causal."""
     copied = copy.deepcopy(config)
     # An unset implementation would run eager attention, which without a mask is not causal.
     copied._attn_implementation = "sdpa"
@@ -46,11 +46,13 @@ class ShiftedHead(nn.Module):
     """A head that drafts token by token from a hidden state and the token that followed it.
 
     Attributes:
-        embed_tokens, lm_head: embedding and vocabulary projection, often the target's own.
-        rotary: the rotary embedding of its layers.
-        draft_to_target: int64 ``[Vd]``, the target id of every draft id, or None.
-        mask_hidden: ``[A * Ht]``, what a mask token has in the place of the target's features, or None.
-        num_features, target_hidden_size: hidden states of the target that it reads, and the width of each.
+        embed_tokens, lm_head: the embedding and the vocabulary projection, often the target's own.
+        rotary: the rotary embedding of the layers.
+        draft_to_target: int64 ``[Vd]``, the target id of every draft id, or None if the two are the same.
+        mask_hidden: ``[A * Ht]``, which mask tokens read in the place of the target's features; None if the head does
+            not draft in parallel.
+        num_features, target_hidden_size: ``A``, how many hidden states of the target the head reads, and ``Ht``, the
+            width of each.
     """
 
     embed_tokens: nn.Embedding
@@ -64,31 +66,31 @@ class ShiftedHead(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """Width of its hidden state."""
+        """The width of the head's hidden state."""
         return self.lm_head.in_features
 
     @abstractmethod
     def combine(self, *features: Tensor) -> Tensor:
-        """What the first layer reads of the target: ``[B, T, Ht]`` for each feature to ``[B, T, H]``."""
+        """The hidden state ``[B, T, H]`` that the first layer reads, from the target's features ``[B, T, Ht]``."""
 
     @abstractmethod
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
-        """Run rows: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, before the last norm.
+        """Run the layers: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the last norm.
 
-        ``options`` go to the attention layers of transformers: a mask, a cache.
+        ``options`` go to the attention layers of transformers, such as a mask or a cache.
         """
 
     @abstractmethod
     def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, R, Vd]`` and the hidden state ``[B, R, H]`` that is fed on, of rows of :meth:`forward`."""
+        """Logits ``[B, R, Vd]`` of rows that :meth:`forward` gave, and the hidden state that the next draft reads."""
 
     def masked(self) -> Tensor:
-        """What the first layer reads in the place of the target for a mask token, ``[1, 1, H]``."""
+        """The hidden state ``[1, 1, H]`` that the first layer reads for a mask token."""
         assert self.mask_hidden is not None  # a parallel head has one
         return self.combine(*self.mask_hidden.view(1, 1, self.num_features, -1).unbind(2))
 
     def feed_on(self, hidden: Tensor) -> Tensor:
-        """What :meth:`predict` feeds on, without the logits."""
+        """The hidden state that the next draft reads, as :meth:`predict` gives it, without the logits."""
         return hidden
 
     # Training
@@ -100,20 +102,21 @@ class ShiftedHead(nn.Module):
     def unroll(
         self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
     ) -> Iterator[Tensor]:
-        """The rows ``[B, S, H]`` behind draft 0, 1, ... of every position of a text, as decoding makes them.
+        """For draft 0, 1, ... of every position of a text, the rows ``[B, S, H]`` from which decoding would draw it.
 
-        Step ``i`` has one row per position ``t``, all run at once. It takes token ``x[t+1+i]`` at position ``t + i``.
-        At step 0 the hidden state is what the head makes of the target's features at ``t``, later it is the head's own
-        output of the step before, with its gradient. Row ``t`` sees the step-0 keys up to ``t`` and the keys of its own
-        chain: exactly what it sees when the target has verified everything up to ``x[t+1]``. With a ``mask_token_id``
-        the steps after 0 take that token and ``mask_hidden``, so that all steps fit into one call. Rows near the end
-        lack their token and take one from the front; nothing that counts sees them.
+        Step ``i`` computes draft ``i`` for all positions ``t`` at once. Its row ``t`` takes token ``x[t+1+i]`` at
+        position ``t + i``. In step 0, the hidden state is :meth:`combine` of the target's features at ``t``. In later
+        steps, it is the head's own output of the step before, with its gradient. Row ``t`` sees the keys of step 0 up
+        to ``t`` and the keys of its own chain, which is what it sees in decoding when the target has verified the
+        tokens up to ``x[t+1]``. With a ``mask_token_id``, the steps after 0 take that token and ``mask_hidden``, so
+        that one call computes all steps. Rows near the end of the text have no such token. They take tokens from its
+        beginning, and no row that counts sees them.
 
         Args:
             tokens: int64 ``[B, S]``.
             features: the target's hidden states ``[B, S, Ht]`` that the head reads.
-            steps: drafts.
-            mask_token_id: None for a chain.
+            steps: the number of drafts.
+            mask_token_id: the mask token of parallel drafting; None for a chain.
         """
         hidden = self.combine(*features)
         if mask_token_id is None:
@@ -122,7 +125,7 @@ class ShiftedHead(nn.Module):
             yield from self._at_once(tokens, hidden, steps, mask_token_id)
 
     def _chained(self, tokens: Tensor, hidden: Tensor, steps: int) -> Iterator[Tensor]:
-        """One call per step; the cache holds the keys of the steps before."""
+        """Make one call per step. The cache holds the keys of the steps before."""
         length, cache, positions = tokens.shape[1], DynamicCache(), _positions(tokens)
         mask = chain_mask(length, steps, tokens.device)
         for step in range(steps):
@@ -132,7 +135,7 @@ class ShiftedHead(nn.Module):
             hidden = self.feed_on(hidden)
 
     def _at_once(self, tokens: Tensor, hidden: Tensor, steps: int, mask_token_id: int) -> Iterator[Tensor]:
-        """All steps in one call, as in decoding: no step waits for the one before."""
+        """Compute all steps in one call, as parallel drafting does."""
         length = tokens.shape[1]
         masked = self.masked().expand(len(tokens), (steps - 1) * length, -1)
         unknown = tokens.new_full((len(tokens), (steps - 1) * length), mask_token_id)
@@ -143,14 +146,14 @@ class ShiftedHead(nn.Module):
         yield from rows.chunk(steps, dim=1)
 
     def borrow(self, plan: HeadPlan) -> None:
-        """Take the target's embedding, and its projection of the vocabulary that is drafted, as frozen parameters."""
+        """Take from the target the embedding and the projection of the draft vocabulary, as frozen parameters."""
         self.embed_tokens.weight = nn.Parameter(plan.embedding.detach(), requires_grad=False)
         self.lm_head.weight = nn.Parameter(plan.projection.detach(), requires_grad=False)
         if plan.vocabulary is not None:
             self.register_buffer("draft_to_target", plan.vocabulary.to(plan.embedding.device))
 
     def match_scale(self, hidden: Tensor) -> None:
-        """Adapt a new head to the size of what the target's vocabulary projection reads, ``[B, S, Ht]``."""
+        """Adapt a new head to the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
 
 
 def _positions(tokens: Tensor) -> Tensor:
@@ -160,7 +163,8 @@ def _positions(tokens: Tensor) -> Tensor:
 def chain_mask(length: int, steps: int, device: torch.device) -> Tensor:
     """Which keys the rows of all steps see, bool ``[1, 1, steps * length, steps * length]``.
 
-    Of step 0 those up to their own position, of the later steps up to theirs the one at their own position.
+    A row sees the keys of step 0 up to its own position. Of each later step up to its own step, it sees the one key at
+    its own position.
     """
     step, row = torch.arange(steps, device=device), torch.arange(length, device=device)
     step, row = step.repeat_interleave(length), row.repeat(steps)
@@ -170,7 +174,7 @@ def chain_mask(length: int, steps: int, device: torch.device) -> Tensor:
 
 
 class _Features(nn.Module):
-    """The three parts of a head that are exported; names of arguments become those of the graphs' inputs."""
+    """One of the three parts of a head that are exported. The names of arguments become those of the graphs' inputs."""
 
     def __init__(self, head: ShiftedHead) -> None:
         super().__init__()
@@ -192,14 +196,18 @@ class _Predict(_Features):
 
 
 def export_shifted(head: ShiftedHead) -> dict[str, fx.GraphModule]:
-    """Three graphs: features to ``[B, T, H]``, rows to ``[B, T, H]``, and those to logits and what is fed on."""
+    """Export a head as three graphs, which :class:`~specgraph.drafters.chain.ChainDrafter` names.
+
+    The first turns the target's features into ``[B, T, H]``, the second runs the layers, and the third turns their
+    output into logits and the hidden state that the next draft reads.
+    """
     weight = head.lm_head.weight
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
     rows = {0: batch, 1: length}
     tokens = torch.zeros(3, 5, dtype=torch.int64, device=weight.device)
     positions = torch.arange(5, device=weight.device).expand(3, 5).contiguous()
     hidden = weight.new_zeros(3, 5, head.hidden_size)
-    # One tensor each: export takes the same tensor, given twice, for the same input.
+    # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
     features = tuple(weight.new_zeros(3, 5, head.target_hidden_size) for _ in range(head.num_features))
     parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
         FEATURES: (_Features(head), features, {"features": (rows,) * head.num_features}),
@@ -217,8 +225,8 @@ def body_info(head: ShiftedHead, name: str) -> ModelInfo:
 
 
 def fill_head(loader: HeadLoader, module: ShiftedHead, layers: PretrainedConfig) -> None:
-    """Give values to a checked module that was made on the device ``meta``; ``layers`` configures its layers."""
-    # No file holds the frequencies of the rotary embedding, and those that were made on ``meta`` have no values.
+    """Load the values of a module that was made on ``meta`` and checked; ``layers`` configures its decoder layers."""
+    # Files do not hold the frequencies of the rotary embedding, and those made on ``meta`` have no values.
     with torch.device("cpu"):
         module.rotary = type(module.rotary)(layers).to(loader.target.info.device)
     loader.fill(module)
@@ -235,8 +243,8 @@ class ShiftedDrafter(ChainDrafter):
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Build the head of a checkpoint on the target's device and in its dtype.
 
-        A tensor of the target that the checkpoint lacks, or that equals the checkpoint's, is the target's own and not a
-        copy. ``options`` are an instance of :attr:`Config`.
+        If the checkpoint lacks a tensor that the head may borrow, or has one that equals the target's, the head uses
+        the target's own tensor and not a copy. ``options`` is an instance of :attr:`Config`.
 
         Raises:
             ConfigError: the checkpoint does not fit the target or itself.
@@ -244,12 +252,12 @@ class ShiftedDrafter(ChainDrafter):
 
     @classmethod
     def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
-        """Load the head onto whatever device the target is on: ``meta``, where only shapes count."""
+        """Load the head onto the target's device, which is ``meta`` for a target without weights."""
         cls.load(checkpoint, options, model, info)
 
     @classmethod
     def make(cls, options: Any, target: Target, given: Any) -> Draft:
-        """From a head, loaded or as a checkpoint."""
+        """Bind a loaded head, or load one from a checkpoint first."""
         notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
             checkpoint, given = given, cls.load(given, options, target.model, target.info)
@@ -264,7 +272,7 @@ class ShiftedDrafter(ChainDrafter):
         module: ShiftedHead = head.module
         mask = None
         if head.mask_token_id is not None and module.mask_hidden is not None:
-            # Projected here, once, and not in every step.
+            # The mask's hidden state is projected once, here, and not in every step.
             mask = Mask(head.mask_token_id, module.masked().flatten())
         models = {BODY: body_info(module, type(module).__name__)}
         return cls(num_speculative_tokens, export_shifted(module), models, head.features, module.draft_to_target, mask,
@@ -272,13 +280,13 @@ class ShiftedDrafter(ChainDrafter):
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
-        """A head as :meth:`plan_random` plans it; ``draft.parallel`` asks for one that can draft in parallel."""
+        """A random head after :meth:`plan_random`. With ``draft.parallel``, it can draft in parallel."""
         head = cls.new_head(cls.called(bool(getattr(options, "parallel", None))), cls.plan_random(model))
         head.module.eval().requires_grad_(False)
         return head
 
     @classmethod
     def plan_random(cls, model: PreTrainedModel) -> HeadPlan:
-        """One layer as wide as the target's, which drafts the whole vocabulary."""
+        """A plan for a head of one layer, as wide as the target's, that drafts the whole vocabulary."""
         text: Any = model.config.get_text_config()
         return random_plan(model, cls.feature_layers(text.num_hidden_layers), 1)

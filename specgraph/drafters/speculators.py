@@ -30,16 +30,16 @@ def save_head(
 ) -> Path:
     """Write ``config.json`` and ``model.safetensors`` to ``folder``, which is made if it is missing.
 
-    A file is replaced only once the new one is complete, so that a kill leaves the old one.
+    A file is replaced only when the new one is complete, so a process that is killed leaves the old file.
 
     Args:
         head: the head; its tensors keep their dtypes.
-        folder: where to.
-        target_name: name or folder of the target, for the record.
-        algorithm: ``peagle`` needs a mask token and a ``mask_hidden``.
-        num_speculative_tokens: K the head was trained for.
+        folder: the folder to write to.
+        target_name: the name or folder of the target, which is recorded.
+        algorithm: the method of drafting; ``peagle`` needs a mask token and a ``mask_hidden``.
+        num_speculative_tokens: the K that the head was trained for.
         shared: the target's own tensors; an ``embed_tokens`` or ``lm_head`` that is one of them is left out.
-        target_architectures: class names of the target, for the record.
+        target_architectures: the class names of the target, which are recorded.
 
     Raises:
         ConfigError: the layout cannot express the head.
@@ -52,7 +52,9 @@ def save_head(
 def _check(head: DraftHead, algorithm: str) -> None:
     config = head.module.config
     if not (config.fc and config.input_norm and config.last_norm):
-        raise ConfigError("The speculators layout has no head without fc, input_layernorm or norm; this one lacks one.")
+        raise ConfigError(
+            "The speculators layout cannot express a head without fc, input_layernorm or norm, as this head is."
+        )
     if algorithm not in ARCHITECTURES:
         raise ConfigError(f"algorithm is one of {', '.join(ARCHITECTURES)}, not {algorithm!r}.")
     if algorithm == "peagle" and (head.mask_token_id is None or head.module.mask_hidden is None):
@@ -93,14 +95,14 @@ def _config(
 
 
 def _layers(config: Any) -> dict[str, Any]:
-    """transformers' configuration of the layers, with both spellings of the rotary base."""
+    """transformers' configuration of the layers, with the rotary base under both of its keys."""
     written: dict[str, Any] = {"model_type": config.layers.model_type, **config.layers.to_diff_dict()}
     theta = (written.get("rope_parameters") or {}).get("rope_theta")
     return written if theta is None else written | {"rope_theta": theta}
 
 
 def _tensors(head: DraftHead, shared: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Them by their names in the file."""
+    """The tensors of a head, by their names in the file."""
     found = without_shared(dict(head.module.named_parameters(remove_duplicate=False)), shared)
     if head.module.mask_hidden is not None:
         found["mask_hidden"] = head.module.mask_hidden.view(1, 1, -1)

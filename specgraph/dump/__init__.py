@@ -1,11 +1,12 @@
-"""Programs as Python files: written to be read, and loaded again to be run.
+"""Writes programs as Python files that a person can read, and loads these files again to run them.
 
-A dump is one numbered folder per stage with ``step.py``, a file per module, ``inputs.json`` (the state the step takes)
-and ``weights.json`` (which tensor each attribute holds); beside them ``report.md``, the weights of all stages in one
-``weights.safetensors``, and ``dump.json``, which lists the files and marks the folder as ours.
+A dump has one numbered folder per stage. The folder holds ``step.py``, a file for each module, ``inputs.json``, which
+describes the state that the step takes, and ``weights.json``, which says what tensor each attribute is. Beside these
+folders, ``report.md`` is the report of the compilation, ``weights.safetensors`` holds the weights of all stages, and
+``dump.json`` lists the files and marks the folder as a dump.
 
-Nothing is traced again and nothing is pickled: a file is the graph, node by node, so what runs after loading is what
-ran before. State and caches are arguments of ``forward``.
+Nothing is traced again, and nothing is pickled. A file is the graph, node by node, so the same nodes run after loading
+as before. State and caches are arguments of ``forward``.
 """
 
 from specgraph.dump.files import FORMAT, MARKER, WEIGHTS, dump, stage_folder, weights_of

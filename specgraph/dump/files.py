@@ -1,4 +1,4 @@
-"""Writes every stage of a compilation to a folder."""
+"""Writes all stages of a compilation to a folder."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from specgraph.ir.source import render
 from specgraph.kernels.state import Buffer, Input, map_input
 
 FORMAT = 2
-"""Version of the files' layout; another one is refused on loading."""
+"""The version of the layout of the files. Files of another version are refused when they are loaded."""
 MARKER = "dump.json"
 WEIGHTS = "weights.safetensors"
 SAVED_UNASKED = 256 * 2**20
-"""Weights of at most so many bytes are saved without asking."""
+"""Weights of at most this many bytes are saved unless the user says otherwise."""
 
 
 def dump(stages: Mapping[str, Program], folder: Path, *, report: str, weights: bool | None = None) -> Path:
-    """Write every stage, the report and (up to 256 MB, or if ``weights`` is true) the weights to ``folder``.
+    """Write all stages, the report and (up to 256 MB, or if ``weights`` is true) the weights to ``folder``.
 
-    An earlier dump is replaced, file by file; anything else that is in its way is left alone and refused. Everything
-    is written next to the folder first, so that a failure leaves what was there.
+    An earlier dump is replaced file by file. A folder that holds other files but no dump is refused, and no file that a
+    dump has not written is overwritten. All files are first written to a folder beside it, so that a failure does not
+    change what was there.
 
     Args:
         stages: programs by stage name, in order.
-        folder: created if it does not exist.
-        report: Markdown for ``report.md``; a line about the weights is added.
-        weights: save them (True), leave them out (False), or decide by their size (None).
+        folder: the folder to write to, which is made if it does not exist.
+        report: Markdown for ``report.md``, to which a line about the weights is added.
+        weights: whether to save the weights; None saves them up to 256 MB.
 
     Returns:
         ``folder``.
@@ -72,7 +73,7 @@ def dump(stages: Mapping[str, Program], folder: Path, *, report: str, weights: b
 
 
 def weights_of(program: Program) -> dict[str, Tensor]:
-    """The tensors that a program's modules name, by module and dotted name: what ``load_stage`` takes."""
+    """The tensors that a program's modules name, by module and dotted name. ``load_stage`` takes them."""
     found = {}
     for name, module in program.modules.items():
         for node in module.graph.nodes:
@@ -83,7 +84,7 @@ def weights_of(program: Program) -> dict[str, Tensor]:
 
 
 def stage_folder(index: int, stage: str) -> str:
-    """The folder of a stage: ``02_insert_kv_cache``."""
+    """The name of a stage's folder, such as ``02_insert_kv_cache``."""
     name = re.sub(r"[^\w-]", "_", stage)
     return f"{index:02d}_{name}"
 
@@ -100,13 +101,13 @@ def _about_weights(saved: bool, size: int, count: int, stages: Mapping[str, Prog
 
 
 def _view(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that show the same memory in the same way, such as tied weights."""
+    """A key that is equal for two tensors which show the same memory in the same way, such as tied weights."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
 
 
 def _collect(stages: Mapping[str, Program]) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
-    """Every tensor of all stages once, under the first name it has; per stage, the key of each name."""
+    """Every tensor of all stages once, under its first name; and for each stage, the key of the tensor of each name."""
     tensors: dict[str, Tensor] = {}
     keys: dict[tuple[object, ...], str] = {}
     names: dict[str, dict[str, str]] = {}
@@ -122,7 +123,7 @@ def _collect(stages: Mapping[str, Program]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values on the CPU, contiguous, none sharing memory with another: what safetensors can hold."""
+    """Copies on the CPU that are contiguous and share no memory with each other, as safetensors requires."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -145,7 +146,7 @@ def _write_stage(
 
 
 def _facts(stage: str, program: Program) -> dict[str, Any]:
-    """What it takes to allocate the state of a stage and to know what it does."""
+    """The content of ``inputs.json``: what is needed to allocate the state of a stage, and facts about the stage."""
     drafter = program.drafter
     return {
         "format": FORMAT,
@@ -170,7 +171,7 @@ def _model(info: ModelInfo) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON keeps the value as it is; caches' buffers, for one, are in ``inputs`` already."""
+    """Whether JSON can hold the value. Others are left out; the buffers of caches, for example, are in ``inputs``."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -189,13 +190,13 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _layout(tensor: Tensor) -> dict[str, Any]:
-    """Shape and dtype of a tensor, and its strides where they are not the usual ones: kernels choose by them."""
+    """The shape and dtype of a tensor, and its strides if it is not contiguous, since kernels may depend on them."""
     layout = {"shape": list(tensor.shape), "dtype": _dtype(tensor.dtype)}
     return layout if tensor.is_contiguous() else {**layout, "stride": list(tensor.stride())}
 
 
 def _json(value: Mapping[str, Any], depth: int = 2) -> str:
-    """JSON with a line per entry down to ``depth`` levels."""
+    """JSON in which every entry of the first ``depth`` levels has its own line."""
     indent = " " * (2 * (3 - depth))
     lines = [
         f"{indent}{json.dumps(k)}: {_json(v, depth - 1) if depth > 1 and v and isinstance(v, dict) else json.dumps(v)}"
@@ -210,7 +211,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _sibling(target: Path) -> Iterator[Path]:
-    """A folder beside ``target`` that is gone afterwards, whatever happens."""
+    """A temporary folder beside ``target``, which is removed in any case."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.{os.getpid()}.writing"
     temporary.mkdir()
@@ -221,7 +222,7 @@ def _sibling(target: Path) -> Iterator[Path]:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """The files of the dump in ``folder``, none if it is empty or missing; anything else there is refused."""
+    """The files of the dump in ``folder``, or none if it is empty or missing. Any other folder is refused."""
     advice = "Nothing was written: choose a new or empty folder, or one that holds an earlier dump."
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file. {advice}")
@@ -238,7 +239,7 @@ def _files_of(folder: Path) -> list[str]:
 
 
 def _install(temporary: Path, target: Path, earlier: Sequence[str]) -> None:
-    """Put what was written in place of an earlier dump's files, and list it."""
+    """Replace the files of an earlier dump by those in ``temporary``, and list them in ``dump.json``."""
     new = sorted(path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file())
     foreign = [name for name in new if name not in earlier and (target / name).exists()]
     if foreign:
@@ -247,7 +248,7 @@ def _install(temporary: Path, target: Path, earlier: Sequence[str]) -> None:
     if not target.exists():
         temporary.rename(target)
         return
-    # Should this be interrupted, the folder still counts as a dump with all of these files.
+    # If this is interrupted, the folder still counts as a dump, with all of these files.
     _mark(target, sorted({*earlier, *new, MARKER}))
     for name in set(earlier) - {*new, MARKER}:
         (target / name).unlink(missing_ok=True)

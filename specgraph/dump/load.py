@@ -20,9 +20,9 @@ from specgraph.kernels.state import Input
 
 
 class Module(nn.Module):
-    """What dumped classes inherit from: holds weights under their dotted names, and the modules a step calls.
+    """The base class of dumped classes. It holds weights under their dotted names, and the modules that a step calls.
 
-    A number in a name reads as an index: ``self.model.layers[0].mlp.up_proj.weight``.
+    A number in a name is written as an index: ``self.model.layers[0].mlp.up_proj.weight``.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Module(nn.Module):
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """One stage of a dump, ready to run.
+    """One stage of a dump, which can be run.
 
     Attributes:
-        name: the stage, such as ``insert_kv_cache``.
-        inputs: the state the step takes, as :attr:`Program.inputs`.
-        device: where its weights are and its constants are made.
-        info: everything in ``inputs.json``, facts about target and drafter among it.
-        module: the step; its submodules are the modules of the program.
+        name: the name of the stage, such as ``insert_kv_cache``.
+        inputs: the state that the step takes, described as by :attr:`Program.inputs`.
+        device: the device of its weights, on which constants are made, too.
+        info: the content of ``inputs.json``, which includes facts about the target and the drafter.
+        module: the step, whose submodules are the modules of the program.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LoadedStage:
     module: Module
 
     def step(self) -> Module:
-        """The step, called with the state as keyword arguments; it runs eagerly, as :meth:`Program.step` does."""
+        """The step, which takes the state as keyword arguments. It runs eagerly, like :meth:`Program.step`."""
         return self.module
 
     def __call__(self, **state: Any) -> Any:
@@ -73,19 +73,20 @@ class LoadedStage:
             return self.module(**state)
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device | str | None = None) -> State:
-        """Fresh tensors for every input but ``window``; ``sizes`` gives the letters of :class:`Buffer`."""
+        """New tensors for every input except ``window``; ``sizes`` gives numbers for the letters of :class:`Buffer`."""
         return allocate(self, sizes, torch.device(device or self.device))
 
 
 def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None) -> LoadedStage:
-    """Load one stage of a dump; this runs the Python files in ``folder``.
+    """Load one stage of a dump. This runs the Python files in ``folder``.
 
     Args:
         folder: the folder of a stage, such as ``graphs/02_insert_kv_cache``.
-        tensors: weights by module and dotted name, as :func:`weights_of` gives them; None reads those of the dump.
+        tensors: the weights by module and dotted name, as :func:`weights_of` gives them; None reads those of the dump.
 
     Raises:
-        ConfigError: the folder is not a stage, weights are missing or have another shape, or a file does not import.
+        ConfigError: the folder is not that of a stage, weights are missing or have the wrong shape, or a file cannot be
+            imported.
     """
     folder = Path(folder)
     info = _read_info(folder)
@@ -106,7 +107,7 @@ def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = Non
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
-    """``inputs.json`` of a stage, or an error that says which folder to give."""
+    """The content of a stage's ``inputs.json``. If there is none, the error says which folder to give."""
     if not (folder / "inputs.json").is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/inputs.json")) if folder.is_dir() else []
         example = (
@@ -121,7 +122,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path, wanted: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """The tensors a stage needs from the dump's file, each once, with the strides they had."""
+    """The tensors of the dump's file that a stage needs, each read once, with the strides that they had."""
     path = folder.resolve().parent / WEIGHTS
     advice = "pass tensors=specgraph.dump.weights_of(program) of the live model, or dump again with weights=True"
     if not wanted:
@@ -139,7 +140,8 @@ def _read_weights(folder: Path, wanted: Mapping[str, Any], device: torch.device)
 
 
 def _restore(tensor: Tensor, layout: Mapping[str, Any], device: torch.device) -> Tensor:
-    # A copy: a CPU may round a matrix product by the address of its operands, and a mapped file aligns none.
+    # A CPU may round a matrix product differently when operands are not aligned, and a mapped file aligns none. So the
+    # tensors are copied.
     tensor = tensor.to(device, copy=True)
     stride = layout.get("stride")
     if stride is None or 0 in stride:
@@ -148,7 +150,7 @@ def _restore(tensor: Tensor, layout: Mapping[str, Any], device: torch.device) ->
 
 
 def _pick(folder: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors a stage needs out of those given, after a look at their shapes."""
+    """Those of the given tensors that a stage needs, after a check of their shapes."""
     weights = {}
     for name, key in layout["names"].items():
         tensor = tensors.get(name, tensors.get(key))
@@ -166,7 +168,7 @@ def _pick(folder: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any]
 
 
 def _class(folder: Path, name: str) -> Callable[..., Module]:
-    """The class a stage's file defines. Compiled anew each time: cached bytecode could be an earlier dump's."""
+    """The class that a file of a stage defines. It is compiled each time, since cached bytecode may be out of date."""
     path = folder / f"{name}.py"
     namespace: dict[str, Any] = {"__name__": f"{folder.name}.{name}", "__file__": str(path)}
     try:

@@ -1,1 +1,1 @@
-"""From a model of transformers to the first program."""
+"""Traces a model of transformers, and makes the first program from the traces."""

@@ -1,4 +1,4 @@
-"""Puts a traced target and a drafter together as the first program: tokens in, logits out."""
+"""Makes the first program from a traced target and a drafter. Its step takes tokens and returns logits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specgraph.kernels.step import row_positions
 
 
 def first_program(target: TracedModel, drafter: Drafter) -> Program:
-    """The stage ``trace``: one row block through the target, no cache, no drafts.
+    """The program of the stage ``trace``: its step runs the target over a window, without a cache and without drafts.
 
-    ``window`` is int64 ``[B, T]``, ``start`` ``[B]`` the position of its first token; the step returns the logits
-    ``[B, T, V]``.
+    The inputs are ``window``, int64 ``[B, T]``, and ``start`` ``[B]``, the position of the window's first token. The
+    step returns the logits ``[B, T, V]``.
     """
     modules = {"target": target.body, "lm_head": target.head, **drafter.modules}
     program = Program(fx.Graph(), modules, {}, target.info, replace(cast(Any, drafter), modules={}))

@@ -1,9 +1,9 @@
-"""Which attention mask reaches which layer of a model, and whether it is the causal window that the layer names.
+"""Checks which attention mask each layer of a model gets, and that it is the causal window that the layer names.
 
-A traced graph holds no mask: every attention call in it is causal, with a sliding window or without one. So the masks
-that a model builds are looked at before it is exported. In one small forward, transformers' ``AttentionMaskInterface``
-hands out masks that remember the function they were built from, and every attention call notes the mask that it is
-given. A mask that reaches no attention call is of no importance, and a model may build any number of those.
+A traced graph holds no masks: every attention call in it is causal, with or without a sliding window. So the masks that
+a model builds are checked before it is exported. In one small forward pass, transformers' ``AttentionMaskInterface``
+returns masks that remember the function from which they were built, and every attention call notes the mask that it
+gets. A model may also build masks that reach no attention call; these do not matter.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from specgraph.errors import UnsupportedModelError
 
 MaskFunction = Callable[..., Any]
-"""``function(batch, head, query, key)``, int64 tensors, says whether a query position may see a key position."""
+"""A function of int64 tensors (batch, head, query, key) that says whether a query position may see a key position."""
 
 _UNLIMITED = 1 << 24
-"""Up to here the masks of a model are looked at if it does not say how many positions it knows."""
+"""The position up to which masks are checked if a model does not say how many positions it knows."""
 
 
 class BuiltMask(Tensor):
-    """A mask ``[B, 1, Q, S]`` of transformers, bool, that remembers the function it was built from.
+    """A boolean mask ``[B, 1, Q, S]`` of transformers that remembers the function from which it was built.
 
-    An operation that returns every element of it unchanged, in the same place and shape, returns this very mask: a
-    slice up to the number of keys, a conversion to the dtype or device it has. What any other operation returns is a
-    plain tensor, so that a mask which a model has altered or combined with another one is no longer recognised.
+    Some operations return all of its elements unchanged, in the same place and shape, such as a slice up to the number
+    of keys or a conversion to the dtype it has. They return this same object. Every other operation returns a plain
+    tensor, so a mask that a model has altered or combined with another one is no longer recognised.
     """
 
     function: MaskFunction
@@ -41,9 +41,9 @@ class BuiltMask(Tensor):
 
     @classmethod
     def build(cls, function: MaskFunction, *args: Any, **kwargs: Any) -> BuiltMask:
-        """The mask that transformers' sdpa form of its mask interface builds from these arguments."""
+        """The mask that transformers builds from these arguments for its attention implementation ``sdpa``."""
         kept = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        with torch.inference_mode(False):  # a tensor of inference mode does not count what is written into it
+        with torch.inference_mode(False):  # tensors made in inference mode do not count writes
             mask: BuiltMask = sdpa_mask(*args, mask_function=function, **kept).as_subclass(cls)
         mask.function, mask.version = function, mask._version
         return mask
@@ -57,7 +57,7 @@ class BuiltMask(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on plain tensors; give the mask itself where that has given all of its elements."""
+        """Run ``func`` on plain tensors, and return the mask itself if the result has all of its elements."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if not args or not isinstance(args[0], BuiltMask) or not isinstance(result, Tensor):
@@ -67,20 +67,23 @@ class BuiltMask(Tensor):
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether both are the same elements in memory."""
+    """Whether both tensors are views of the same elements in memory."""
     described = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (a, b)]
     return described[0] == described[1]
 
 
 def _is_whole(index: Any, shape: torch.Size) -> bool:
-    """Whether every slice of an index ends at a size of the tensor, and not at a number that it does not reach yet."""
+    """Whether every slice of an index ends at a size of the tensor.
+
+    A slice that ends at a fixed larger number would cut a longer mask, although it returns all of this one.
+    """
     slices = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, slice)]
     return all(part.start in (None, 0) and (part.stop is None or part.stop in shape) for part in slices)
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention call was given: its mask, or None, and its sliding window, or None."""
+    """What one attention call was given: a mask or None, and a sliding window or None."""
 
     mask: Tensor | None
     window: int | None
@@ -100,12 +103,12 @@ def _noting() -> Iterator[list[AttentionCall]]:
 
 
 def mask_hook(*args: Any, mask_function: MaskFunction = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """What a model calls to build a mask; its signature is transformers'. While it is exported there is none."""
+    """Called by a model to build a mask, with transformers' signature. Returns None while the model is exported."""
     return None if _noted.get() is None else BuiltMask.build(mask_function, *args, **kwargs)
 
 
 def note_attention(mask: Tensor | None, window: int | None) -> bool:
-    """Note what an attention call was given; False where nobody asks, as while a model is exported."""
+    """Note what an attention call was given. Returns False if nothing is being noted, as while a model is exported."""
     calls = _noted.get()
     if calls is not None:
         calls.append(AttentionCall(mask, window))
@@ -113,7 +116,7 @@ def note_attention(mask: Tensor | None, window: int | None) -> bool:
 
 
 def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of one small forward of a hooked model, in order.
+    """The attention calls of one small forward pass of a hooked model, in order.
 
     Raises:
         UnsupportedModelError: the forward fails on a mask of the attention interface.
@@ -131,9 +134,9 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
 
 
 def check_masks(calls: Sequence[AttentionCall], name: str, max_positions: int | None = None) -> None:
-    """Every attention call must be given the mask of the causal window that it names, or none if it names no window.
+    """Check that every attention call gets the mask of the causal window that it names, or no mask if it names none.
 
-    What a mask would show at ``max_positions`` and beyond is of no importance: no token gets there.
+    Positions from ``max_positions`` on do not matter, because no token has them.
 
     Raises:
         UnsupportedModelError: names the model ``name`` and the layer.
@@ -163,7 +166,7 @@ def _wrong_mask(name: str, layer: int, window: int | None) -> UnsupportedModelEr
 
 
 def _is_window(function: MaskFunction, window: int | None, limit: int) -> bool:
-    """Whether a mask function equals the causal window around every border of it, up to position ``limit``."""
+    """Whether a mask function equals the causal window, tested around all of its edges up to position ``limit``."""
     zero = torch.tensor(0)
     edges = [e for e in (window, limit // 2, limit - 1) if e is not None]
     for q in sorted({max(0, min(limit - 1, e + d)) for e in edges for d in (-1, 0, 1)}):

@@ -1,4 +1,4 @@
-"""A model by its configuration alone, for questions that its weights do not answer."""
+"""Makes a model from its configuration alone, for questions that do not depend on its weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from specgraph.ir.model_info import ModelInfo
 
 
 def without_weights(name: str, role: str) -> PreTrainedModel:
-    """A causal LM as its configuration describes it, with tensors that have shapes only.
+    """A causal LM made from its configuration, with tensors that have shapes but no values.
+
+    Args:
+        name: the folder or name of the model.
+        role: the configuration key that named the model, for the error.
 
     Raises:
-        ConfigError: ``name`` has no configuration of one; ``role`` is the key that named it.
+        ConfigError: ``name`` has no configuration of a causal LM.
     """
     try:
         config = AutoConfig.from_pretrained(name)
@@ -30,7 +34,7 @@ def without_weights(name: str, role: str) -> PreTrainedModel:
 
 
 def info_of(model: PreTrainedModel) -> ModelInfo:
-    """What tracing would say of a model, as far as its configuration and its projection tell."""
+    """The facts that tracing would find about a model, as far as its configuration and its projection tell them."""
     config: Any = model.config.get_text_config()
     head: Any = model.get_output_embeddings()
     return ModelInfo(type(model).__name__, head.weight.shape[0], config.num_hidden_layers, config.hidden_size,

@@ -1,8 +1,8 @@
-"""From a transformers causal LM to two FX graphs: the body (tokens to hidden states) and the head (to logits).
+"""Traces a causal LM of transformers as two FX graphs: the body (tokens to hidden states) and the head (to logits).
 
-The model is exported without a cache while its attention and expert layers go through transformers' own registries to
-``specgraph::attention`` and ``specgraph::expert_linear``. Nothing here knows an architecture: what the hooks cannot
-carry is refused by name.
+The model is exported without a cache. Meanwhile, hooks in transformers' own registries replace its attention by
+``specgraph::attention`` and its experts by ``specgraph::expert_linear``. Nothing here depends on an architecture. A
+model that passes an argument which the hooks do not support is refused, with the name of the argument.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_at
 
 
 _RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
-"""Of transformers' ``layer_types``: what keeps another state than keys and values."""
+"""Those of transformers' ``layer_types`` that keep a state other than keys and values."""
 
 
 @dataclass(frozen=True)
 class TracedModel:
     """A causal LM as two graphs.
 
-    ``body(tokens, positions) -> hidden`` takes int64 ``[B, T]`` twice and returns ``[B, T, H]``, what the head reads;
-    nodes whose ``meta["hidden_state"]`` is ``k`` hold ``hs[k]``, the residual stream entering layer ``k`` (``hs[0]``
-    are the embeddings, the last one is taken after the final norm). ``head(hidden) -> logits`` takes ``[B, R, H]`` to
-    ``[B, R, V]``. Both hold the model's own parameters, not copies.
+    ``body(tokens, positions) -> hidden`` takes int64 ``[B, T]`` twice and returns the input ``[B, T, H]`` of the head.
+    In its graph, the node whose ``meta["hidden_state"]`` is ``k`` holds ``hs[k]``, the residual stream that enters
+    layer ``k``. ``hs[0]`` are the embeddings, and the last one is taken after the final norm. The other graph,
+    ``head(hidden) -> logits``, turns ``[B, R, H]`` into ``[B, R, V]``. Both hold the model's own parameters and no
+    copies.
     """
 
     info: ModelInfo
@@ -65,7 +66,7 @@ def attention_hook(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What a model's attention layers call while they are traced; its signature is transformers'."""
+    """Called by a model's attention layers while they are traced, with transformers' signature."""
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     if unknown:
         raise UnsupportedModelError(
@@ -73,16 +74,16 @@ def attention_hook(
             "It would be ignored, so the model is refused."
         )
     if not note_attention(attention_mask, sliding_window) and attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal ones work.")
+        raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal masks work.")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{type(module).__name__} is not causal.")
+        raise UnsupportedModelError(f"{type(module).__name__} is not causal; only causal attention works.")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     options = {"scale": scale, "window": sliding_window, "softcap": softcap}
     return torch.ops.specgraph.attention(query, key, value, s_aux, **options), None
 
 
 def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What a mixture of experts calls while it is traced; ``self`` follows transformers' experts interface.
+    """Called by a mixture of experts while it is traced. ``self`` is the module, as in transformers' interface.
 
     Takes ``[S, H]``, int64 ``[S, k]`` and ``[S, k]``; returns ``[S, H]``.
     """
@@ -114,7 +115,7 @@ ExpertsInterface.register(HOOK, experts_hook)
 
 @contextlib.contextmanager
 def hooked(model: nn.Module) -> Iterator[None]:
-    """Route a model's attention, masks and experts to the hooks above, and put everything back afterwards."""
+    """Route a model's attention, masks and experts to the hooks above while the context lasts."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
     before = [(c, getattr(c, "_attn_implementation", None), getattr(c, "_experts_implementation", None))
@@ -133,7 +134,7 @@ def hooked(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module gets its own mode back."""
+    """Put the model into evaluation mode while the context lasts; then every module gets its own mode back."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -157,10 +158,10 @@ def _rope_types(module: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def fixed_rotary(model: nn.Module) -> Iterator[None]:
-    """Hold length-dependent rotary embeddings at the frequencies they have below their switch.
+    """Fix length-dependent rotary embeddings to the frequencies that they have for short sequences.
 
-    The switch itself cannot be traced: it reads the longest position of the call. ``max_positions`` keeps sequences
-    below it.
+    The switch to other frequencies cannot be traced, because it depends on the longest position of the call.
+    ``max_positions`` keeps sequences below the length at which it happens.
     """
     with contextlib.ExitStack() as stack:
         for module in length_dependent_rotary(model):
@@ -177,7 +178,10 @@ def fixed_rotary(model: nn.Module) -> Iterator[None]:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence the traced model is right for: its position table, or the switch of its rotary scaling."""
+    """The length of the longest sequence for which the traced model is correct; None if its configuration names none.
+
+    It ends with the table of positions, or where the frequencies of a length-dependent rotary embedding change.
+    """
     config: Any = model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None)]
     for module in length_dependent_rotary(model):
@@ -191,7 +195,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 class _Forward(nn.Module):
-    """The model as a function of tokens and positions alone; returns the logits and every hidden state."""
+    """The model as a function of tokens and positions only, which returns the logits and every hidden state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -205,7 +209,7 @@ class _Forward(nn.Module):
 
 
 def check_is_causal_lm(model: object) -> None:
-    """Refuse, in one sentence, what is not a decoder-only language model of transformers."""
+    """Refuse everything that is not a decoder-only language model of transformers."""
     advice = "Pass a model from AutoModelForCausalLM.from_pretrained(...)."
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"Expected a transformers causal LM, got {type(model).__name__}. {advice}")
@@ -223,7 +227,7 @@ def trace(model: PreTrainedModel) -> TracedModel:
 
     Raises:
         UnsupportedModelError: the model is not a causal LM, cannot be exported, mixes tokens outside of the attention
-            interface, or masks in a way a causal window does not describe. Names the model and what is missing.
+            interface, or uses a mask that is no causal window. The message names the model and what is missing.
     """
     check_is_causal_lm(model)
     config: Any = model.config.get_text_config()
@@ -249,9 +253,9 @@ def trace(model: PreTrainedModel) -> TracedModel:
 def export_hooked(
     module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str
 ) -> fx.GraphModule:
-    """A drafter's module as a graph; transformers' attention layers in it go through the hook.
+    """Export a drafter's module whose attention layers are those of transformers, which then go through the hook.
 
-    ``prefix`` is left out of the names of its tensors.
+    ``prefix`` is removed from the names of its tensors.
     """
     with hooked(module), torch.no_grad():
         graph = export_module(module, args, dims, name, prefix)
@@ -267,9 +271,9 @@ def head_output(head: fx.GraphModule) -> Tensor:
 
 
 def _export(wrapper: _Forward, name: str) -> torch.export.ExportedProgram:
-    """Export with named dynamic batch and length, or with inferred ones where a model's own code needs that."""
+    """Export with named dynamic dimensions for batch and length, or with inferred ones if the model's code needs it."""
     device = next(wrapper.parameters()).device
-    # Lengths of one would be specialised; two different sizes keep the dimensions apart.
+    # A size of one would become a constant, and two equal sizes would become one dimension.
     tokens = torch.zeros(3, 5, dtype=torch.int64, device=device)
     positions = torch.arange(5, device=device).expand(3, 5).contiguous()
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
@@ -290,7 +294,7 @@ def _export(wrapper: _Forward, name: str) -> torch.export.ExportedProgram:
 
 
 def _check_range(exported: torch.export.ExportedProgram) -> None:
-    """Inferred dimensions may hold for some sizes only; the graph must hold for all."""
+    """Refuse a graph whose inferred dimensions admit only some sizes."""
     for name, bounds in exported.range_constraints.items():
         # "Infinity" is a class of torch's own; whatever is not a plain number has no bound.
         if int(bounds.lower) > 2 or (bounds.upper.is_finite and bounds.upper < 1 << 31):
@@ -298,7 +302,10 @@ def _check_range(exported: torch.export.ExportedProgram) -> None:
 
 
 def _check_layer_types(config: Any, name: str) -> None:
-    """Refuse what the configuration already says: to export a recurrence, unrolled, takes minutes for every layer."""
+    """Refuse recurrent layers that the configuration names.
+
+    This comes before the export, which would unroll their recurrence and take minutes for every layer.
+    """
     kinds = getattr(config, "layer_types", None) or []
     attending = [kind for kind in kinds if kind not in _RECURRENT_LAYERS]
     if len(attending) < len(kinds):
@@ -329,17 +336,17 @@ def _check_attention(count: int, name: str, layers: int, takes_positions: bool) 
 
 
 def _check_calls(graph: fx.Graph, calls: list[AttentionCall], name: str) -> None:
-    """The graph must hold the attention calls whose masks have been checked."""
+    """Check that the graph has the same attention calls as the forward pass in which masks were checked."""
     found = [node.kwargs.get("window") for node in graph.nodes if node.target is ATTENTION]
     if found != [call.window for call in calls]:
         raise UnsupportedModelError(
-            f"{name} attends otherwise while it is exported: {len(found)} attention calls with the windows {found} "
-            f"instead of {[call.window for call in calls]}."
+            f"{name} makes other attention calls while it is exported than in a forward pass: {len(found)} calls "
+            f"with the windows {found} instead of {[call.window for call in calls]}."
         )
 
 
 def _split(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut at the last hidden state: what leads there is the body, what leads on to the logits is the head."""
+    """Cut the graph at the last hidden state. The part before it is the body, and the part after it is the head."""
     outputs: Any = module.graph.output_node().args[0]
     logits, *hidden_states = outputs
     for index, node in enumerate(hidden_states):

@@ -1,4 +1,4 @@
-"""What the compiler asks of a drafter; :mod:`specgraph.drafters` has them."""
+"""The interface of a drafter that the compiler uses. The drafters are in :mod:`specgraph.drafters`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specgraph.ir.model_info import ModelInfo
 
 
 class Mask(Protocol):
-    """What a drafter runs in the place of a token it has not drafted yet, when it drafts in parallel.
+    """The input of a drafter for a token that is not drafted yet, when it drafts in parallel.
 
-    ``token_id`` is an id its embedding takes; ``hidden`` ``[H]`` stands in for the hidden state, for drafters that read
-    one.
+    ``token_id`` is the mask token, an id of the drafter's embedding. ``hidden`` ``[H]`` takes the place of the hidden
+    state, for drafters that read one.
     """
 
     @property
@@ -23,46 +23,46 @@ class Mask(Protocol):
 
 
 class Drafter(Protocol):
-    """Facts about a drafter that is bound to a target, and how it writes itself into a step graph."""
+    """A drafter that is bound to a target: facts about it, and the method that adds its nodes to a step graph."""
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name of the drafter in reports."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K, drafts per step and sequence."""
+        """K, the number of drafts per step and sequence."""
 
     @property
     def modules(self) -> dict[str, fx.GraphModule]:
-        """Its traced graphs, by the names they get in the program."""
+        """The traced graphs of the drafter, by the names that they get in the program."""
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """Facts about those of its modules that attend, by their names."""
+        """Facts about those of its modules that have attention, by their names."""
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Indices ``k`` of the target's hidden states ``hs[k]`` that it reads."""
+        """The indices ``k`` of the target's hidden states ``hs[k]`` that the drafter reads."""
 
     @property
     def draft_to_target(self) -> Tensor | None:
-        """int64 ``[Vd]``, the target id of every draft id; None if they are the same."""
+        """int64 ``[Vd]``, the target id of every draft id; None if the two are the same."""
 
     @property
     def chained(self) -> bool:
-        """Whether it makes its drafts by a chain of calls, which ``parallel_draft`` can fold into one."""
+        """Whether it makes its drafts by a chain of calls, which ``parallel_draft`` can replace by one call."""
 
     @property
     def mask(self) -> Mask | None:
-        """What makes drafting in parallel possible."""
+        """The mask for drafting in parallel; None if the drafter cannot do so."""
 
     @property
     def parallel(self) -> bool:
         """Whether it was trained to draft in parallel, which is then the default."""
 
     def build(self, step: Any) -> int:
-        """Append its nodes to the step graph through a :class:`~specgraph.drafters.step.DraftStep`.
+        """Append the drafter's nodes to the step graph through a :class:`~specgraph.drafters.step.DraftStep`.
 
-        Returns the number of its calls per step.
+        Returns the number of draft calls per step.
         """

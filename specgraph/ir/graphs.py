@@ -1,4 +1,4 @@
-"""Small things every part of the compiler does to FX graphs."""
+"""Helpers for FX graphs and modules that all parts of the compiler use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import fx, nn
 from specgraph.errors import UnsupportedModelError
 
 EXPORTING = threading.RLock()
-"""torch.export keeps global state: one export at a time. It does not protect a model that another thread runs."""
+"""``torch.export`` keeps global state, so this lock admits one export at a time. It does not protect a model that
+another thread runs."""
 
 
 def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
@@ -36,7 +37,7 @@ def get_attribute(root: nn.Module, target: str) -> torch.Tensor:
 
 
 def replace_tensors(module: fx.GraphModule, new: dict[int, torch.Tensor]) -> None:
-    """Put ``new[id(old)]`` wherever the graph names ``old``; a parameter stays a parameter."""
+    """Replace every tensor ``old`` that the graph names by ``new[id(old)]``, if there is one."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and id(get_attribute(module, node.target)) in new:
             path, _, leaf = node.target.rpartition(".")
@@ -44,7 +45,10 @@ def replace_tensors(module: fx.GraphModule, new: dict[int, torch.Tensor]) -> Non
 
 
 def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A GraphModule over ``root``'s attributes that dead-code elimination keeps: a call of it may write a cache."""
+    """A GraphModule over the attributes of ``root``.
+
+    Dead-code elimination keeps calls of it, because they may write a cache.
+    """
     graph.lint()
     module = fx.GraphModule(root, graph, name)
     module._is_impure = True  # type: ignore[assignment]
@@ -66,21 +70,24 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
 
 
 def remove_dead_code(module: fx.GraphModule) -> None:
-    """Drop unused nodes; inputs and nodes with side effects stay."""
+    """Erase unused nodes and submodules. Inputs and nodes with side effects are kept."""
     module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     module.recompile()
 
 
 def calls(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
-    """The nodes that call ``target``: a function, an op, or a submodule's name."""
+    """The nodes that call ``target``, which is a function, an op, or the name of a submodule."""
     return (node for node in graph.nodes if node.op.startswith("call_") and node.target == target)
 
 
 def export_module(
     module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str = ""
 ) -> fx.GraphModule:
-    """A module of our own as a graph of ATen nodes; ``prefix`` is left out of the names of its tensors."""
+    """Export a module without attention as a graph of ATen nodes.
+
+    ``prefix`` is removed from the names of its tensors.
+    """
     with EXPORTING:
         exported = torch.export.export(module, args, dynamic_shapes=dims, strict=False)
         unlifted = unlift(functional(exported), prefix)
@@ -92,9 +99,10 @@ def export_module(
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same program without in-place ops, which FX could reorder or drop.
+    """The same program without in-place ops, which FX could reorder or remove.
 
-    It retraces the program (twice the time of the export), so a program that has none is returned as it is.
+    This traces the program again, which takes twice the time of the export, so a program without in-place ops is
+    returned unchanged.
     """
     targets = (node.target for node in exported.graph.nodes)
     if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
@@ -104,7 +112,7 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
 
 
 def _is_no_op(node: fx.Node) -> bool:
-    """A conversion to the dtype and device its input already has, or a dropout that drops nothing."""
+    """Whether the node converts to the dtype and device that its input already has, or is a dropout that is off."""
     if str(node.target) == "aten.dropout.default":
         return not node.args[2]
     if str(node.target) not in ("aten.to.dtype", "aten.to.device", "aten._to_copy.default"):
@@ -114,9 +122,10 @@ def _is_no_op(node: fx.Node) -> bool:
 
 
 def unlift(exported: torch.export.ExportedProgram, prefix: str = "") -> fx.GraphModule:
-    """The exported graph with parameters as attributes (the module's own tensors) and only real inputs left.
+    """The exported graph as a module whose parameters are attributes, which are the original module's own tensors.
 
-    ``ExportedProgram.module()`` would add guards, hooks and its own calling convention.
+    Only the inputs of the forward remain inputs. ``ExportedProgram.module()`` is not used because it would add guards,
+    hooks and a calling convention of its own.
     """
     signature = exported.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
@@ -136,7 +145,7 @@ def unlift(exported: torch.export.ExportedProgram, prefix: str = "") -> fx.Graph
         elif _is_no_op(node):
             mapping[node] = mapping[node.all_input_nodes[0]]
         elif "_assert" not in str(node.target):
-            # Assertions on metadata are impure: they would keep the dead causal mask alive.
+            # Assertions about metadata count as impure, so they would keep the unused causal mask alive.
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
     module = new_module(root, graph, "exported")
     remove_dead_code(module)
@@ -144,7 +153,9 @@ def unlift(exported: torch.export.ExportedProgram, prefix: str = "") -> fx.Graph
 
 
 def constant(tensor: torch.Tensor, name: str) -> fx.GraphModule:
-    """A module without inputs that returns a tensor: how one enters the step graph, which holds none of its own."""
+    """A module without inputs that returns ``tensor``. Constants enter the step graph in this way, since it may hold no
+    tensors of its own.
+    """
     root, graph = nn.Module(), fx.Graph()
     set_attribute(root, "value", tensor)
     graph.output(graph.get_attr("value"))
@@ -152,9 +163,10 @@ def constant(tensor: torch.Tensor, name: str) -> fx.GraphModule:
 
 
 def splice(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, mapping: dict[fx.Node, fx.Node]) -> Any:
-    """Copy a module's nodes to the end of ``graph``, its tensors to ``root``; returns what it outputs, nodes or tuples.
+    """Copy a module's nodes to the end of ``graph``, and its tensors to ``root``.
 
-    ``mapping`` gives the values of its placeholders and is extended by every copied node.
+    ``mapping`` gives the nodes that take the place of the module's placeholders; every copied node is added to it.
+    Returns the copies of the module's outputs, a node or a tuple of nodes.
     """
     for node in module.graph.nodes:
         if node.op == "output":

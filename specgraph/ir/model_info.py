@@ -1,4 +1,4 @@
-"""What the compiler needs to know of a traced model besides its graphs."""
+"""What the compiler needs to know about a traced model besides its graphs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ class ModelInfo:
     """Facts about a traced model, target or draft.
 
     Attributes:
-        name: its class, as reports call it.
-        vocab_size: width of its logits.
-        num_layers: its attention layers, each with a KV cache.
-        hidden_size: width of its hidden states.
-        dtype: of its weights.
-        device: where they are.
-        max_positions: longest sequence it is right for, or None if its configuration names none.
-        num_embeddings: ids its embedding takes, if that is not ``vocab_size``: a reduced draft vocabulary, for one.
+        name: the name of its class, which reports use.
+        vocab_size: the width of its logits.
+        num_layers: the number of its attention layers, each of which has a KV cache.
+        hidden_size: the width of its hidden states.
+        dtype: the dtype of its weights.
+        device: the device of its weights.
+        max_positions: the length of the longest sequence for which it is correct; None if its configuration names none.
+        num_embeddings: the number of ids that its embedding takes; None if that is ``vocab_size``. A head with a
+            reduced draft vocabulary, for example, embeds more ids than it drafts.
     """
 
     name: str
@@ -33,5 +34,5 @@ class ModelInfo:
 
     @property
     def input_ids(self) -> int:
-        """How many ids it can be given."""
+        """The number of ids that the model takes as input."""
         return self.num_embeddings or self.vocab_size

@@ -1,4 +1,4 @@
-"""The program: everything the compiler knows, at every level, executable after every pass."""
+"""The program: the graphs of all levels and the facts about them. It can be executed after every pass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from specgraph.kernels.state import Input, buffers_of
 
 @dataclass
 class Program:
-    """A step graph, the modules it calls, and the facts that passes have established about them.
+    """A step graph, the modules that it calls, and the facts that passes have established about them.
 
-    ``graph`` is the step level: its placeholders are the state, described by ``inputs``; its other nodes are functions
-    of ``specgraph.kernels`` and calls of ``modules`` (tensor-level graphs such as ``target``, ``lm_head``, ``draft``).
+    ``graph`` is the graph of the step level. Its placeholders are the window and the state, which ``inputs`` describes.
+    Its other nodes call functions of ``specgraph.kernels`` or ``modules``, which are graphs of the tensor level such as
+    ``target``, ``lm_head`` and ``draft``.
     """
 
     graph: fx.Graph
@@ -32,12 +33,12 @@ class Program:
     drafter: Drafter
     facts: frozenset[str] = frozenset()
     compiled: frozenset[str] = frozenset()
-    """Modules that run through ``torch.compile``."""
+    """The modules that run through ``torch.compile``."""
     captured: bool = False
     """Whether the step runs as a CUDA graph."""
 
     def copy(self) -> Program:
-        """A copy that can be rewritten freely; tensors are shared."""
+        """A copy that can be rewritten freely. It shares its tensors with the original."""
         graph = copy_graph(self.graph)
         modules = {name: copy_module(module) for name, module in self.modules.items()}
         return replace(self, graph=graph, modules=modules, inputs=dict(self.inputs))
@@ -47,14 +48,14 @@ class Program:
         return self._module(self.modules)
 
     def compile_modules(self) -> dict[str, torch.nn.Module]:
-        """The modules of :attr:`compiled`, through ``torch.compile``."""
+        """The modules of :attr:`compiled` after ``torch.compile``, by name."""
         compiled: dict[str, Any] = {n: torch.compile(self.modules[n], dynamic=True) for n in sorted(self.compiled)}
         return compiled
 
     def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
-        """The step as it runs: like :meth:`step`, with the modules of :attr:`compiled` through ``torch.compile``.
+        """The step as it runs: like :meth:`step`, but the modules of :attr:`compiled` go through ``torch.compile``.
 
-        ``compiled`` reuses what :meth:`compile_modules` gave for the same modules.
+        ``compiled`` is an earlier result of :meth:`compile_modules` for the same modules, which is then used again.
         """
         return self._module({**self.modules, **(self.compile_modules() if compiled is None else compiled)})
 
@@ -67,7 +68,7 @@ class Program:
     # Building the step graph
 
     def placeholder(self, name: str, buffer: Input) -> fx.Node:
-        """The state input ``name``, added behind the existing ones unless it is there already."""
+        """The placeholder of the state input ``name``. It is added after the existing ones unless it exists already."""
         for node in self.placeholders():
             if node.name == name:
                 if self.inputs[name] != buffer:
@@ -81,7 +82,7 @@ class Program:
         return node
 
     def placeholders(self) -> Iterator[fx.Node]:
-        """The state inputs in order."""
+        """The placeholders of the state inputs, in order."""
         return (node for node in self.graph.nodes if node.op == "placeholder")
 
     def input(self, name: str) -> fx.Node:
@@ -92,11 +93,11 @@ class Program:
         raise PassError(f"The step graph has no input {name!r}; it has {', '.join(self.inputs)}.")
 
     def bind(self, module: str, owner: str) -> dict[str, fx.Node]:
-        """Step inputs for the state that ``module`` asks for, by the names of its own inputs.
+        """Make the state inputs of ``module`` inputs of the step, and return these by the names of the module's inputs.
 
-        A pass that gave a module state has described it in ``meta["state"]`` of the module's placeholders. What all
-        modules share (``meta["shared"]``) is one input of the step under its own name; what is the module's own
-        becomes ``<owner>_<name>``.
+        A pass that gives a module state describes it in ``meta["state"]`` of the module's placeholders. State that all
+        modules share (``meta["shared"]``) becomes one input of the step, under its own name. State that belongs to the
+        module becomes an input named ``<owner>_<name>``.
         """
         bound: dict[str, fx.Node] = {}
         for node in self.modules[module].graph.find_nodes(op="placeholder"):
@@ -107,7 +108,7 @@ class Program:
 
     def call(self, target: Callable[..., Any] | str, /, *args: Any, name: str | None = None, role: str | None = None,
              **kwargs: Any) -> fx.Node:  # fmt: skip
-        """Append a call of a function, or of a module by its name; ``role`` lets later passes find the node."""
+        """Append a call of a function, or of a module by its name. Later passes find the node by its ``role``."""
         if isinstance(target, str):
             node = self.graph.create_node("call_module", target, args, kwargs, name=name or target)
         else:
@@ -121,14 +122,18 @@ class Program:
         return [node for node in self.graph.nodes if node.meta.get("role") == role]
 
     def one(self, role: str) -> fx.Node:
-        """The only node with a role."""
+        """The node with a role, if there is exactly one.
+
+        Raises:
+            PassError: no node has the role, or several have it.
+        """
         nodes = self.with_role(role)
         if len(nodes) != 1:
             raise PassError(f"Expected one step node with role {role!r}, found {len(nodes)}.")
         return nodes[0]
 
     def set_output(self, *values: fx.Node) -> None:
-        """Replace what the step returns: one node, or a tuple of them."""
+        """Let the step return ``values``: the node itself if there is one, else a tuple."""
         for node in reversed(self.graph.nodes):
             if node.op == "output":
                 self.graph.erase_node(node)
@@ -136,13 +141,13 @@ class Program:
         self.graph.output(values[0] if len(values) == 1 else values)
 
     def mark_provenance(self, name: str) -> None:
-        """Note on every node that has no origin yet where it came from."""
+        """Note ``name``, the pass that made it, on every node that has no such note yet."""
         for graph in (self.graph, *(module.graph for module in self.modules.values())):
             for node in graph.nodes:
                 node.meta.setdefault("pass_name", name)
 
     def drop_input(self, name: str) -> None:
-        """Remove an unused state input."""
+        """Remove a state input that no node reads."""
         self.graph.erase_node(self.input(name))
         del self.inputs[name]
 
@@ -150,10 +155,10 @@ class Program:
 
     @property
     def block_size(self) -> int:
-        """Tokens per page of the state's page pools.
+        """The number of tokens per page of the page pools.
 
         Raises:
-            PassError: there are no pages, or of several sizes.
+            PassError: there are no page pools, or their pages have several sizes.
         """
         sizes = {b.shape[1] for spec in self.inputs.values() for b in buffers_of(spec) if b.owner == "pages"}
         if len(sizes) != 1:
@@ -161,11 +166,11 @@ class Program:
         return int(sizes.pop())
 
     def models(self) -> dict[str, ModelInfo]:
-        """Facts about every module that attends, by its name: the target, and the drafter's."""
+        """Facts about every module that has attention, by its name: the target and the drafter's modules."""
         return {"target": self.target, **self.drafter.models}
 
     def num_nodes(self) -> dict[str, int]:
-        """Nodes per graph: ``step`` and every module."""
+        """The number of nodes of the step graph (``step``) and of every module."""
         counts = {name: len(module.graph.nodes) for name, module in self.modules.items()}
         return {"step": len(self.graph.nodes), **counts}
 

@@ -28,10 +28,11 @@ _OPERATORS: dict[object, str] = {
 
 
 def render(program: ProgramView, module: str = "step") -> str:
-    """The Python of the step graph, or of one module: a class with ``forward``, one line per node.
+    """The Python source of the step graph, or of one module: a class with a ``forward``, and one line for each node.
 
-    Every line ends with the shape of its value and the pass that made the node. Weights read as attributes
-    (``self.model.layers[0].mlp.up_proj.weight``), functions by their imported name, modules as ``self.target(...)``.
+    A comment at the end of each line gives the shape of the value and the pass that made the node. Weights are written
+    as attributes (``self.model.layers[0].mlp.up_proj.weight``), functions by their imported names, and modules as
+    ``self.target(...)``.
 
     Raises:
         ConfigError: the program has no such module.
@@ -45,18 +46,18 @@ def render(program: ProgramView, module: str = "step") -> str:
 
 
 def _ensure_shapes(program: ProgramView) -> None:
-    """Propagate shapes unless every node of the step and of what it calls has one."""
+    """Propagate shapes, unless every node of the step and of the modules that it calls has one already."""
     called = [program.modules[n.target] for n in program.graph.nodes if n.op == "call_module"]
     nodes = [n for graph in (program.graph, *(m.graph for m in called)) for n in graph.nodes]
     if any("shape" not in node.meta for node in nodes):
         try:
             propagate(program)
         except VerificationError:
-            return  # A graph that is wrong is worth reading, too: what is known of its shapes is there.
+            return  # One may want to read a wrong graph, too. The shapes that are known are shown.
 
 
 class _Source:
-    """Python for one graph. Variables are named first, then imports, so that neither hides the other."""
+    """Writes the source of one graph. It names variables before imports, so that neither hides the other."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -75,7 +76,7 @@ class _Source:
             self._functions[function] = self._import(function)
 
     def text(self, name: str) -> str:
-        """The whole file."""
+        """The text of the whole file."""
         lines = [f"import {root}" for root in sorted(self._roots)] + [""]
         lines += [_import_line(module, sorted(names)) for module, names in sorted(self._imports.items())]
         undefined = "was defined inside a function and cannot be imported: define it here."
@@ -90,7 +91,7 @@ class _Source:
         return "\n".join([*lines, *(f"        {line}" for line in body)]) + "\n"
 
     def _unique(self, name: str) -> str:
-        """A free variable name as close to ``name`` as possible."""
+        """A variable name that is not in use, as close to ``name`` as possible."""
         name = re.sub(r"\W", "_", name)
         if not name.isidentifier() or keyword.iskeyword(name):
             name = f"{name}_" if keyword.iskeyword(name) else f"_{name}"
@@ -102,7 +103,7 @@ class _Source:
         return candidate
 
     def _import(self, function: Any) -> str:
-        """How a function is called, importing it if need be."""
+        """The expression that names a function; an import is added if it needs one."""
         if isinstance(function, torch._ops.HigherOrderOperator):
             return f"torch.ops.higher_order.{function}"
         if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
@@ -140,9 +141,9 @@ class _Source:
         return f"{target}{self._call(node)}{_comment(node)}"
 
     def _items(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that take a tuple apart, if that is all that is done with it, at once: it reads as one line."""
+        """The nodes that unpack a tuple, if nothing else reads it: they can be written in the tuple's own line."""
         items, following = list(node.users), node.next
-        # An item may stand in its tuple's line already, so its own items get lines of theirs.
+        # If the tuple is itself an item that another line unpacks, its own items need separate lines.
         if node.op in ("placeholder", "get_attr") or node.target is operator.getitem or "outputs" not in node.meta:
             return []
         for _ in items:
@@ -166,7 +167,7 @@ class _Source:
         return f"{name}({', '.join(arguments)})"
 
     def _index(self, value: Any) -> str:
-        """A subscript, with slices as one writes them."""
+        """The text of a subscript; slices are written with colons."""
         if isinstance(value, tuple) and value:
             return ", ".join(map(self._index, value)) + ("," if len(value) == 1 else "")
         if isinstance(value, slice):
@@ -208,7 +209,7 @@ def _literal(value: Any) -> str:
 
 
 def _attribute(name: str) -> str:
-    """A dotted name below ``self``: numbers as indices, anything else that is no identifier as a key."""
+    """A dotted name as an expression on ``self``. Numbers become indices, other parts that are no identifiers keys."""
     text = "self"
     for part in name.split("."):
         if part.isdecimal() and str(int(part)) == part:
@@ -227,7 +228,7 @@ def _comment(node: fx.Node) -> str:
 
 
 def _home(function: Any) -> str:
-    """The module a function is imported from: its package, if that offers it by the same name."""
+    """The module from which a function is imported: its package, if the package has it under the same name."""
     module: str = function.__module__
     package = sys.modules.get(module.rpartition(".")[0])
     offered = getattr(package, "__all__", ())
@@ -235,7 +236,7 @@ def _home(function: Any) -> str:
 
 
 def _root(function: Any) -> str:
-    """The package a function is reached from by its full name, such as ``math``; empty if it is imported by name."""
+    """The package before a function's name, as in ``math.floor``; empty if the function itself is imported."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
         return "torch"
     module = getattr(function, "__module__", None) or "torch"
@@ -244,5 +245,5 @@ def _root(function: Any) -> str:
 
 
 def class_name(module: str) -> str:
-    """The class that a module's file defines: ``lm_head`` gives ``LmHead``."""
+    """The name of the class that a module's file defines: ``lm_head`` gives ``LmHead``."""
     return "".join(part[:1].upper() + part[1:] for part in re.split(r"\W|_", module))

@@ -1,4 +1,4 @@
-"""Comparing tensors that are large, or on two devices."""
+"""Compares tensors that are large, or that are on two devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 COMPARED = 2**23
-"""Elements compared at once: some tens of megabytes, of which a transfer between devices takes a few milliseconds."""
+"""How many elements are compared at once: some tens of megabytes, whose transfer between devices takes milliseconds."""
 FLOAT8 = frozenset(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
 
 
 def equal_tensors(a: Tensor, b: Tensor, limit: int = COMPARED) -> bool:
-    """``torch.equal``, at most ``limit`` elements at a time, up to the first part that differs.
+    """Like ``torch.equal``, but at most ``limit`` elements are compared at a time, up to the first part that differs.
 
-    Strides do not matter, and neither does where the tensors are: a part of ``b`` is brought to the device of ``a``.
-    NaN equals nothing, -0.0 equals 0.0. Other shapes or dtypes are never equal, nor is a tensor without data.
+    The tensors may have different strides and be on different devices; parts of ``b`` are moved to the device of ``a``.
+    NaN equals nothing, and -0.0 equals 0.0. Tensors of different shapes or dtypes are not equal, and neither are
+    tensors without data.
     """
     if a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
         return False
@@ -27,7 +28,7 @@ def equal_tensors(a: Tensor, b: Tensor, limit: int = COMPARED) -> bool:
 
 
 def pieces(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Corresponding views of at most ``limit`` elements; nothing is copied, whatever the strides."""
+    """Pairs of corresponding views of at most ``limit`` elements. Nothing is copied, whatever the strides are."""
     if 0 < a.numel() <= limit:
         yield a, b
     elif a.numel() > 0:
@@ -37,7 +38,7 @@ def pieces(a: Tensor, b: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def widen(values: Tensor) -> Tensor:
-    """The same values in the widest type of their kind, in which differences are exact or nearly so."""
+    """The same values in the widest dtype of their kind, in which differences are exact or nearly exact."""
     if values.is_complex():
         return values.to(torch.complex128)
     return values.to(torch.float64 if values.is_floating_point() else torch.int64)

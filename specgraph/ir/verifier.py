@@ -1,4 +1,4 @@
-"""Checks that a program is well formed: run after every pass, with one switch to turn it off."""
+"""Checks that a program is well formed. It runs after every pass unless ``pipeline.verify`` is false."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specgraph.kernels.step import FINAL_WRITES, scatter_state_
 
 
 def verify_program(program: Program) -> None:
-    """Lint every graph, check calls and the order of state writes, then run shapes and dtypes on fake tensors.
+    """Lint every graph, check calls and the order of state writes, and run the program on fake tensors for its shapes.
 
     Raises:
         VerificationError: names the graph and the node.
@@ -37,7 +37,7 @@ def lint(program: Program) -> None:
 
 
 def check_calls(program: Program) -> None:
-    """Every module call names a module and fills exactly its inputs."""
+    """Check that every module call names an existing module and passes exactly its inputs."""
     for node in program.graph.nodes:
         if node.op != "call_module":
             continue
@@ -52,7 +52,7 @@ def check_calls(program: Program) -> None:
 
 
 def check_levels(program: Program) -> None:
-    """The step graph holds no tensors of its own, and its inputs are described; modules call no other modules."""
+    """Check that the step graph holds no tensors, that its inputs are described, and that modules call no modules."""
     names = [node.name for node in program.placeholders()]
     if sorted(names) != sorted(program.inputs):
         raise VerificationError(f"step: its inputs are {names}, but {list(program.inputs)} are described.")
@@ -66,7 +66,7 @@ def check_levels(program: Program) -> None:
 
 
 def check_write_order(program: Program) -> None:
-    """Nothing reads a state input after it was written: FX itself knows no order between the two."""
+    """Check that nothing reads a state input after its last write, because FX itself keeps no order between the two."""
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     for function in FINAL_WRITES:
         for node in calls(program.graph, function):
@@ -81,7 +81,7 @@ def check_write_order(program: Program) -> None:
 
 
 def _written(program: Program, node: fx.Node) -> list[fx.Node]:
-    """The state inputs a node writes; ``window`` is ``next_window`` while decoding."""
+    """The state inputs that a node writes. While decoding, ``window`` is the same tensor as ``next_window``."""
     names = FINAL_WRITES.get(node.target, ()) if callable(node.target) else ()
     if not names:
         return []

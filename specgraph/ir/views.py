@@ -1,4 +1,4 @@
-"""What it takes to read a program, for those that a program itself calls."""
+"""The part of a program's interface that is needed to read it, for modules that ``program`` itself imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specgraph.kernels.state import Input
 
 
 class ProgramView(Protocol):
-    """The parts of a :class:`~specgraph.ir.program.Program` that shapes and source are made of."""
+    """The parts of a :class:`~specgraph.ir.program.Program` that :mod:`~specgraph.ir.shapes` and ``source`` read."""
 
     @property
     def graph(self) -> fx.Graph: ...

@@ -1,4 +1,4 @@
-"""Small models for tests, demos and tables: a target trained from text, and a draft distilled from it."""
+"""Trains small models for tests, demos and tables: a target from text, and a draft that is distilled from it."""
 
 from .config import TrainConfig
 from .data import format_question

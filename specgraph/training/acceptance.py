@@ -1,8 +1,8 @@
-"""How many drafts of a pair of models are accepted under greedy decoding, from one pass of the draft.
+"""Estimates from one forward pass of the draft how many of its drafts are accepted under greedy decoding.
 
-The drafts of a step that follow an accepted prefix were drafted from the target's own greedy text. So the number
-accepted at a position is the length of the run of positions, from there on, where the draft's most probable token is
-the target's: no decoder is needed.
+As long as all drafts before it were accepted, a draft was made from the target's own greedy text. So the number of
+drafts accepted at a position is the number of consecutive positions, from there on, at which the draft's most probable
+token is the target's. No decoder is needed.
 """
 
 import math
@@ -18,7 +18,7 @@ from .rollout import continue_prompts
 
 
 class Step(NamedTuple):
-    """One decode step: drafts accepted, and tokens emitted (the bonus included, what follows EOS not)."""
+    """One decode step: the number of accepted drafts, and of emitted tokens, including the bonus but not after EOS."""
 
     accepted: int
     emitted: int
@@ -28,8 +28,9 @@ class Step(NamedTuple):
 class AcceptanceReport:
     """Greedy acceptance over some questions.
 
-    ``agreement``: share of tokens of the target's greedy text that the draft predicts. ``acceptance_length``: tokens
-    per decode step. ``per_position[i]``: share of steps that accept more than ``i`` drafts.
+    ``agreement`` is the share of tokens of the target's greedy text that the draft predicts, ``acceptance_length`` the
+    number of tokens per decode step, and ``per_position[i]`` the share of steps that accept more than ``i`` drafts.
+    ``finished`` is the share of texts that reach EOS.
     """
 
     questions: int
@@ -45,10 +46,9 @@ class AcceptanceReport:
 def measure_acceptance(
     target: Any, draft: Any, prompts: Sequence[list[int]], cfg: AcceptanceConfig
 ) -> AcceptanceReport:
-    """Decode ``prompts`` greedily with the target and count what the draft would have had accepted.
+    """Decode ``prompts`` greedily with the target, and count how many drafts would have been accepted.
 
-    Both models on one device, in evaluation mode. ``finished`` in the report is the share of texts that reach EOS
-    within ``cfg.max_new_tokens``.
+    Both models must be on one device, in evaluation mode. At most ``cfg.max_new_tokens`` are decoded for each prompt.
     """
     prompts = prompts[: cfg.max_questions]
     texts = continue_prompts(target, prompts, cfg.max_new_tokens, 0.0, len(prompts), "greedy answers")
@@ -73,9 +73,9 @@ def measure_acceptance(
 
 
 def decode_steps(agreed: Sequence[bool], num_speculative_tokens: int) -> list[Step]:
-    """The decode steps of one greedy text; ``agreed[i]``: the draft predicts its token i.
+    """The decode steps of one greedy text. ``agreed[i]`` says whether the draft predicts token i of the text.
 
-    The first token comes with the prefill and is not counted.
+    The first token comes from the prefill and is not counted.
     """
     steps, at = [], 1
     while at < len(agreed):
@@ -95,6 +95,6 @@ def _agreement(draft: Any, documents: Sequence[Encoded]) -> list[list[bool]]:
 
 
 def _ratio_error(steps: Sequence[Sequence[Step]], ratio: float) -> float:
-    """Standard error of tokens per step, questions drawn independently (linearised ratio)."""
+    """The standard error of tokens per step, for questions drawn independently, from the linearised ratio."""
     residuals = (sum(step.emitted for step in each) - ratio * len(each) for each in steps)
     return math.sqrt(sum(r * r for r in residuals)) / max(1, sum(map(len, steps)))

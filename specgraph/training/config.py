@@ -1,4 +1,4 @@
-"""What a training run is made of: plain dataclasses, so ``OmegaConf.structured(TrainConfig)`` works as it stands."""
+"""The configuration of a training run. It is made of plain dataclasses, which ``OmegaConf.structured`` accepts."""
 
 import math
 import os
@@ -10,14 +10,14 @@ from ..errors import ConfigError
 
 @dataclass
 class TokenizerConfig:
-    """Byte-level BPE; each digit is one token. ``vocab_size`` counts the 256 bytes and the two special tokens."""
+    """Byte-level BPE in which each digit is one token. ``vocab_size`` includes the 256 bytes and two special tokens."""
 
     vocab_size: int = 3072
 
 
 @dataclass
 class ModelConfig:
-    """Shape of one causal LM with tied embeddings. ``model_type`` is ``llama`` or ``qwen3``."""
+    """The shape of a causal LM with tied embeddings. ``model_type`` is ``llama`` or ``qwen3``."""
 
     model_type: str = "llama"
     hidden_size: int = 256
@@ -33,7 +33,7 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW, a linear warm-up, then a cosine down to ``final_lr_ratio``. ``batch_size`` counts documents."""
+    """AdamW with a linear warm-up, and then a cosine down to ``final_lr_ratio``. ``batch_size`` counts documents."""
 
     steps: int = 2000
     batch_size: int = 64
@@ -47,10 +47,10 @@ class OptimConfig:
 
 @dataclass
 class RolloutConfig:
-    """Text the target writes itself, for the draft to learn from: that is what a draft meets when decoding.
+    """Text that the target writes and from which the draft learns, since decoding asks it to continue such text.
 
-    ``sampled_questions`` documents are drawn from scratch at ``question_temperature``. Their questions and those of
-    the training data are then answered greedily and, once more, at ``answer_temperature``.
+    ``sampled_questions`` documents are sampled at ``question_temperature``, including their questions. These questions
+    and those of the training data are then answered greedily and, once more, at ``answer_temperature``.
     """
 
     sampled_questions: int = 16384
@@ -64,10 +64,10 @@ class RolloutConfig:
 class TargetConfig:
     """The model to be decoded, trained on the documents by next-token cross-entropy.
 
-    ``input_noise``: share of input tokens replaced by random ones in training. On 7.2k documents of GSM8K, 0.1 of them
-    (with a weight decay of 1 for both) took the best held-out loss from 1.76 to 1.66 nats per token.
-    ``checkpoint``: a folder of an earlier run's target, with its tokenizer; only a draft is trained then. Keep
-    ``data``, ``heldout`` and ``seed`` of that run: they choose the documents that are held out.
+    ``input_noise`` is the share of input tokens that are replaced by random ones in training. On 7.2k documents of
+    GSM8K, a share of 0.1 improved the best held-out loss from 1.76 to 1.66 nats per token (with a weight decay of 1 for
+    both). ``checkpoint`` is the folder of an earlier run's target, with its tokenizer; then only a draft is trained.
+    Keep ``data``, ``heldout`` and ``seed`` of that run, because they choose the documents that are held out.
     """
 
     checkpoint: str = ""
@@ -90,7 +90,7 @@ def _draft_optim() -> OptimConfig:
 
 @dataclass
 class DraftConfig:
-    """The small model, distilled from the target. ``question_weight`` scales the loss on question tokens."""
+    """The small model that is distilled from the target. ``question_weight`` scales the loss of question tokens."""
 
     model: ModelConfig = field(default_factory=_draft_model)
     optim: OptimConfig = field(default_factory=_draft_optim)
@@ -100,7 +100,7 @@ class DraftConfig:
 
 @dataclass
 class AcceptanceConfig:
-    """How the pair is measured at the end: greedy decoding with ``num_speculative_tokens`` drafts per step."""
+    """How acceptance is measured at the end: greedy decoding with ``num_speculative_tokens`` drafts per step."""
 
     num_speculative_tokens: int = 4
     max_new_tokens: int = 256
@@ -109,10 +109,11 @@ class AcceptanceConfig:
 
 @dataclass
 class TrainConfig:
-    """One run: tokenizer, target, draft, measurement.
+    """One run, which trains a tokenizer, a target and a draft, and measures them.
 
-    ``data`` is a jsonl file with the fields ``question`` and ``answer``. ``heldout`` of its documents are never
-    trained on. ``eval_data`` is a file of the same form to measure acceptance on; empty means the held-out documents.
+    ``data`` is a jsonl file with the fields ``question`` and ``answer``. ``heldout`` of its documents are not used for
+    training. Acceptance is measured on ``eval_data``, a file of the same form; if it is empty, on the held-out
+    documents.
     """
 
     data: str = ""
@@ -134,7 +135,7 @@ _MAY_BE_ZERO = {"seed", "heldout", "warmup_steps", "final_lr_ratio", "weight_dec
 
 
 def check_config(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` for the first value out of range, with its path and what is allowed."""
+    """Raise ``ConfigError`` for the first value that is out of range, with its key and the allowed values."""
     if not cfg.data:
         raise ConfigError("data is not set: give data=path/to/file.jsonl, one question and answer per line.")
     if cfg.tokenizer.vocab_size < 258:
@@ -148,7 +149,7 @@ def check_config(cfg: TrainConfig) -> None:
 
 
 def check_paths(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` for a target that is not there, or an output that cannot become a folder."""
+    """Raise ``ConfigError`` for a target that does not exist, or an output that cannot become a folder."""
     checkpoint = cfg.target.checkpoint
     if checkpoint and not os.path.isfile(os.path.join(checkpoint, "config.json")):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Questions and answers: from a jsonl file to batches of token ids."""
+"""Reads questions and answers from a jsonl file, and makes batches of token ids from them."""
 
 import json
 import os
@@ -22,15 +22,15 @@ class Document:
 
 
 class Encoded(NamedTuple):
-    """One document as token ids: the prompt, the answer and EOS. The first ``prompt_length`` ids are the prompt."""
+    """One document as token ids: ``prompt_length`` ids of the prompt, then the answer, then EOS."""
 
     ids: list[int]
     prompt_length: int
 
 
 class Batch(NamedTuple):
-    """``tokens`` ``[B, S]`` int64, padded on the right; ``weights`` ``[B, S - 1]`` float32: what it counts to predict
-    ``tokens[:, 1:]`` (0 on padding)."""
+    """``tokens`` is int64 ``[B, S]``, padded on the right. ``weights``, float32 ``[B, S - 1]``, is the weight of each
+    prediction of ``tokens[:, 1:]`` in the loss, which is 0 for padding."""
 
     tokens: Tensor
     weights: Tensor
@@ -47,11 +47,11 @@ def format_document(document: Document) -> str:
 
 
 def read_documents(path: str, name: str = "data") -> list[Document]:
-    """Read a jsonl file with the fields ``question`` and ``answer``; other fields are ignored.
+    """Read a jsonl file with the fields ``question`` and ``answer``. Other fields are ignored.
 
     Args:
-        path: the file; empty lines are skipped.
-        name: the option that gave the path, for error messages.
+        path: the file, in which empty lines are skipped.
+        name: the key that gave the path, for error messages.
 
     Raises:
         InputError: the file does not exist or is empty, a line is not JSON, or a field is missing or not a text.
@@ -80,7 +80,7 @@ def _parse(line: str, where: str) -> Document:
 
 
 def split_documents(documents: Sequence[Document], heldout: int, seed: int) -> tuple[list[Document], list[Document]]:
-    """Shuffle and cut into (training, held out).
+    """Shuffle the documents, and split them into those for training and those that are held out.
 
     Raises:
         ConfigError: nothing would be left to train on, or nothing is held out.
@@ -96,9 +96,9 @@ def split_documents(documents: Sequence[Document], heldout: int, seed: int) -> t
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Any, max_length: int) -> list[Encoded]:
-    """Prompt and answer are encoded apart, exactly as a prompt and its continuation meet when decoding.
+    """Encode documents. Prompt and answer are encoded separately, as a prompt and its continuation are in decoding.
 
-    A document longer than ``max_length`` tokens is cut, and then has no EOS.
+    A document that is longer than ``max_length`` tokens is cut, and then has no EOS.
     """
     prompts = tokenizer([format_question(d.question) for d in documents])["input_ids"]
     answers = tokenizer([f" {d.answer}" for d in documents])["input_ids"]
@@ -110,9 +110,10 @@ def encode_documents(documents: Sequence[Document], tokenizer: Any, max_length: 
 
 
 def collate(documents: Sequence[Encoded], pad_id: int, question_weight: float = 1.0) -> Batch:
-    """Pad on the right and weigh: ``question_weight`` on question tokens, 1 on answer and EOS, 0 on padding.
+    """Make a batch that is padded on the right.
 
-    The width is the longest document's, rounded up to 32: a GPU meets few shapes.
+    The weights are ``question_weight`` for question tokens, 1 for the answer and EOS, and 0 for padding. The width is
+    that of the longest document, rounded up to a multiple of 32 so that few shapes occur.
     """
     width = -(-max(len(document.ids) for document in documents) // 32) * 32
     tokens = torch.tensor([document.ids + [pad_id] * (width - len(document.ids)) for document in documents])
@@ -124,7 +125,7 @@ def collate(documents: Sequence[Encoded], pad_id: int, question_weight: float = 
 
 
 def in_order(documents: Sequence[Encoded], batch_size: int, pad_id: int, question_weight: float = 1.0) -> list[Batch]:
-    """Every document once, by length: what evaluation reads."""
+    """Batches for evaluation, with every document once, in the order of length."""
     ordered = sorted(documents, key=lambda document: len(document.ids))
     groups = (ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size))
     return [collate(group, pad_id, question_weight) for group in groups]
@@ -133,7 +134,7 @@ def in_order(documents: Sequence[Encoded], batch_size: int, pad_id: int, questio
 def shuffled(
     documents: Sequence[Encoded], batch_size: int, pad_id: int, seed: int, question_weight: float = 1.0
 ) -> Iterator[Batch]:
-    """Batches without end, epoch by epoch. Documents of similar length share a batch, so that little is padding."""
+    """Endless batches, epoch by epoch. Documents of similar length share a batch, so that there is little padding."""
     rng = random.Random(seed)
     while True:
         for group in _epoch(documents, batch_size, rng):
@@ -141,7 +142,10 @@ def shuffled(
 
 
 def _epoch(documents: Sequence[Encoded], batch_size: int, rng: random.Random) -> list[list[Encoded]]:
-    """One epoch: shuffle, sort by length within pools of 16 batches, cut, and shuffle the batches."""
+    """The batches of one epoch.
+
+    Documents are shuffled, sorted by length in groups of 16 batches, and cut into batches, which are shuffled.
+    """
     order = rng.sample(range(len(documents)), len(documents))
     pool = 16 * batch_size
     groups: list[list[Encoded]] = []

@@ -1,4 +1,4 @@
-"""The optimisation loop of a target and of a draft model that are trained from scratch, and their two losses."""
+"""The training loop for a target and for a draft model that start from scratch, with the loss of each."""
 
 import itertools
 import math
@@ -17,15 +17,16 @@ from .data import Batch
 from .updates import Updates
 
 Loss = Callable[[Batch], Tensor]
-"""Loss of every predicted token, ``[B, S - 1]`` float32, not weighted."""
+"""A function from a batch to the loss of every predicted token, float32 ``[B, S - 1]``, without weights."""
 
 
 @dataclass
 class StageReport:
-    """One trained model. Losses are in nats per weighted token; ``curve`` holds (step, training, held-out) losses.
+    """The training of one model. Losses are in nats per weighted token.
 
-    ``heldout_loss`` is the best on the curve, and the weights kept are those of that step. A model that was loaded, not
-    trained, has 0 steps and no ``train_loss``.
+    ``curve`` holds tuples of the step, the training loss and the held-out loss. ``heldout_loss`` is the best held-out
+    loss of the curve, and the weights of that step are kept. A model that was loaded and not trained has 0 steps and no
+    ``train_loss``.
     """
 
     parameters: int = 0
@@ -38,7 +39,7 @@ class StageReport:
 
 
 def cross_entropy(model: Any, input_noise: float = 0.0) -> Loss:
-    """Next-token cross-entropy of ``model``; in training, with a share of its input tokens replaced by random ones."""
+    """The next-token cross-entropy of ``model``. In training, random tokens replace a share of its input tokens."""
 
     def loss(batch: Batch) -> Tensor:
         inputs = batch.tokens[:, :-1]
@@ -58,7 +59,7 @@ def replace_randomly(tokens: Tensor, share: float, vocab_size: int) -> Tensor:
 
 
 def distillation(draft: Any, target: Any) -> Loss:
-    """Forward KL(target || draft) over the full vocabulary (Hinton et al. 2015, arXiv 1503.02531), temperature 1."""
+    """KL(target || draft) over the full vocabulary, at temperature 1 (Hinton et al. 2015, arXiv 1503.02531)."""
 
     def loss(batch: Batch) -> Tensor:
         inputs = batch.tokens[:, :-1]
@@ -80,9 +81,9 @@ def optimise(
     cfg: OptimConfig,
     accelerator: Any,
 ) -> StageReport:
-    """Train ``model`` in place on ``cfg.steps`` batches and leave it with the weights of its best held-out loss.
+    """Train ``model`` in place on ``cfg.steps`` batches, and give it the weights that had the best held-out loss.
 
-    Weights stay float32; losses are computed under the accelerator's autocast.
+    The weights stay float32, and losses are computed under the accelerator's autocast.
     """
     start, updates = time.monotonic(), Updates(model, cfg, accelerator)
     watch = _Watch(model, loss, heldout, accelerator, cfg)
@@ -97,7 +98,7 @@ class _Watch:
     """Measures a model every ``cfg.eval_every`` steps and at the end, and remembers its best weights.
 
     Attributes:
-        losses: of every batch since the last measurement, still on the device.
+        losses: the loss of every batch since the last measurement, on the device.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class _Watch:
         self.losses: list[Tensor] = []
 
     def note(self, step: int) -> Note:
-        """Measure if it is time to, and say how training goes."""
+        """Measure if ``cfg.eval_every`` steps have passed, and return a line about the training."""
         if step % self._cfg.eval_every and step != self._cfg.steps:
             return lambda: f"loss {self._mean():.4f}"
         report, mean = self._report, self._mean()
@@ -122,7 +123,7 @@ class _Watch:
         return f"loss {mean:.4f} held-out {held:.4f}"
 
     def finish(self, seconds: float) -> StageReport:
-        """Give the model its best weights, and say how training went."""
+        """Give the model its best weights, and report on the training."""
         if self._best:
             self._model.load_state_dict(self._best)
         self._report.seconds = seconds
@@ -133,7 +134,7 @@ class _Watch:
 
 
 def evaluate(model: torch.nn.Module, loss: Loss, batches: Sequence[Batch], accelerator: Any) -> float:
-    """Weighted mean loss over ``batches``, in nats per token; the model is left in training mode as it was."""
+    """The weighted mean loss over ``batches``, in nats per token. The model's training mode does not change."""
     training = model.training
     model.eval()
     total = weight = 0.0

@@ -1,4 +1,4 @@
-"""Small causal LMs: made from a configuration, saved as a user loads them."""
+"""Makes small causal LMs from a configuration, saves them and loads them."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from .config import ModelConfig
 
 
 def build_model(cfg: ModelConfig, tokenizer: Any) -> Any:
-    """A randomly initialised causal LM in float32 with tied embeddings, EOS and PAD from the tokenizer."""
+    """A randomly initialised causal LM in float32 with tied embeddings, and with the tokenizer's EOS and PAD."""
     config = AutoConfig.for_model(
         cfg.model_type,
         vocab_size=len(tokenizer),
@@ -34,21 +34,21 @@ def build_model(cfg: ModelConfig, tokenizer: Any) -> Any:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Parameters, a tied one counted once."""
+    """The number of parameters. A tied one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def save_model(model: Any, tokenizer: Any, folder: str) -> None:
-    """Write weights (bf16 safetensors), configuration and tokenizer; the model itself becomes bf16."""
+    """Write the weights (as bf16 safetensors), the configuration and the tokenizer. The model itself becomes bf16."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def load_model(folder: str, device: torch.device) -> Any:
-    """The saved model in float32, for evaluation: what is measured is what was saved."""
+    """Load a saved model in float32 for evaluation, so that the saved weights are measured and not those before."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
 
 
 def folder_bytes(folder: str) -> int:
-    """Size on disk of every file below ``folder``."""
+    """The size on disk of all files in ``folder`` and its subfolders."""
     return sum(os.path.getsize(os.path.join(path, name)) for path, _, names in os.walk(folder) for name in names)

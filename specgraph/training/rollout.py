@@ -1,4 +1,4 @@
-"""Text written by a model: documents for the draft to learn from, and greedy answers to measure it on."""
+"""Lets a model write text: documents from which the draft learns, and greedy answers on which it is measured."""
 
 import copy
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _MARKS = format_question("\0").split("\0")  # what stands before and after a que
 def continue_prompts(
     model: Any, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, batch_size: int, label: str
 ) -> list[list[int]]:
-    """Continue every prompt, greedily at temperature 0, up to and including EOS; shorter prompts first.
+    """Continue every prompt up to and including EOS. Temperature 0 is greedy. Shorter prompts come first.
 
     Returns:
-        The new token ids of each prompt, in the order given. Without EOS at the end: ``max_new_tokens`` were reached.
+        The new token ids of each prompt, in the given order. A text that reached ``max_new_tokens`` has no EOS.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     results: list[list[int]] = [[] for _ in prompts]
@@ -35,7 +35,7 @@ def continue_prompts(
 
 
 def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig) -> list[Encoded]:
-    """Documents in the target's own words: sampled from scratch, and answers to those and to the given questions."""
+    """Documents that the target writes: its answers to questions that it samples itself, and to the given ones."""
     device = target.device
     writer = copy.deepcopy(target).eval()
     if device.type == "cuda":
@@ -52,7 +52,7 @@ def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: 
 
 
 def split_text(text: str) -> Document | None:
-    """Undo ``format_document``; None when the text has no question or no answer."""
+    """The inverse of ``format_document``; None if the text has no question or no answer."""
     before, after = _MARKS
     if not text.startswith(before) or text.count(after) != 1:
         return None
@@ -61,7 +61,7 @@ def split_text(text: str) -> Document | None:
 
 
 def _sample_documents(writer: Any, tokenizer: Any, cfg: RolloutConfig) -> list[Document]:
-    """Whole documents from the beginning of a question on; those that never got to an answer are dropped."""
+    """Sample whole documents, including their questions. Those that did not reach an answer are dropped."""
     if not cfg.sampled_questions:
         return []
     begin = tokenizer(_MARKS[0].rstrip())["input_ids"]
@@ -75,7 +75,7 @@ def _sample_documents(writer: Any, tokenizer: Any, cfg: RolloutConfig) -> list[D
 
 @torch.no_grad()
 def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int, temperature: float) -> list[list[int]]:
-    """One batch through ``transformers``' ``generate``, padded on the left."""
+    """Continue one batch of prompts, padded on the left, by ``generate`` of transformers."""
     eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
@@ -86,7 +86,7 @@ def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int, tempera
         max_new_tokens=max_new_tokens,
         eos_token_id=eos,
         pad_token_id=pad,
-        cache_implementation="static",  # one that grows by a token at a time spends its time in cudaMalloc
+        cache_implementation="static",  # a dynamic cache, which grows with every token, spends its time in cudaMalloc
         disable_compile=True,
         **sampling,
     )

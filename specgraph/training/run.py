@@ -1,4 +1,4 @@
-"""A whole training run: tokenizer, target, draft, measurement, report."""
+"""A whole training run: it trains the tokenizer, the target and the draft, measures them, and writes a report."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from .updates import accelerator_on
 
 @dataclass
 class TrainReport:
-    """What came out of ``run_training``; also written to ``<output>/training_report.json``."""
+    """The results of ``run_training``, which are also written to ``<output>/training_report.json``."""
 
     target: StageReport
     draft: StageReport
@@ -64,7 +64,7 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class _Data:
-    """Tokenised documents; ``questions`` are the training questions as text, ``prompts`` those to measure on."""
+    """Tokenised documents. ``questions`` are the training questions as text; acceptance is measured on ``prompts``."""
 
     train: list[Encoded]
     heldout: list[Encoded]
@@ -73,12 +73,12 @@ class _Data:
 
 
 def run_training(cfg: TrainConfig) -> TrainReport:
-    """Train a target and its draft from a file of questions and answers, and measure how well the draft drafts.
+    """Train a target and its draft from a file of questions and answers, and measure the acceptance of the drafts.
 
-    Writes ``<output>/target`` and ``<output>/draft`` (bf16 safetensors, configuration, tokenizer; loadable with
-    ``AutoModelForCausalLM`` and ``AutoTokenizer``) and ``<output>/training_report.json``. With
-    ``cfg.target.checkpoint`` that target is used as it is, and none is written. Shows progress on stderr.
-    All randomness follows ``cfg.seed``; the caller's generators are left as they were.
+    This writes ``<output>/target`` and ``<output>/draft`` (bf16 safetensors, configuration and tokenizer, which
+    ``AutoModelForCausalLM`` and ``AutoTokenizer`` load) and ``<output>/training_report.json``. With
+    ``cfg.target.checkpoint``, that target is used unchanged, and none is written. Progress is shown on standard error.
+    All randomness follows from ``cfg.seed``, and the caller's random generators do not change.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -162,7 +162,7 @@ def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, accele
 
 
 def _loaded_target(cfg: TrainConfig, target: Any, data: _Data, accelerator: Any) -> StageReport:
-    """What is known of a target that was not trained here: its size and its held-out loss."""
+    """The report about a target that was not trained here: its size and its held-out loss."""
     heldout = in_order(data.heldout, cfg.target.optim.batch_size, target.generation_config.pad_token_id)
     loss = evaluate(target, cross_entropy(target), heldout, accelerator)
     return StageReport(parameters=count_parameters(target), heldout_loss=loss)
@@ -177,9 +177,9 @@ def _distil(
     folder: str,
     accelerator: Any,
 ) -> StageReport:
-    """Train a draft on the data's documents and those in the target's own words alike, and save it to ``folder``.
+    """Train a draft on the documents of the data and on those that the target wrote, and save it to ``folder``.
 
-    Held-out is the KL on the held-out documents' answers.
+    The held-out loss is the KL divergence on the answers of the held-out documents.
     """
     optim, pad_id = cfg.draft.optim, tokenizer.pad_token_id
     draft = build_model(cfg.draft.model, tokenizer)

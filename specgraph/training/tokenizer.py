@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer for the small models."""
+"""Trains a byte-level BPE tokenizer for the small models."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,8 +13,8 @@ PAD_TOKEN = "<|pad|>"
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> Any:
     """Learn byte-pair merges (Sennrich et al. 2016, arXiv 1508.07909) over bytes (Radford et al. 2019).
 
-    Digits never merge, so a number is as many tokens as it has digits. Any text round-trips. Little data gives fewer
-    than ``vocab_size`` entries. Ids 0 and 1 are EOS and PAD.
+    Digits are never merged, so a number has as many tokens as digits. Every text can be encoded and decoded without
+    loss. With little data, there are fewer than ``vocab_size`` entries. Ids 0 and 1 are EOS and PAD.
 
     Returns:
         A ``PreTrainedTokenizerFast`` whose saved form ``AutoTokenizer.from_pretrained`` loads.

@@ -1,4 +1,4 @@
-"""What every training loop does to a module: updates by AdamW under a schedule, on accelerate."""
+"""The part that all training loops share: updates of a module by AdamW with a schedule, on accelerate."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .config import OptimConfig
 
 @contextlib.contextmanager
 def accelerator_on(device: torch.device) -> Iterator[Any]:
-    """An ``accelerate.Accelerator`` for one device: bf16 autocast on a GPU, float32 on a CPU.
+    """An ``accelerate.Accelerator`` for one device, with bf16 autocast on a GPU and float32 on a CPU.
 
-    The first Accelerator of a process settles device and precision for all later ones. A run gets its own all the same,
-    and leaves the process as it was: that state is set aside in between.
+    The first Accelerator of a process determines the device and precision of all later ones. To give every run its own,
+    that global state is removed while the context lasts, and put back afterwards.
 
     Raises:
         ConfigError: accelerate is not installed.
@@ -37,7 +37,7 @@ def accelerator_on(device: torch.device) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _set_aside(shared: list[dict[str, Any]]) -> Iterator[None]:
-    """Empty dictionaries inside, and their contents back afterwards."""
+    """A context in which the dictionaries are empty. Their contents are put back afterwards."""
     before = [dict(state) for state in shared]
     for state in shared:
         state.clear()
@@ -50,10 +50,10 @@ def _set_aside(shared: list[dict[str, Any]]) -> Iterator[None]:
 
 
 class Updates:
-    """One module in training: its optimiser, its schedule, and the update that a loss asks for.
+    """One module in training, with its optimiser and its schedule.
 
     Attributes:
-        model: the module as accelerate prepared it, on the accelerator's device.
+        model: the module, as prepared by accelerate, on the accelerator's device.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Updates:
         accelerator: Any,
         factor: Callable[[int], float] | None = None,
     ) -> None:
-        """``factor`` gives the share of the learning rate at a step; None is :func:`lr_factor`."""
+        """Make the optimiser. ``factor`` gives the share of the learning rate at a step; None is :func:`lr_factor`."""
         self._accelerator, self._grad_clip = accelerator, cfg.grad_clip
         self.model = accelerator.prepare(model)
         optimizer = make_optimizer(self.model, cfg, accelerator.device)
@@ -71,7 +71,7 @@ class Updates:
         self._optimizer, self._schedule = accelerator.prepare(optimizer, schedule)
 
     def update(self, loss: Tensor) -> Tensor:
-        """Take one step down the gradient of a scalar loss, which is returned detached, still on the device."""
+        """Make one update for a scalar loss, which is returned detached, on the device."""
         self._optimizer.zero_grad(set_to_none=True)
         self._accelerator.backward(loss)
         self._accelerator.clip_grad_norm_(self.model.parameters(), self._grad_clip)
@@ -81,7 +81,7 @@ class Updates:
 
 
 def make_optimizer(model: torch.nn.Module, cfg: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW for what has a gradient; matrices decay, norms do not."""
+    """AdamW for the parameters that have a gradient. Weight decay applies to matrices and not to norms."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -91,7 +91,7 @@ def make_optimizer(model: torch.nn.Module, cfg: OptimConfig, device: torch.devic
 
 
 def lr_factor(step: int, cfg: OptimConfig) -> float:
-    """Share of the learning rate at ``step`` (from 0): up to 1 during the warm-up, then a cosine."""
+    """The share of the learning rate at ``step``, counted from 0. It rises to 1 in the warm-up and follows a cosine."""
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / max(1, cfg.steps - cfg.warmup_steps)

@@ -163,7 +163,7 @@ def test_heads_that_the_layout_cannot_express(tmp_path: Path) -> None:
     def save(head: DraftHead, algorithm: Any) -> None:
         save_head(head, tmp_path / "c", target_name="target", algorithm=algorithm, num_speculative_tokens=3)
 
-    with pytest.raises(ConfigError, match="layout has no head without fc, input_layernorm or norm"):
+    with pytest.raises(ConfigError, match="layout cannot express a head without fc, input_layernorm or norm"):
         save(without, "eagle3")
     with pytest.raises(ConfigError, match="A peagle head has a mask_token_id and a mask_hidden"):
         save(plain, "peagle")

@@ -183,7 +183,7 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
         layouts.specforge,
         _with(d2t=torch.zeros(3, dtype=torch.int64)),
         {},
-        r"d2t of .* is .*\[3\]; it is int64 \[40\]",
+        r"d2t of .* is .*\[3\]; it must be int64 \[40\]",
     ),
     "d2t and t2d": (
         layouts.specforge,
@@ -219,7 +219,7 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
         lambda: layouts.speculators("peagle"),
         _config(mask_token_id="<mask>"),
         {},
-        "mask_token_id of .* is '<mask>'; .* one id",
+        "mask_token_id of .* is '<mask>'; it must be one token id",
     ),
     "no mask_hidden": (
         lambda: layouts.speculators("peagle"),
@@ -275,14 +275,14 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
         layouts.speculators,
         _config(**{_IDS: "1,2"}),
         {},
-        "is '1,2'; it is a list of integers",
+        "is '1,2'; it must be a list of integers",
     ),
     "number of layers": (layouts.speculators, _config(), {"feature_layers": [1, 3]}, r"fc.weight .* need \[32, 64\]"),
     "a flag that is no flag": (
         layouts.speculators,
         _config(norm_output="no"),
         {},
-        "norm_output of .* is 'no'; it is true or",
+        "norm_output of .* is 'no'; it must be true or",
     ),
     "rotary that changes with the length": (
         layouts.nvidia,
@@ -301,7 +301,7 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
         layouts.eagle,
         _config(num_attention_heads=None),
         {},
-        "num_attention_heads in .* is None; it is a number",
+        "num_attention_heads in .* is None; it must be an integer above 0",
     ),
     "uneven heads": (
         layouts.eagle,

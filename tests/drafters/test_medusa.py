@@ -270,7 +270,7 @@ MISFITS: dict[str, tuple[Callable[[Path, Tensors], Path], Change, str]] = {
     "map of numbers": (
         released,
         replaced("token_map", torch.zeros(VOCAB)),
-        r"token_map of .* is torch.float32 \[101\]; it is int64 \[Vd\]",
+        r"token_map of .* is torch.float32 \[101\]; it must be int64 \[Vd\]",
     ),
     "map of another size": (
         released,

@@ -142,5 +142,7 @@ def test_what_is_exported_must_be_what_was_looked_at(monkeypatch: pytest.MonkeyP
         return forward(*args, **kwargs, **({"sliding_window": 4} if torch.compiler.is_exporting() else {}))
 
     monkeypatch.setattr(attention, "forward", windowed)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM attends otherwise .* \[4\] instead of \[None\]"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM makes other attention calls .* \[4\] instead of \[None\]"
+    ):
         trace(model)

@@ -352,7 +352,7 @@ class Product(nn.Module):
 
 def test_bitwise_refuses_what_it_cannot_promise_and_fast_takes_it() -> None:
     x = torch.randn(5, 8)
-    with pytest.raises(PassError, match=r"toy\.matmul .*numerics=bitwise promises; compile with numerics=fast"):
+    with pytest.raises(PassError, match=r"toy\.matmul .*numerics=bitwise rules out; compile with numerics=fast"):
         last(toy(Product(), x), [LowerKernels()])
     assert targets(last(toy(Product(), x), [LowerKernels(numerics="fast")]), "toy")["aten.matmul"] == 1
 
@@ -379,7 +379,7 @@ class HiddenProduct(nn.Module):
 
 
 def test_an_alias_of_what_is_refused_is_refused() -> None:
-    with pytest.raises(PassError, match=r"toy\.einsum .*numerics=bitwise promises"):
+    with pytest.raises(PassError, match=r"toy\.einsum .*numerics=bitwise rules out"):
         last(toy(HiddenProduct(), torch.randn(5, 8)), [LowerKernels()])
 
 
@@ -390,7 +390,7 @@ def test_a_gpu_whose_triton_is_another_is_told(gluon: bool, numerics: str, monke
     monkeypatch.setattr(lower_kernels, "runs_gluon", lambda device: gluon)
     program = toy(Around(lambda x, y: y), torch.randn(5, 8))
     notes = LowerKernels(numerics=numerics).apply(program).notes
-    told = [note for note in notes if "their Gluon form is for Triton 3.6, this is " in note]
+    told = [note for note in notes if "the Gluon kernel, which needs Triton 3.6; this is " in note]
     assert len(told) == (not gluon)
 
 

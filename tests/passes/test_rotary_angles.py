@@ -62,9 +62,9 @@ def test_every_spelling_becomes_one_op_of_the_same_bits(spelled, layout, dtype: 
 @pytest.mark.parametrize(
     ("angles", "reason"),
     [
-        (lambda x, f: twice(product(x, f) + 1), "not the cosine's product of positions and frequencies"),
+        (lambda x, f: twice(product(x, f) + 1), "the argument of the cosine, is not a product of positions"),
         (lambda x, f: torch.cat((product(x, f), product(x, 2 * f)), -1), "does not repeat the angles"),
-        (lambda x, f: twice(product(x, f)[:, 1:]), "not the cosine's product"),
+        (lambda x, f: twice(product(x, f)[:, 1:]), "the argument of the cosine, is not a product"),
         (lambda x, f: product(x, f.bfloat16().float()), "rounds what the angles are computed from"),
         (lambda x, f: product(x.unsqueeze(0), f), "not the product of positions"),
         (lambda x, f: product(x[0], f), "not the product of positions"),

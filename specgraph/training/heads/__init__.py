@@ -1,4 +1,4 @@
-"""Training of draft heads that read a frozen target's hidden states: whatever a drafter says that it trains."""
+"""Trains draft heads that read the hidden states of a frozen target, for all drafters that support training."""
 
 from .config import HeadTrainConfig
 from .run import HeadTrainReport, train_head

@@ -1,11 +1,11 @@
-"""The loss of a head over chains of drafts, as decoding makes them ("training-time test").
+"""The loss of a head over chains of drafts, made as in decoding ("training-time test").
 
-Step ``i`` has one row per position ``t`` of the text, all run at once. It takes token ``x[t+1+i]`` at position
-``t + i`` and predicts ``x[t+2+i]``. At step 0 the hidden state is what the head makes of the target's features at
-``t``, later it is the head's own output of the step before, with its gradient. Row ``t`` sees the step-0 keys up to
-``t`` and the keys of its own chain: exactly what it sees when the target has verified everything up to ``x[t+1]``.
-A parallel head takes the mask token and ``mask_hidden`` in the steps after 0, so that all steps fit into one call.
-That is the EAGLE family; every head says itself, by ``unroll`` and ``step_logits``, how it gets from step to step.
+Step ``i`` computes draft ``i`` for all positions ``t`` of the text at once. In the EAGLE family, its row ``t`` takes
+token ``x[t+1+i]`` at position ``t + i`` and predicts ``x[t+2+i]``. In step 0, the hidden state is computed from the
+target's features at ``t``. In later steps, it is the head's own output of the step before, with its gradient. Row ``t``
+sees the keys of step 0 up to ``t`` and the keys of its own chain, which is what it sees in decoding when the target has
+verified the tokens up to ``x[t+1]``. In the steps after 0, a parallel head takes the mask token and ``mask_hidden``, so
+that one call computes all steps. How a head gets from step to step is defined by its ``unroll`` and ``step_logits``.
 
 Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
 """
@@ -26,8 +26,8 @@ from .teacher import Lesson
 
 
 class StepOutput(NamedTuple):
-    """One step over the rows asked for: the head's logits ``[R, Vd]``, the target's for the same token ``[R, Vd]``, and
-    ``counts`` bool ``[R]``: whether the target's most probable token can be drafted at all."""
+    """One step at the given rows: the head's logits ``[R, Vd]``, the target's logits for the same token ``[R, Vd]``,
+    and ``counts`` bool ``[R]``, which says whether the target's most probable token can be drafted at all."""
 
     logits: Tensor
     wanted: Tensor
@@ -35,7 +35,7 @@ class StepOutput(NamedTuple):
 
 
 class ChainLoss(nn.Module):
-    """A head with its loss: what the optimiser trains."""
+    """A head together with its loss, as the module that the optimiser trains."""
 
     def __init__(self, head: DraftHead, steps: int) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class ChainLoss(nn.Module):
         self.mask_token_id = head.mask_token_id if head.parallel else None
 
     def forward(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Tensor:
-        """Mean loss of every step, float32 ``[steps]``, in nats per token.
+        """The mean loss of every step, float32 ``[steps]``, in nats per token.
 
         Args:
             tokens: int64 ``[B, S]``.
-            lesson: what the target says about them.
-            rows: for every step, int64 indices into the ``B * S`` rows whose predictions count.
+            lesson: the target's hidden states and logits for these tokens.
+            rows: for every step, the indices (int64) of those of the ``B * S`` rows whose predictions count.
         """
         return torch.stack([mean_loss(out) for out in self.outputs(tokens, lesson, rows)])
 
     def outputs(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[StepOutput]:
-        """What the head and the target say at ``rows``, step by step; arguments as in :meth:`forward`."""
+        """The logits of the head and of the target at ``rows``, step by step. The arguments are those of forward."""
         theirs = lesson.logits.flatten(0, 1)
         vocabulary = self.head.draft_to_target
         dtype = next(parameter.dtype for parameter in self.parameters() if parameter.requires_grad)
@@ -72,7 +72,7 @@ class ChainLoss(nn.Module):
 
 
 def mean_loss(out: StepOutput) -> Tensor:
-    """Cross-entropy against the target's distribution over what can be drafted, float32 or float64: a scalar."""
+    """The cross-entropy against the target's distribution over the draft vocabulary, a float32 or float64 scalar."""
     exact = torch.promote_types(out.logits.dtype, torch.float32)
     each = F.cross_entropy(out.logits.to(exact), out.wanted.to(exact).softmax(-1), reduction="none")
     return (each * out.counts).sum() / out.counts.sum().clamp_min(1)
@@ -82,9 +82,9 @@ def counted_rows(weights: Tensor, cfg: ChainConfig, generator: torch.Generator |
     """For every step, the rows whose prediction counts, as indices into ``B * S``.
 
     Args:
-        weights: ``[B, S - 1]``, what it counts to predict ``tokens[:, 1:]``; not 0 is counted.
-        cfg: ``keep`` is the share of rows that a step learns from.
-        generator: draws them; None keeps all.
+        weights: ``[B, S - 1]``, the weights of the predictions of ``tokens[:, 1:]``; those above 0 count.
+        cfg: its ``keep`` and ``keep_least`` give the share of rows from which a step learns.
+        generator: draws these rows; None keeps all.
     """
     batch, predicted = weights.shape
     found = []
@@ -102,6 +102,6 @@ def counted_rows(weights: Tensor, cfg: ChainConfig, generator: torch.Generator |
 
 
 def step_weights(cfg: ChainConfig, device: torch.device) -> Tensor:
-    """``decay ** i``, scaled to a sum of 1: float32 ``[steps]``."""
+    """The weights ``decay ** i`` of the steps, scaled to a sum of 1, float32 ``[steps]``."""
     weights = cfg.decay ** torch.arange(cfg.steps, device=device, dtype=torch.float32)
     return weights / weights.sum()

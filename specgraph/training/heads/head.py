@@ -1,4 +1,4 @@
-"""A new head for a target, and how it is saved."""
+"""Makes a new head for a target, starts it from a saved one, and copies it for saving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .teacher import feature_layers
 
 
 def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, documents: Sequence[Encoded]) -> DraftHead:
-    """A head in float32 on the target's device, as its drafter makes it.
+    """A new head, made by its drafter, in float32 on the target's device.
 
     Raises:
         ConfigError: a size does not fit the target.
@@ -46,10 +46,10 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
 
 @torch.no_grad()
 def start_from(head: nn.Module, folder: str) -> None:
-    """Take over the tensors of a saved head. Layers and a ``mask_hidden`` that it lacks stay as they are.
+    """Copy the tensors of a saved head. Layers and a ``mask_hidden`` that it lacks stay as they are.
 
     Raises:
-        ConfigError: there is no head, or one of another shape.
+        ConfigError: there is no saved head, or it has another shape.
     """
     path = Path(folder) / "model.safetensors"
     if not path.is_file():
@@ -68,7 +68,7 @@ def start_from(head: nn.Module, folder: str) -> None:
 
 
 def bf16_copy(head: DraftHead) -> DraftHead:
-    """A copy to save: trained parameters in bf16, frozen ones the very same tensors."""
+    """A copy for saving, with trained parameters in bf16. Frozen parameters are the same tensors, not copies."""
     frozen = {id(parameter): parameter for parameter in head.module.parameters() if not parameter.requires_grad}
     module = copy.deepcopy(head.module, memo=dict(frozen))
     for parameter in module.parameters():
@@ -78,7 +78,7 @@ def bf16_copy(head: DraftHead) -> DraftHead:
 
 
 def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig:
-    """The configuration of the head's decoder layers, by default of the target's shape."""
+    """The configuration of the head's decoder layers, which have the target's shape by default."""
     heads = cfg.num_attention_heads or text.num_attention_heads
     kv_heads = cfg.num_key_value_heads or getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
@@ -106,7 +106,7 @@ def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig
 
 
 def _vocabulary(size: int | None, full: int, documents: Sequence[Encoded]) -> Tensor | None:
-    """The most frequent tokens of the answers, ascending int64 ``[size]``; None for all."""
+    """The ids of the most frequent tokens of the answers, int64 ``[size]`` ascending; None for all tokens."""
     if size is None or size == full:
         return None
     if size > full:

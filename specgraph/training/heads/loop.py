@@ -1,4 +1,4 @@
-"""The optimisation loop of a head, on ``accelerate``; killed at any time, it goes on from its last checkpoint."""
+"""The training loop of a head, on ``accelerate``. A run that is killed can continue from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from .teacher import Teacher
 
 STATE = "run.json"
 _FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}
-"""Keys that may change between a run and its resumption."""
+"""The keys that may differ between a run and the run that continues it."""
 
 
 @dataclass
 class HeadProgress:
-    """How far a run is. ``losses`` holds (step, mean loss since the entry before), ``measured`` (step, held-out loss,
-    acceptance length). Losses are in nats per token."""
+    """The progress of a run. ``losses`` holds pairs of a step and the mean loss since the pair before. ``measured``
+    holds tuples of a step, the held-out loss and the acceptance length. Losses are in nats per token."""
 
     step: int = 0
     seconds: float = 0.0
     losses: list[tuple[int, float]] = field(default_factory=list)
     measured: list[tuple[int, float, float]] = field(default_factory=list)
     pending: list[float] = field(default_factory=list)
-    """Losses since the last entry."""
+    """The losses since the last entry of ``losses``."""
 
 
 class HeadLoop:
@@ -53,7 +53,7 @@ class HeadLoop:
     def __init__(
         self, trained: ChainLoss, teacher: Teacher, cfg: HeadTrainConfig, accelerator: Any, save: Callable[[], None]
     ) -> None:
-        """``save`` is called with every checkpoint: a killed run leaves a head that works, too."""
+        """Prepare the training. ``save`` is called at every checkpoint, so a killed run also leaves a usable head."""
         self.cfg, self.teacher, self.accelerator, self.save = cfg, teacher, accelerator, save
         self.progress = HeadProgress()
         self.plain, self.updates = trained, Updates(trained, cfg.optim, accelerator, self._lr_factor)
@@ -82,7 +82,7 @@ class HeadLoop:
         return done, final
 
     def clear(self) -> None:
-        """Remove the checkpoint of a run that has ended well."""
+        """Remove the checkpoint, when a run has succeeded."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _finished(self) -> bool:
@@ -91,7 +91,7 @@ class HeadLoop:
         return self.progress.step >= self.cfg.optim.steps or late
 
     def _lr_factor(self, step: int) -> float:
-        """With a time limit, time drives the cosine as soon as it is ahead of the steps."""
+        """The share of the learning rate. Under a time limit, the cosine follows the time if it runs ahead of steps."""
         optim = self.cfg.optim
         if optim.max_seconds is not None and step >= optim.warmup_steps:
             share = (time.monotonic() - self._began) / optim.max_seconds
@@ -99,8 +99,8 @@ class HeadLoop:
         return lr_factor(step, optim)
 
     def _update(self, batch: Batch) -> Any:
-        """One step of the optimizer; returns the loss, still on the device."""
-        # Drawn on the CPU from the step's own seed: a resumed run draws the same rows.
+        """Make one update and return the loss, on the device."""
+        # The rows are drawn on the CPU with a seed for each step, so that a resumed run draws the same rows.
         generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
         rows = counted_rows(batch.weights, self.cfg.chain, generator if self.plain.parallel else None)
         device = self.teacher.device
@@ -110,7 +110,7 @@ class HeadLoop:
         return self.updates.update((losses * step_weights(self.cfg.chain, device)).sum())
 
     def _report(self, heldout: Sequence[Encoded]) -> Note:
-        """Measure and save when it is time to, and say how training goes."""
+        """Measure and save if enough steps have passed, and return a line about the training."""
         optim, step = self.cfg.optim, self.progress.step
         last = step == optim.steps
         note: Note = self._loss
@@ -147,7 +147,7 @@ class HeadLoop:
         done.measured.append((done.step, round(measured.loss, 4), round(measured.acceptance_length, 4)))
 
     def _checkpoint(self) -> None:
-        """Write everything beside the old checkpoint, then take its place."""
+        """Write a checkpoint beside the old one, and then replace the old one."""
         self.progress.seconds = time.monotonic() - self._began
         self.progress.pending = [float(loss) for loss in self.progress.pending]
         new = self.folder.with_name("checkpoint.tmp")
@@ -176,7 +176,7 @@ class HeadLoop:
 
 
 def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
-    """Every dotted key that a resumed run must have in common with the run before."""
+    """The values that must be equal in a run and in the run that continues it, by dotted key."""
 
     def flat(node: object, prefix: str) -> Iterator[tuple[str, Any]]:
         for item in dataclasses.fields(node):  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def _fixed(cfg: HeadTrainConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
-    """Leave Python's and numpy's generators as they were: loading a checkpoint sets them."""
+    """A context that restores the random generators of Python and numpy, because loading a checkpoint sets them."""
     states = random.getstate(), numpy.random.get_state()
     try:
         yield

@@ -1,7 +1,8 @@
-"""How well a head drafts, on greedy answers, without a decoder.
+"""Measures how well a head drafts, on greedy answers and without a decoder.
 
-As long as all drafts before it were accepted, a draft was made from the answer's own tokens. So the drafts accepted in
-a decode step are the first right ones of the chain behind that token, and one pass over the answer tells them all.
+As long as all drafts before it were accepted, a draft was made from the answer's own tokens. So the number of drafts
+accepted in a decode step is the number of correct drafts at the beginning of the chain after its token, and one pass
+over the answer gives it for all steps.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .teacher import Teacher
 
 
 class Measured(NamedTuple):
-    """``loss`` in nats per token, weighted over the steps; ``agreement[i]``: share of tokens that step i predicts;
-    ``acceptance_length``: tokens per decode step; ``per_position[i]``: share of decode steps that accept more than i
-    drafts."""
+    """``loss`` is in nats per token, weighted over the steps. ``agreement[i]`` is the share of tokens that step i
+    predicts, ``acceptance_length`` the number of tokens per decode step, and ``per_position[i]`` the share of decode
+    steps that accept more than i drafts."""
 
     loss: float
     agreement: list[float]
@@ -47,10 +48,10 @@ def measure(
         trained: the head.
         teacher: its target.
         documents: greedy answers of the target.
-        cfg: how many steps, and their weights.
-        drafts: K of the decode steps that are imitated.
-        batch_size: answers at a time.
-        autocast: what the head runs under.
+        cfg: the number of steps, and their weights.
+        drafts: K, the number of drafts in each decode step that is imitated.
+        batch_size: how many answers run together.
+        autocast: gives the context in which the head runs.
     """
     losses, hits, rows = torch.zeros(cfg.steps), torch.zeros(cfg.steps), torch.zeros(cfg.steps)
     steps: list[Step] = []
@@ -73,9 +74,9 @@ def measure(
 
 
 def walk(hits: Tensor, prompt_length: int, length: int) -> list[Step]:
-    """The decode steps of one answer; ``hits`` bool ``[K, S]``: row t of step i predicts token ``t + 2 + i``.
+    """The decode steps of one answer. ``hits`` bool ``[K, S]`` says which row t of step i predicts token ``t + 2 + i``.
 
-    The first token of the answer comes with the prefill and is not counted. ``length`` counts the prompt.
+    The first token of the answer comes from the prefill and is not counted. ``length`` includes the prompt.
     """
     steps, row = [], prompt_length - 1
     table = hits.tolist()
@@ -101,7 +102,7 @@ def _hits(
     cfg: ChainConfig,
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Tensor, Tensor]:
-    """Whether each row of each step predicts the text's own token, float32 ``[steps, B, S]``, and the mean losses."""
+    """1 where a row of a step predicts the text's token, else 0, float32 ``[steps, B, S]``; and the mean losses."""
     tokens = batch.tokens.to(teacher.device)
     rows = [chosen.to(teacher.device) for chosen in counted_rows(batch.weights, cfg)]
     lesson = teacher(tokens)

@@ -1,4 +1,4 @@
-"""The loss curve of a run."""
+"""Draws the loss curve of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .loop import HeadProgress
 
 
 def plot_losses(progress: HeadProgress, title: str, path: Path) -> bool:
-    """Draw losses and acceptance length over the steps to a PNG; False if matplotlib is not installed."""
+    """Draw the losses and the acceptance length over the steps to a PNG. Returns False if there is no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Answers that the target wrote, kept in a file so that a resumed run, or a second head, reads the same ones."""
+"""Lets the target write answers and keeps them in a file, which a resumed run or the run of another head reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .config import HeadTrainConfig
 def split_rollouts(
     model: Any, tokenizer: Any, train: Sequence[Document], heldout: Sequence[Document], cfg: HeadTrainConfig
 ) -> tuple[list[Encoded], list[Encoded]]:
-    """The target's answers to train on, and its greedy ones to held-out questions.
+    """The target's answers for training, and its greedy answers to held-out questions.
 
     Raises:
-        InputError: the file of answers is not one, or of another target or data.
+        InputError: the file holds no answers, or those of another target or of other data.
     """
     path = cfg.rollout_file
     if not os.path.exists(path):
@@ -49,7 +49,7 @@ def split_rollouts(
 
 
 def _writer(model: Any, tokenizer: Any) -> Any:
-    """The model with one EOS token and a PAD token, which batched writing needs."""
+    """A model with one EOS token and a PAD token, which writing in batches needs."""
     writer = copy.copy(model)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     writer.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=pad)
@@ -61,7 +61,7 @@ def _cut(document: Encoded, length: int) -> Encoded:
 
 
 def _write(path: str, documents: Sequence[Encoded]) -> None:
-    """One JSON object per line; the file appears when it is complete."""
+    """Write one JSON object per line. The file gets its name only when it is complete."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(f"{path}.tmp", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(document._asdict()) + "\n" for document in documents)

@@ -1,4 +1,4 @@
-"""A whole run: answers, head, loop, report."""
+"""A whole run: the target writes answers, a head is trained on them, and a report is written."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from .teacher import Teacher
 
 @dataclass
 class HeadTrainReport:
-    """What came out of :func:`train_head`; also written to ``<output>/training_report.json``.
+    """The results of :func:`train_head`, which are also written to ``<output>/training_report.json``.
 
-    ``measured``: on greedy answers to held-out questions, as far as one pass tells; ``progress``: the loss curve.
+    ``measured`` is estimated without a decoder, from greedy answers to held-out questions. ``progress`` has the loss
+    curve.
     """
 
     algorithm: str
@@ -65,15 +66,16 @@ class HeadTrainReport:
 def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> HeadTrainReport:
     """Train a draft head for a frozen target on the target's own answers.
 
-    Writes ``config.json`` and ``model.safetensors`` (bf16, in the layout of its drafter) to ``cfg.output``, with
-    ``training_report.json`` and ``loss.png``. A checkpoint lies in ``<output>/checkpoint`` while it runs: the same call
-    goes on from there after a kill, and without a time limit ends with the same weights on the same machine. Shows
-    progress on stderr. All randomness follows ``cfg.seed``; the caller's generators are left as they were.
+    This writes ``config.json`` and ``model.safetensors`` (bf16, in the layout of the drafter) to ``cfg.output``, and
+    beside them ``training_report.json`` and ``loss.png``. During the run, there is a checkpoint in
+    ``<output>/checkpoint``. If the run is killed, the same call continues from there. Without a time limit, it ends
+    with the same weights on the same machine. Progress is shown on standard error. All randomness follows from
+    ``cfg.seed``, and the caller's random generators do not change.
 
     Args:
-        model: the target in evaluation mode, on the device to train on; it is not changed.
-        tokenizer: its tokenizer.
-        cfg: the run.
+        model: the target, in evaluation mode and on the device for the training. It does not change.
+        tokenizer: the target's tokenizer.
+        cfg: the configuration of the run.
 
     Raises:
         ConfigError: a setting is out of range, or does not fit the target.
@@ -90,7 +92,7 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
         torch.manual_seed(cfg.seed)
         model.requires_grad_(False)
         learned, measured = split_rollouts(model, tokenizer, train, heldout, cfg)
-        torch.manual_seed(cfg.seed)  # whether the answers were written now or before
+        torch.manual_seed(cfg.seed)  # again, so that it does not matter whether answers were written or read
         return _train(model, tokenizer, learned, measured, cfg, accelerator)
 
 
@@ -136,7 +138,7 @@ def _train(
 
 
 def _save(head: DraftHead, model: PreTrainedModel, cfg: HeadTrainConfig) -> None:
-    """The head without the tensors that are the target's own."""
+    """Save the head without the tensors that are the target's own."""
     saved = bf16_copy(head)
     frozen = [parameter for parameter in saved.module.parameters() if not parameter.requires_grad]
     cfg.drafter().save_head(

@@ -1,4 +1,4 @@
-"""The frozen target as the compiler sees it: hidden states and logits from the graphs that decoding runs."""
+"""The frozen target, which gives hidden states and logits from the same traced graphs that decoding runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specgraph.passes.pipeline import run_passes
 
 
 class Lesson(NamedTuple):
-    """What the target says about a batch.
+    """The target's results for a batch, in the target's dtype.
 
-    ``features``: ``[B, S, Ht]`` for each layer; ``hidden``: ``[B, S, Ht]``, what its head reads; ``logits``:
-    ``[B, S, V]``. In the target's dtype.
+    ``features`` are the hidden states ``[B, S, Ht]`` of the chosen layers, ``hidden`` ``[B, S, Ht]`` is the input of
+    the vocabulary projection, and ``logits`` are ``[B, S, V]``.
     """
 
     features: tuple[Tensor, ...]
@@ -30,14 +30,14 @@ class Lesson(NamedTuple):
 
 
 class Teacher:
-    """A traced target with the hidden states ``hs[k]`` of ``layers`` exposed, without a cache."""
+    """A traced target without a cache, which also returns the hidden states ``hs[k]`` for each k in ``layers``."""
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...]) -> None:
-        """Trace ``model``; its parameters are used, not copied.
+        """Trace ``model``. Its parameters are used and not copied.
 
         Raises:
-            UnsupportedModelError: it cannot be traced.
-            PassError: a layer does not exist.
+            UnsupportedModelError: the model cannot be traced.
+            PassError: one of ``layers`` does not exist.
         """
         stages, _ = run_passes(first_program(trace(model), NoDrafter()), [ExposeFeatures(layers)])
         program = stages[ExposeFeatures.name]
@@ -48,16 +48,16 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Lesson:
-        """Read ``tokens`` int64 ``[B, S]``. Padding on the right changes nothing before it."""
+        """Run the target on ``tokens`` int64 ``[B, S]``. Padding on the right does not change the results before it."""
         *features, hidden, logits = self._step(window=tokens, start=tokens.new_zeros(len(tokens)))
         return Lesson(tuple(features), hidden, logits)
 
 
 def feature_layers(given: list[int], num_layers: int, drafter: type[Drafter]) -> tuple[int, ...]:
-    """The layers that were asked for, or those that heads of this drafter read.
+    """The indices that were given or, if none were, those that heads of this drafter read.
 
     Raises:
-        ConfigError: a layer does not exist, or they do not ascend.
+        ConfigError: an index does not exist, or they are not in ascending order.
     """
     if not given:
         return drafter.feature_layers(num_layers)
