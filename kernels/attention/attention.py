@@ -74,16 +74,16 @@ def attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+    row_max = scores.amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.to(exact).reshape(1, groups, heads // groups, 1, 1)
-        top = torch.maximum(top, sink)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
+        row_max = torch.maximum(row_max, sink)
+    row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sink - top)
-    weights = weights / total.clamp_min(torch.finfo(exact).tiny)
+        row_sum = row_sum + torch.exp(sink - row_max)
+    weights = weights / row_sum.clamp_min(torch.finfo(exact).tiny)
     out = weights @ v.to(exact).unsqueeze(2)
     return out.reshape(batch, heads, rows, -1).transpose(1, 2).to(q.dtype).contiguous()
 
@@ -148,8 +148,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     lower, upper = x.to(exact).chunk(2, -1)
-    turned = torch.cat([-upper, lower], -1)
-    return (x.to(exact) * cos.to(exact).unsqueeze(1) + turned * sin.to(exact).unsqueeze(1)).to(x.dtype)
+    rotated_halves = torch.cat([-upper, lower], -1)
+    return (x.to(exact) * cos.to(exact).unsqueeze(1) + rotated_halves * sin.to(exact).unsqueeze(1)).to(x.dtype)
 
 
 def rotary_attention_reference(given: RotaryAttention) -> Tensor:
