@@ -132,11 +132,11 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
     ends = torch.where(real, positions + 1, 0).amax(-1)
     length = max(1, int(ends.max()))
     keys, values = (read_cache(cache, given.block_table, length) for cache in (given.k_cache, given.v_cache))
-    places = torch.arange(length, device=q.device)
+    key_positions = torch.arange(length, device=q.device)
     # Cache rows past the end of a sequence hold old values. Zero times an old NaN would be NaN, so they become zeros.
-    stale = (places >= ends.unsqueeze(-1))[:, None, :, None]
+    stale = (key_positions >= ends.unsqueeze(-1))[:, None, :, None]
     keys, values = keys.masked_fill(stale, 0), values.masked_fill(stale, 0)
-    visible = sees(positions, places.expand(q.shape[0], -1), given.window) & real.unsqueeze(-1)
+    visible = sees(positions, key_positions.expand(q.shape[0], -1), given.window) & real.unsqueeze(-1)
     return attend(q, keys, values, visible, given.sinks, given.scale, given.softcap)
 
 

@@ -169,7 +169,7 @@ def decode_attention_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
-    part = tl.program_id(2)
+    program = tl.program_id(2)
 
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     row = pair // GROUP
@@ -182,20 +182,20 @@ def decode_attention_kernel(
     low, end, first, last, pieces_per_unit, first_work_unit, work_units, programs = divide_context(
         position, real, max_pieces, PIECE, RUN, WINDOW
     )
-    if part >= tl.maximum(programs, 1):
+    if program >= tl.maximum(programs, 1):
         return
 
-    first_piece = tl.maximum((first_work_unit + part) * pieces_per_unit, first)
+    first_piece = tl.maximum((first_work_unit + program) * pieces_per_unit, first)
     begin = _piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
     table = block_table + batch * table_b
-    pages = _load_pages(table, begin, tl.where(part < programs, end, 0), BLOCK_SIZE, PAGES)
+    pages = _load_pages(table, begin, tl.where(program < programs, end, 0), BLOCK_SIZE, PAGES)
     k_cache_head = k_cache + head * k_head
     v_cache_head = v_cache + head * v_head
     if WRITE > 0:
         new_piece = new_position // PIECE
         new_work_unit = tl.where(pieces_per_unit == 1, new_piece, new_piece // RUN) - first_work_unit
         owned = (new_slot >= 0) & (new_piece >= first) & (new_piece < last)
-        owned = owned & (new_work_unit % tl.maximum(programs, 1) == part)
+        owned = owned & (new_work_unit % tl.maximum(programs, 1) == program)
         new_keys = (k + batch * k_b + head * k_h) + (new_row.to(tl.int64) * k_t)[:, None]
         new_values = (v + batch * v_b + head * v_h) + (new_row.to(tl.int64) * v_t)[:, None]
         new_angles = (batch * angle_b + new_row.to(tl.int64) * angle_t)[:, None]
@@ -215,7 +215,7 @@ def decode_attention_kernel(
 
     row_max, row_sum, acc = empty_state(DVP, BLOCK_R, False)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
-    for work_unit in range(loop_bound(part), loop_bound(work_units), loop_bound(tl.maximum(programs, 1))):
+    for work_unit in range(loop_bound(program), loop_bound(work_units), loop_bound(tl.maximum(programs, 1))):
         unit_max, unit_sum, unit_acc = empty_state(DVP, BLOCK_R, False)
         past = tl.minimum((first_work_unit + work_unit + 1) * pieces_per_unit, last)
         for piece in range(

@@ -58,11 +58,11 @@ def _exact_best(
         ids = load_ids(ids_ptr, entry, vocab)
         block, lane = ids // 4, ids % 4
     x = kept_logits(x, ids, limit, floor, MAPPED, FLOORED)
-    heat = tl.zeros_like(x) + temperature
-    score = processed_value(x, heat)
+    temperatures = tl.zeros_like(x) + temperature
+    score = processed_value(x, temperatures)
     if NOISE:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if temperature >= TL_GREEDY_BELOW:
-            score = gumbel_scores(x, heat, token_noise(block, lane, k0, k1, c1, c2, c3))
+            score = gumbel_scores(x, temperatures, token_noise(block, lane, k0, k1, c1, c2, c3))
     return first_best(score, entry)
 
 
