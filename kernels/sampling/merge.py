@@ -47,7 +47,8 @@ def _exact_best(
 ):  # fmt: skip
     """The largest exact score of ``GROUP`` neighbouring entries, and the first entry that has it.
 
-    Scores are those of ``gumbel_scores``, or without noise the values that :func:`_scan_values` compares.
+    Scores are those of ``gumbel_scores``, or without noise the values that
+    :mod:`specgraph.kernels.sampling.scan` compares.
     """
     block = begin // 4 + tl.arange(0, GROUP // 4)[:, None]
     lane = tl.arange(0, 4)[None, :]
