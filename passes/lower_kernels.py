@@ -76,7 +76,7 @@ class _Linear:
     weight: Any
     bias: Any = None
     residual: Any = None
-    squares: Any = None
+    square_sums: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -177,7 +177,7 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
         if weight_name(linear.weight) is None:  # computed in the step, such as a cast one
             linear.options["constant_weight"] = False
         with graph.inserting_before(linear.end):
-            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.squares)
+            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.square_sums)
             new = graph.create_node("call_function", LINEAR, arguments, linear.options, name="linear")
         replace(graph, linear.end, new)
         chosen[" + ".join(["linear", *parts])] += 1
@@ -193,7 +193,7 @@ def _take_norm(linear: _Linear, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -
         return None
     if norm not in parts:
         parts[norm] = _norm_parts(norm)
-    linear.x, linear.squares = parts[norm]
+    linear.x, linear.square_sums = parts[norm]
     linear.options["norm_eps"] = norm.kwargs["eps"]
     return "norm"
 
@@ -204,8 +204,8 @@ def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     with graph.inserting_before(norm):
         options = {"norm_offset": norm.kwargs["offset"]}
         parts = graph.create_node("call_function", NORM_PARTS, norm.args, options, name="norm_parts")
-        gained, squares = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
-    return keep_meta(gained, norm), squares
+        weighted, square_sums = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    return keep_meta(weighted, norm), square_sums
 
 
 def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
@@ -222,10 +222,10 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
             arguments = (*linear.args[:2], weight, *linear.args[2:])
             options = {**linear.kwargs, **parts.kwargs}
             joined = graph.create_node("call_function", LINEAR_NORM, arguments, options, name="linear_norm")
-            out, gained, squares = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
+            out, weighted, square_sums = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
         replace(graph, linear, out)
         for user in list(parts.users):
-            replace(graph, user, squares if user.args[1] else gained)
+            replace(graph, user, square_sums if user.args[1] else weighted)
         chosen["norm joined to the linear before"] += 1
 
 

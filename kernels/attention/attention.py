@@ -74,16 +74,16 @@ def attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+    row_max = scores.amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.to(exact).reshape(1, groups, heads // groups, 1, 1)
-        top = torch.maximum(top, sink)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
+        row_max = torch.maximum(row_max, sink)
+    row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sink - top)
-    weights = weights / total.clamp_min(torch.finfo(exact).tiny)
+        row_sum = row_sum + torch.exp(sink - row_max)
+    weights = weights / row_sum.clamp_min(torch.finfo(exact).tiny)
     out = weights @ v.to(exact).unsqueeze(2)
     return out.reshape(batch, heads, rows, -1).transpose(1, 2).to(q.dtype).contiguous()
 
@@ -132,11 +132,11 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
     ends = torch.where(real, positions + 1, 0).amax(-1)
     length = max(1, int(ends.max()))
     keys, values = (read_cache(cache, given.block_table, length) for cache in (given.k_cache, given.v_cache))
-    places = torch.arange(length, device=q.device)
+    key_positions = torch.arange(length, device=q.device)
     # Cache rows past the end of a sequence hold old values. Zero times an old NaN would be NaN, so they become zeros.
-    stale = (places >= ends.unsqueeze(-1))[:, None, :, None]
+    stale = (key_positions >= ends.unsqueeze(-1))[:, None, :, None]
     keys, values = keys.masked_fill(stale, 0), values.masked_fill(stale, 0)
-    visible = sees(positions, places.expand(q.shape[0], -1), given.window) & real.unsqueeze(-1)
+    visible = sees(positions, key_positions.expand(q.shape[0], -1), given.window) & real.unsqueeze(-1)
     return attend(q, keys, values, visible, given.sinks, given.scale, given.softcap)
 
 
@@ -148,8 +148,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     lower, upper = x.to(exact).chunk(2, -1)
-    turned = torch.cat([-upper, lower], -1)
-    return (x.to(exact) * cos.to(exact).unsqueeze(1) + turned * sin.to(exact).unsqueeze(1)).to(x.dtype)
+    rotated_halves = torch.cat([-upper, lower], -1)
+    return (x.to(exact) * cos.to(exact).unsqueeze(1) + rotated_halves * sin.to(exact).unsqueeze(1)).to(x.dtype)
 
 
 def rotary_attention_reference(given: RotaryAttention) -> Tensor:

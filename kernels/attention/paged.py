@@ -1,4 +1,4 @@
-"""The Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``, for few rows per sequence.
+"""The Triton form of ``specgraph::paged_attention`` and ``specgraph::rotary_attention``: tilings and launches.
 
 It computes what :mod:`specgraph.kernels.attention.attention` defines, for float16, bfloat16 and float32: new keys and
 values ``[B, Hkv, T, D]`` are rotated if asked and written to their cache slots, and each row of ``q`` ``[B, Hq, T, D]``
@@ -8,7 +8,7 @@ A program takes a tile of (row, head) pairs that share a key-value head, so that
 of them. While decoding, tiles are few, so the context is distributed over programs as well. It is cut at absolute
 positions into pieces of ``Tiling.piece`` positions, which are read in blocks of ``Tiling.block_keys`` keys;
 ``Tiling.run`` pieces form a run. A short context has a program for every piece. In a long one a program takes whole
-runs, so that few partial results have to be merged (:mod:`specgraph.kernels.attention.units`).
+runs, so that few partial results have to be merged (:mod:`specgraph.kernels.attention.work_units`).
 
 The order of the sums is fixed by absolute positions. Within a piece, blocks are added in order; the pieces of a run are
 merged in order, and then the runs. For a row that does not see a block, piece or run, merging it multiplies by one and
@@ -16,15 +16,14 @@ adds zero. So the bits of a row depend on its own query, keys and values alone. 
 the batch, the width of the block table, the tile of rows, or whether one program merged in registers or several did
 through memory. Contraction of products and sums by the compiler is off.
 
-Calls with many rows per sequence, such as a prompt's chunk, go to :mod:`specgraph.kernels.attention.prefill`, which
-gives the same bits (:mod:`specgraph.kernels.attention.tiles` says why).
+There are two kernels. Calls with few rows per sequence, such as those of a decoding step, go to
+:mod:`specgraph.kernels.attention.decode`. Calls with many, such as a prompt's chunk, go to
+:mod:`specgraph.kernels.attention.prefill`, which gives the same bits (:mod:`specgraph.kernels.attention.tiles` says
+why).
 
 Sources: online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, Dao 2023, arXiv 2307.08691;
 merging of partial results, Flash-Decoding, Dao et al. 2023. What else was tried is in ``docs/experiments.md``.
 """
-
-# Triton's functions have no types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -37,19 +36,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PagedAttention, RotaryAttention
+from specgraph.kernels.attention.decode import decode_attention_kernel, write_cache_kernel
 from specgraph.kernels.attention.prefill import prefill_attention_kernel
-from specgraph.kernels.attention.tiles import (
-    add_block,
-    bound,
-    load_rows,
-    merge,
-    no_weights,
-    nothing,
-    score,
-    store_result,
-    sum_of_keys,
-)
-from specgraph.kernels.attention.units import is_last, merge_units, share_out, store_unit
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, is_hopper, launch_options, supports_pdl
 
 NUM_WARPS = 4
@@ -80,7 +68,7 @@ class Tiling:
         block_keys: keys of a block.
         block_rows: (row, head) pairs in a tile of the kernel for few rows.
         split: programs that share a context in the kernel for few rows.
-        write_apart: whether a launch before attention writes the new rows. The kernel for many rows always needs that.
+        write_first: whether a launch before attention writes the new rows. The kernel for many rows always needs that.
         prefill: whether the kernel for many rows is used.
         num_stages: blocks of keys and values in shared memory.
 
@@ -94,7 +82,7 @@ class Tiling:
     block_keys: int = 64
     block_rows: int | None = None
     split: int | None = None
-    write_apart: bool | None = None
+    write_first: bool | None = None
     prefill: bool | None = None
     num_stages: int | None = None
 
@@ -104,219 +92,6 @@ class Tiling:
                 f"Blocks have {', '.join(map(str, BLOCKS))} keys and pieces are whole blocks, "
                 f"not block_keys={self.block_keys} and piece={self.piece}."
             )
-
-
-@triton.jit
-def _load_new_rows(
-    keys, values, cos, sin, angles, keep,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr,
-):  # fmt: skip
-    """Load new rows of one key-value head in the form in which they are cached; zeros where not ``keep``."""
-    dim = tl.arange(0, DP)[None, :]
-    rows = load_rows(keys + dim, dim, cos, sin, angles + dim, keep[:, None] & (dim < D), D, ROTARY)
-    dim = tl.arange(0, DVP)[None, :]
-    return rows, tl.load(values + dim, mask=keep[:, None] & (dim < DV), other=0.0)
-
-
-@triton.jit
-def _store_new_rows(
-    keys, values, k_cache, v_cache, slot, head, keep, k_slot, k_head, v_slot, v_head,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-):  # fmt: skip
-    """Write the rows that :func:`_load_new_rows` loaded to the cache at ``slot``, where ``keep``."""
-    slot = slot[:, None]
-    dim = tl.arange(0, DP)[None, :]
-    tl.store(k_cache + slot * k_slot + head * k_head + dim, keys, mask=keep[:, None] & (dim < D))
-    dim = tl.arange(0, DVP)[None, :]
-    tl.store(v_cache + slot * v_slot + head * v_head + dim, values, mask=keep[:, None] & (dim < DV))
-
-
-@triton.jit(do_not_specialize=["T"])
-def _write_cache(
-    k, v, cos, sin, k_cache, v_cache, slots,
-    k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, T,
-    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
-    ROTARY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Rotate ``ROWS`` rows of one head of one sequence and write them to the cache.
-
-    The grid is (row tiles, B * Hkv).
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    batch = (tl.program_id(1) // HEADS).to(tl.int64)
-    head = tl.program_id(1) % HEADS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + batch * T + row, mask=row < T, other=-1)
-    row = row.to(tl.int64)[:, None]
-    keys, values = _load_new_rows(
-        k + batch * k_b + head * k_h + row * k_t, v + batch * v_b + head * v_h + row * v_t,
-        cos, sin, batch * angle_b + row * angle_t, slot >= 0, D, DV, DP, DVP, ROTARY,
-    )  # fmt: skip
-    _store_new_rows(
-        keys, values, k_cache, v_cache, slot, head, slot >= 0, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
-    )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """Read ``PAGES`` entries of the block table, from the page of position ``begin`` on, up to position ``end``."""
-    index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
-    return tl.maximum(tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0), 0).to(tl.int32)
-
-
-@triton.jit
-def _slots_of(pages, begin, key_place, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """The slots of positions whose pages :func:`_load_pages` has read, as int32, which multiplies faster than int64."""
-    index = (key_place // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES  # the last block may reach past the end of a piece
-    return tl.gather(pages, index, 0) * BLOCK_SIZE + key_place % BLOCK_SIZE
-
-
-@triton.jit
-def _attend_piece(
-    query, place, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
-    D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at positions ``place`` over the keys in ``[begin, end)``.
-
-    ``begin`` is a multiple of ``BLOCK_K``. Returns the running maximum, the normaliser and the weighted values
-    ``[DVP, BLOCK_R]``.
-
-    The caller has read all ``pages`` of the piece. If the loop read each page itself, the address of a block's keys
-    would depend on that read, and the keys could be requested only when the block before them is done.
-    """
-    top, _, summed = nothing(DVP, BLOCK_R, False)
-    totals = no_weights(BLOCK_K, BLOCK_R, False)
-    dim = tl.arange(0, DP)[None, :]
-    value_dim = tl.arange(0, DVP)[None, :]
-    for start in tl.range(bound(begin), bound(end), BLOCK_K, num_stages=STAGES):
-        key_place = start + tl.arange(0, BLOCK_K)
-        # Unwritten cache rows may hold NaN, and zero times NaN is NaN. So values are masked to zero as keys are.
-        live = (key_place < end)[:, None]
-        slot = _slots_of(pages, begin, key_place, BLOCK_SIZE, PAGES).to(OFFSET)[:, None]
-        keys = tl.load(k_cache + slot * k_slot + dim, mask=live & (dim < D), other=0.0)
-        values = tl.load(v_cache + slot * v_slot + value_dim, mask=live & (value_dim < DV), other=0.0)
-        scores = score(query, keys, place, key_place, cap, WINDOW, SOFTCAP, True, False)
-        top, totals, summed = add_block(scores, values, top, totals, summed, scale, False)
-    return top, sum_of_keys(totals, BLOCK_K, BLOCK_R, False), summed
-
-
-@triton.jit
-def _piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
-    """The first position of a piece that is read.
-
-    With a window this is the block that holds the first visible position.
-    """
-    begin = piece * PIECE
-    if WINDOW > 0:
-        begin = tl.maximum(begin, low // BLOCK_K * BLOCK_K)
-    return begin
-
-
-@triton.jit(do_not_specialize=["T", "max_pieces", "max_units"])
-def _paged_attention(
-    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
-    T, max_pieces, max_units, scale, cap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to a share of the work units of their context.
-
-    The grid is (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own units
-    contain, so that no program waits for another. Several row tiles then write the same bits to the same slots. If
-    ``SPLIT`` and a tile has several units, their partial results go through ``partials``, and the program that finishes
-    last merges them.
-    """
-    if PDL:
-        # This kernel has few programs. Those of the next launch may start and request its weights meanwhile.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    # The last rows see the most keys and take longest, so their programs start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (tl.program_id(1) // HEADS).to(tl.int64)
-    head = tl.program_id(1) % HEADS
-    part = tl.program_id(2)
-
-    pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = pair // GROUP
-    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
-    place = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
-    if WRITE > 0:
-        new_row = tl.arange(0, WRITE)
-        new_slot = tl.load(slots + batch * T + new_row, mask=new_row < T, other=-1)
-        new_place = tl.load(positions + batch * T + new_row, mask=new_row < T, other=-1).to(tl.int32)
-    low, end, first, last, per, first_unit, units, programs = share_out(place, real, max_pieces, PIECE, RUN, WINDOW)
-    if part >= tl.maximum(programs, 1):
-        return
-
-    first_piece = tl.maximum((first_unit + part) * per, first)
-    begin = _piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
-    table = block_table + batch * table_b
-    pages = _load_pages(table, begin, tl.where(part < programs, end, 0), BLOCK_SIZE, PAGES)
-    k_cache_head = k_cache + head * k_head
-    v_cache_head = v_cache + head * v_head
-    if WRITE > 0:
-        new_piece = new_place // PIECE
-        new_unit = tl.where(per == 1, new_piece, new_piece // RUN) - first_unit
-        mine = (new_slot >= 0) & (new_piece >= first) & (new_piece < last)
-        mine = mine & (new_unit % tl.maximum(programs, 1) == part)
-        new_keys = (k + batch * k_b + head * k_h) + (new_row.to(tl.int64) * k_t)[:, None]
-        new_values = (v + batch * v_b + head * v_h) + (new_row.to(tl.int64) * v_t)[:, None]
-        new_angles = (batch * angle_b + new_row.to(tl.int64) * angle_t)[:, None]
-    q_head = head * GROUP + pair % GROUP
-    dim = tl.arange(0, DP)[:, None]
-    queries = (q + batch * q_b) + (q_head * q_h + row.to(tl.int64) * q_t)[None, :] + dim
-    angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :] + dim
-    if WRITE > 0:
-        keys, values = _load_new_rows(new_keys, new_values, cos, sin, new_angles, mine, D, DV, DP, DVP, ROTARY)
-    query = load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
-    if WRITE > 0:
-        _store_new_rows(
-            keys, values, k_cache, v_cache, new_slot, head, mine, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
-        )
-        # Any thread of this program may read what the others have just written to the cache.
-        tl.debug_barrier()
-
-    top, total, summed = nothing(DVP, BLOCK_R, False)
-    task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
-    for unit in range(bound(part), bound(units), bound(tl.maximum(programs, 1))):
-        unit_top, unit_total, unit_summed = nothing(DVP, BLOCK_R, False)
-        past = tl.minimum((first_unit + unit + 1) * per, last)
-        for piece in range(bound(tl.maximum((first_unit + unit) * per, first)), bound(past)):
-            piece_top, piece_total, piece_summed = _attend_piece(
-                query, place, k_cache_head, v_cache_head, pages,
-                begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, cap,
-                D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET,
-            )  # fmt: skip
-            unit_top, unit_total, unit_summed = merge(
-                unit_top, unit_total, unit_summed, piece_top, piece_total, piece_summed, scale, False
-            )
-            following = tl.where(piece + 1 < past, piece + 1, (first_unit + unit + programs) * per)
-            begin = _piece_begin(following, low, PIECE, BLOCK_K, WINDOW)
-            pages = _load_pages(table, begin, end, BLOCK_SIZE, PAGES)
-        if SPLIT and programs > 1:
-            index = task * max_units + unit
-            store_unit(partials, index, real, unit_top, unit_total, unit_summed, DVP, BLOCK_R)
-        top, total, summed = merge(top, total, summed, unit_top, unit_total, unit_summed, scale, False)
-
-    out_row = (batch * T + row) * (HEADS * GROUP) + q_head
-    # Each branch stores its own result. A common store after both would first convert the sums to a common layout.
-    if SPLIT and programs > 1:
-        if is_last(counters + task, programs):
-            top, total, summed = merge_units(
-                partials, task * max_units, units, first_unit, per, real, scale, RUN, DVP, BLOCK_R
-            )
-            store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
-    else:
-        store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, False)
 
 
 def paged_attention_triton(given: PagedAttention, *, tiling: Tiling | None = None) -> Tensor:
@@ -354,17 +129,17 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     prefill = tiling.prefill
     if prefill is None:
         prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, sizes["DVP"], q.dtype)
-    apart = prefill or (rows > WRITTEN_ROWS if tiling.write_apart is None else tiling.write_apart)
-    if apart:
+    write_first = prefill or (rows > WRITTEN_ROWS if tiling.write_first is None else tiling.write_first)
+    if write_first:
         grid = (triton.cdiv(rows, WRITTEN_ROWS), sequences)
-        _write_cache[grid](
+        write_cache_kernel[grid](
             k, v, cos, sin, *caches, slots, *strides, rows, ROWS=WRITTEN_ROWS, **sizes, **modes, **options
         )
 
     counters = arrival_counters(q.device)  # allocated even if not needed now, since a later call may be captured
     capacity = block_table.shape[1] * caches[0].shape[1]
     out = q.new_empty(batch, rows, heads, value_dim)
-    cut = {
+    constants = {
         "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "PIECE": tiling.piece, "RUN": tiling.run,
         "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None, "STAGES": tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
@@ -375,22 +150,22 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
         prefill_attention_kernel[(triton.cdiv(pairs, PREFILL_PAIRS), sequences)](
             q, cos, sin, *caches, slots, block_table, positions, sinks, out,
             *q.stride()[:3], *angle_strides, *caches_strides, block_table.stride(0), rows, capacity, *factors,
-            BLOCK_R=PREFILL_PAIRS, **cut, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
+            BLOCK_R=PREFILL_PAIRS, **constants, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
         )  # fmt: skip
         return out
 
-    tile = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
-    tiles = triton.cdiv(pairs, tile)
-    pieces, split, units = _shares(tiles * sequences, capacity, tiling)
+    tile_rows = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
+    tiles = triton.cdiv(pairs, tile_rows)
+    pieces, split, work_units = _shares(tiles * sequences, capacity, tiling)
     partials = None
     if split > 1:
-        size = tiles * sequences * units * (sizes["DVP"] + 2) * tile
+        size = tiles * sequences * work_units * (sizes["DVP"] + 2) * tile_rows
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    _paged_attention[(tiles, sequences, split)](
+    decode_attention_kernel[(tiles, sequences, split)](
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
-        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, units, *factors,
-        BLOCK_R=tile, WRITE=0 if apart else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
-        PAGES=_pages(tiling.piece, caches[0].shape[1]), **cut, **sizes, **modes, **options,
+        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, work_units, *factors,
+        BLOCK_R=tile_rows, WRITE=0 if write_first else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
+        PAGES=_pages(tiling.piece, caches[0].shape[1]), **constants, **sizes, **modes, **options,
     )  # fmt: skip
     return out
 

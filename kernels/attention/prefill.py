@@ -27,15 +27,15 @@ import triton.language as tl
 from specgraph.kernels.attention.tiles import (
     INTERPRETED,
     add_block,
-    bound,
+    empty_state,
+    empty_sums,
     load_rows,
+    loop_bound,
     merge,
-    no_weights,
-    nothing,
     score,
-    seen_range,
     store_result,
     sum_of_keys,
+    visible_range,
 )
 
 
@@ -43,8 +43,8 @@ from specgraph.kernels.attention.tiles import (
 def _read_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """The slots, int32, of the ``BLOCK_K`` positions from ``start`` on. Past ``end`` the last page is repeated."""
     tl.static_assert(table.dtype.element_ty == tl.int64, "pages are int64")
-    place = (start + tl.arange(0, BLOCK_K)).to(tl.uint32)
-    entry = table + tl.minimum(place, tl.maximum(end - 1, 0).to(tl.uint32)) // BLOCK_SIZE
+    position = (start + tl.arange(0, BLOCK_K)).to(tl.uint32)
+    entry = table + tl.minimum(position, tl.maximum(end - 1, 0).to(tl.uint32)) // BLOCK_SIZE
     if INTERPRETED:
         page = tl.load(entry)
     else:
@@ -53,42 +53,42 @@ def _read_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constex
         page = tl.inline_asm_elementwise(
             "ld.global.b64 $0, [$1];", "=l,l", [entry.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
         )
-    return tl.maximum(page, 0).to(tl.int32) * BLOCK_SIZE + (place % BLOCK_SIZE).to(tl.int32)
+    return tl.maximum(page, 0).to(tl.int32) * BLOCK_SIZE + (position % BLOCK_SIZE).to(tl.int32)
 
 
 @triton.jit
 def _add_blocks(
-    run_top, run_total, run_summed, top, totals, summed, first, past,
-    query, place, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
+    run_max, run_sum, run_acc, row_max, partial_sums, acc, first, past,
+    query, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys ``[first, past)`` of a run.
 
-    The state is that of the run's finished pieces (``run_top``, ``run_total``, ``run_summed``) and that of the current
-    piece (``top``, ``totals``, ``summed``), and is returned in this order.
+    The state is that of the run's finished pieces (``run_max``, ``run_sum``, ``run_acc``) and that of the current
+    piece (``row_max``, ``partial_sums``, ``acc``), and is returned in this order.
     """
     dim = tl.arange(0, DP)[None, :]
     value_dim = tl.arange(0, DVP)[None, :]
     next_slot = _read_slots(table, first, end, BLOCK_SIZE, BLOCK_K)
-    for start in tl.range(bound(first), bound(past), BLOCK_K, num_stages=STAGES):
+    for start in tl.range(loop_bound(first), loop_bound(past), BLOCK_K, num_stages=STAGES):
         slot = next_slot.to(OFFSET)[:, None]
         next_slot = _read_slots(table, start + BLOCK_K, end, BLOCK_SIZE, BLOCK_K)
-        key_place = start + tl.arange(0, BLOCK_K)
+        key_position = start + tl.arange(0, BLOCK_K)
         # Unwritten cache rows may hold NaN, and zero times NaN is NaN. So values are masked to zero as keys are.
-        live = (key_place < end if MASKED else key_place >= 0)[:, None]
-        keys = tl.load(k_cache + dim + slot * k_slot, mask=live & (dim < D), other=0.0)
-        values = tl.load(v_cache + value_dim + slot * v_slot, mask=live & (value_dim < DV), other=0.0)
-        scores = score(query, keys, place, key_place, cap, WINDOW, SOFTCAP, MASKED, True)
+        in_range = (key_position < end if MASKED else key_position >= 0)[:, None]
+        keys = tl.load(k_cache + dim + slot * k_slot, mask=in_range & (dim < D), other=0.0)
+        values = tl.load(v_cache + value_dim + slot * v_slot, mask=in_range & (value_dim < DV), other=0.0)
+        scores = score(query, keys, position, key_position, cap, WINDOW, SOFTCAP, MASKED, True)
         if start % PIECE == 0:
             # The merge comes after the scores above, so that the products of the previous block finish during them.
-            total = sum_of_keys(totals, BLOCK_K, BLOCK_R, True)
-            run_top, run_total, run_summed = merge(run_top, run_total, run_summed, top, total, summed, scale, True)
-            top, total, summed = nothing(DVP, BLOCK_R, True)
-            totals = no_weights(BLOCK_K, BLOCK_R, True)
-        top, totals, summed = add_block(scores, values, top, totals, summed, scale, True)
-    return run_top, run_total, run_summed, top, totals, summed
+            row_sum = sum_of_keys(partial_sums, BLOCK_K, BLOCK_R, True)
+            run_max, run_sum, run_acc = merge(run_max, run_sum, run_acc, row_max, row_sum, acc, scale, True)
+            row_max, row_sum, acc = empty_state(DVP, BLOCK_R, True)
+            partial_sums = empty_sums(BLOCK_K, BLOCK_R, True)
+        row_max, partial_sums, acc = add_block(scores, values, row_max, partial_sums, acc, scale, True)
+    return run_max, run_sum, run_acc, row_max, partial_sums, acc
 
 
 @triton.jit(do_not_specialize=["T", "capacity"])
@@ -113,11 +113,11 @@ def prefill_attention_kernel(
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     row = pair // GROUP
     real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
-    place = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
-    low, end = seen_range(place, real, WINDOW)
+    position = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
+    low, end = visible_range(position, real, WINDOW)
     end = tl.minimum(end, capacity)  # the block table has no pages beyond its capacity
     # Every row sees the positions below this one, so they need no mask. With a window every block has a mask.
-    seen_by_all = 0 if WINDOW > 0 else tl.min(tl.where(row < T, place, 2147483646), 0) + 1
+    seen_by_all = 0 if WINDOW > 0 else tl.min(tl.where(row < T, position, 2147483646), 0) + 1
 
     q_head = head * GROUP + pair % GROUP
     dim = tl.arange(0, DP)[None, :]
@@ -129,31 +129,29 @@ def prefill_attention_kernel(
     v_cache += head * v_head
     table = block_table + batch * table_b
     KEYS: tl.constexpr = RUN * PIECE
-    top, total, summed = nothing(DVP, BLOCK_R, True)
-    for run in range(bound(low // KEYS), bound((end + KEYS - 1) // KEYS)):
+    row_max, row_sum, acc = empty_state(DVP, BLOCK_R, True)
+    for run in range(loop_bound(low // KEYS), loop_bound((end + KEYS - 1) // KEYS)):
         begin = tl.maximum(run * KEYS, low // BLOCK_K * BLOCK_K)
         past = tl.minimum((run + 1) * KEYS, end)
         whole = tl.maximum(tl.minimum(seen_by_all // BLOCK_K * BLOCK_K, past), begin)
-        run_top, run_total, run_summed = nothing(DVP, BLOCK_R, True)
-        piece_top, piece_total, piece_summed = nothing(DVP, BLOCK_R, True)
-        totals = no_weights(BLOCK_K, BLOCK_R, True)
-        run_top, run_total, run_summed, piece_top, totals, piece_summed = _add_blocks(
-            run_top, run_total, run_summed, piece_top, totals, piece_summed, begin, whole,
-            query, place, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
+        run_max, run_sum, run_acc = empty_state(DVP, BLOCK_R, True)
+        piece_max, piece_sum, piece_acc = empty_state(DVP, BLOCK_R, True)
+        partial_sums = empty_sums(BLOCK_K, BLOCK_R, True)
+        run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc = _add_blocks(
+            run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc, begin, whole,
+            query, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
             D, DV, DP, DVP, BLOCK_SIZE, PIECE, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET, False,
         )  # fmt: skip
-        run_top, run_total, run_summed, piece_top, totals, piece_summed = _add_blocks(
-            run_top, run_total, run_summed, piece_top, totals, piece_summed, whole, past,
-            query, place, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
+        run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc = _add_blocks(
+            run_max, run_sum, run_acc, piece_max, partial_sums, piece_acc, whole, past,
+            query, position, end, k_cache, v_cache, table, k_slot, v_slot, scale, cap,
             D, DV, DP, DVP, BLOCK_SIZE, PIECE, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET, True,
         )  # fmt: skip
-        piece_total = sum_of_keys(totals, BLOCK_K, BLOCK_R, True)
-        run_top, run_total, run_summed = merge(
-            run_top, run_total, run_summed, piece_top, piece_total, piece_summed, scale, True
-        )
-        top, total, summed = merge(top, total, summed, run_top, run_total, run_summed, scale, True)
+        piece_sum = sum_of_keys(partial_sums, BLOCK_K, BLOCK_R, True)
+        run_max, run_sum, run_acc = merge(run_max, run_sum, run_acc, piece_max, piece_sum, piece_acc, scale, True)
+        row_max, row_sum, acc = merge(row_max, row_sum, acc, run_max, run_sum, run_acc, scale, True)
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     out_row = (batch * T + row) * (HEADS * GROUP) + q_head
-    store_result(out, out_row, row < T, top, total, summed, sinks, q_head, scale, DV, DVP, SINKS, True)
+    store_result(out, out_row, row < T, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, True)

@@ -93,9 +93,9 @@ def _rotary_angles_kernel(
         cos, sin = libdevice.cos(angle), libdevice.sin(angle)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    place = row.to(tl.int64) * WIDTH + column
-    tl.store(out_cos + place, (cos * SCALING).to(out_cos.dtype.element_ty), mask=inside)
-    tl.store(out_sin + place, (sin * SCALING).to(out_sin.dtype.element_ty), mask=inside)
+    offset = row.to(tl.int64) * WIDTH + column
+    tl.store(out_cos + offset, (cos * SCALING).to(out_cos.dtype.element_ty), mask=inside)
+    tl.store(out_sin + offset, (sin * SCALING).to(out_sin.dtype.element_ty), mask=inside)
 
 
 def rotary_angles_triton(given: RotaryAngles) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """Functions that both kernels of paged attention share: online softmax for a tile of rows and a block of keys.
 
 For a tile of ``BLOCK_R`` (row, head) pairs, online softmax keeps three float32 values for the keys read so far:
-``top``, the running maximum of the scores (``[BLOCK_R]``); ``total``, the normaliser, which is the sum of the weights
-``exp2((score - top) * scale)`` (``[BLOCK_R]``); and ``summed``, the values weighted by them (``[BLOCK_R, DVP]`` or its
-transpose). Within a piece the normaliser is kept as ``totals``, one sum for each place in a block of keys, and the
-places are added up where the piece ends.
+``row_max``, the running maximum of the scores (``[BLOCK_R]``); ``row_sum``, the normaliser, which is the sum of the
+weights ``exp2((score - row_max) * scale)`` (``[BLOCK_R]``); and ``acc``, the accumulator, which is the sum of the
+values weighted by them (``[BLOCK_R, DVP]`` or its transpose). Within a piece the normaliser is kept as
+``partial_sums``, one sum for each place in a block of keys, and the places are added up where the piece ends.
 
 There are two layouts, chosen by ``ROWS_LEFT``. The kernel for few rows computes ``K Q^T`` and ``V^T P``: the context is
 the left operand, which a matrix instruction takes in multiples of 64, and rows are columns, of which there may be as
@@ -30,7 +30,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def bound(x):
+def loop_bound(x):
     """``x`` as the bound of a loop.
 
     The interpreter's scalars are arrays of one element, which ``range`` does not take.
@@ -53,12 +53,12 @@ def across_rows(x, ROWS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def seen_range(place, real, WINDOW: tl.constexpr):
-    """The first position that any ``real`` row at the positions ``place`` sees, and the position after the last one."""
-    end = tl.max(place, 0) + 1
+def visible_range(position, real, WINDOW: tl.constexpr):
+    """The first position that any ``real`` row at ``position`` sees, and the position after the last one."""
+    end = tl.max(position, 0) + 1
     low = 0
     if WINDOW > 0:
-        low = tl.min(tl.where(real, tl.maximum(place - (WINDOW - 1), 0), end), 0)
+        low = tl.min(tl.where(real, tl.maximum(position - (WINDOW - 1), 0), end), 0)
     return low, end
 
 
@@ -74,28 +74,28 @@ def load_rows(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.conste
         other = tl.load(x + tl.where(lower, D // 2, -(D // 2)), mask=mask, other=0.0).to(tl.float32)
         c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
-        turned = tl.where(lower, -other, other) * s
-        values = tl.fma(values.to(tl.float32), c, turned).to(values.dtype)
+        rotated = tl.where(lower, -other, other) * s
+        values = tl.fma(values.to(tl.float32), c, rotated).to(values.dtype)
     return values
 
 
 @triton.jit
-def nothing(DVP: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
+def empty_state(DVP: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
     """The running maximum, normaliser and weighted values before any key. Merging them with others changes no bit."""
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    summed = tl.zeros([BLOCK_R, DVP] if ROWS_LEFT else [DVP, BLOCK_R], tl.float32)
-    return top, tl.zeros([BLOCK_R], tl.float32), summed
+    row_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_R, DVP] if ROWS_LEFT else [DVP, BLOCK_R], tl.float32)
+    return row_max, tl.zeros([BLOCK_R], tl.float32), acc
 
 
 @triton.jit
-def no_weights(BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
+def empty_sums(BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
     """The normaliser before any key, with one sum for each place in a block. :func:`sum_of_keys` adds up the places."""
     return tl.zeros([BLOCK_R, BLOCK_K] if ROWS_LEFT else [BLOCK_K, BLOCK_R], tl.float32)
 
 
 @triton.jit
 def score(
-    query, keys, place, key_place, cap,
+    query, keys, position, key_position, cap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, ROWS_LEFT: tl.constexpr,
 ):  # fmt: skip
     """Scores of ``query`` (``[BLOCK_R, DP]``, or its transpose) and ``keys`` ``[BLOCK_K, DP]``, before ``scale``.
@@ -109,7 +109,7 @@ def score(
     if SOFTCAP:
         scores = 1.0 - 2.0 / (tl.exp2(scores * cap) + 1.0)
     if MASKED:
-        distance = per_row(place, ROWS_LEFT) - across_rows(key_place, ROWS_LEFT)
+        distance = per_row(position, ROWS_LEFT) - across_rows(key_position, ROWS_LEFT)
         seen = distance >= 0
         if WINDOW > 0:
             seen = seen & (distance < WINDOW)
@@ -118,31 +118,31 @@ def score(
 
 
 @triton.jit
-def above(top):
-    """``top``, or 0 where no key has been seen yet, so that differences to it are never NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
+def finite_or_zero(row_max):
+    """``row_max``, or 0 where no key has been seen yet, so that differences to it are never NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
-def add_block(scores, values, top, totals, summed, scale, ROWS_LEFT: tl.constexpr):
+def add_block(scores, values, row_max, partial_sums, acc, scale, ROWS_LEFT: tl.constexpr):
     """Add a block of keys to the running maximum, the normaliser by place, and the weighted values."""
-    new_top = tl.maximum(top, tl.max(scores, 1 if ROWS_LEFT else 0))
-    base = above(new_top)
+    new_max = tl.maximum(row_max, tl.max(scores, 1 if ROWS_LEFT else 0))
+    base = finite_or_zero(new_max)
     # An explicit fused multiply-add: contraction by the compiler is off, since it could differ between compilations.
     subtracted = tl.broadcast_to(per_row(-base * scale, ROWS_LEFT), scores.shape)
     weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), subtracted))
-    kept = per_row(tl.exp2((top - base) * scale), ROWS_LEFT)
-    totals = tl.fma(totals, tl.broadcast_to(kept, totals.shape), weights)
+    kept = per_row(tl.exp2((row_max - base) * scale), ROWS_LEFT)
+    partial_sums = tl.fma(partial_sums, tl.broadcast_to(kept, partial_sums.shape), weights)
     weights = weights.to(values.dtype)
     if ROWS_LEFT:
-        summed = tl.dot(weights, values, summed * kept, input_precision="ieee")
+        acc = tl.dot(weights, values, acc * kept, input_precision="ieee")
     else:
-        summed = tl.dot(tl.trans(values), weights, summed * kept, input_precision="ieee")
-    return new_top, totals, summed
+        acc = tl.dot(tl.trans(values), weights, acc * kept, input_precision="ieee")
+    return new_max, partial_sums, acc
 
 
 @triton.jit
-def sum_of_keys(totals, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
+def sum_of_keys(partial_sums, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT: tl.constexpr):
     """Add up the places of a block: a binary tree in a fixed order.
 
     With 64 keys as the left operand, each of four warps holds 16 places, and a thread holds two that are 8 apart. A
@@ -151,55 +151,55 @@ def sum_of_keys(totals, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, ROWS_LEFT:
     warps.
     """
     if not ROWS_LEFT and not INTERPRETED:
-        return tl.sum(totals, 0)
-    totals = tl.trans(totals) if ROWS_LEFT else totals
+        return tl.sum(partial_sums, 0)
+    partial_sums = tl.trans(partial_sums) if ROWS_LEFT else partial_sums
     SIXTEENS: tl.constexpr = BLOCK_K // 16
-    totals = tl.sum(tl.reshape(totals, (SIXTEENS, 2, 8, BLOCK_R)), 1)
-    totals = tl.sum(tl.reshape(totals, (SIXTEENS, 2, 4, BLOCK_R)), 1)
-    totals = tl.sum(tl.reshape(totals, (SIXTEENS, 2, 2, BLOCK_R)), 1)
-    totals = tl.sum(totals, 1)
+    partial_sums = tl.sum(tl.reshape(partial_sums, (SIXTEENS, 2, 8, BLOCK_R)), 1)
+    partial_sums = tl.sum(tl.reshape(partial_sums, (SIXTEENS, 2, 4, BLOCK_R)), 1)
+    partial_sums = tl.sum(tl.reshape(partial_sums, (SIXTEENS, 2, 2, BLOCK_R)), 1)
+    partial_sums = tl.sum(partial_sums, 1)
     if SIXTEENS >= 8:
-        totals = tl.sum(tl.reshape(totals, (2, SIXTEENS // 2, BLOCK_R)), 0)
+        partial_sums = tl.sum(tl.reshape(partial_sums, (2, SIXTEENS // 2, BLOCK_R)), 0)
     if SIXTEENS >= 4:
-        totals = tl.sum(tl.reshape(totals, (2, 2, BLOCK_R)), 0)
-    return tl.sum(totals, 0)
+        partial_sums = tl.sum(tl.reshape(partial_sums, (2, 2, BLOCK_R)), 0)
+    return tl.sum(partial_sums, 0)
 
 
 @triton.jit
-def merge(top, total, summed, next_top, next_total, next_summed, scale, ROWS_LEFT: tl.constexpr):
+def merge(row_max, row_sum, acc, next_max, next_sum, next_acc, scale, ROWS_LEFT: tl.constexpr):
     """Merge the state of later keys into that of earlier ones.
 
-    Merging into :func:`nothing` keeps the later state's bits.
+    Merging into :func:`empty_state` keeps the later state's bits.
     """
-    new_top = tl.maximum(top, next_top)
-    base = above(new_top)
-    old, new = tl.exp2((top - base) * scale), tl.exp2((next_top - base) * scale)
-    total = tl.fma(next_total, new, total * old)
-    new, old = per_row(new, ROWS_LEFT), per_row(old, ROWS_LEFT)
-    summed = tl.fma(next_summed, tl.broadcast_to(new, summed.shape), summed * old)
-    return new_top, total, summed
+    new_max = tl.maximum(row_max, next_max)
+    base = finite_or_zero(new_max)
+    old_scale, new_scale = tl.exp2((row_max - base) * scale), tl.exp2((next_max - base) * scale)
+    row_sum = tl.fma(next_sum, new_scale, row_sum * old_scale)
+    new_scale, old_scale = per_row(new_scale, ROWS_LEFT), per_row(old_scale, ROWS_LEFT)
+    acc = tl.fma(next_acc, tl.broadcast_to(new_scale, acc.shape), acc * old_scale)
+    return new_max, row_sum, acc
 
 
 @triton.jit
-def _result(top, total, summed, sinks, q_head, scale, SINKS: tl.constexpr, ROWS_LEFT: tl.constexpr):
+def _result(row_max, row_sum, acc, sinks, q_head, scale, SINKS: tl.constexpr, ROWS_LEFT: tl.constexpr):
     """The weighted mean of the values, where the sink adds to the normaliser only. A row that sees no key is zero."""
     if SINKS:
-        top = top * scale
+        row_max = row_max * scale
         sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
-        base = above(tl.maximum(top, sink))
-        kept = tl.exp2(top - base)
-        total = tl.fma(total, kept, tl.exp2(sink - base))
-        summed = summed * per_row(kept, ROWS_LEFT)
-    return summed / per_row(tl.where(total > 0.0, total, 1.0), ROWS_LEFT)
+        base = finite_or_zero(tl.maximum(row_max, sink))
+        kept = tl.exp2(row_max - base)
+        row_sum = tl.fma(row_sum, kept, tl.exp2(sink - base))
+        acc = acc * per_row(kept, ROWS_LEFT)
+    return acc / per_row(tl.where(row_sum > 0.0, row_sum, 1.0), ROWS_LEFT)
 
 
 @triton.jit
 def store_result(
-    out, out_row, keep, top, total, summed, sinks, q_head, scale,
+    out, out_row, keep, row_max, row_sum, acc, sinks, q_head, scale,
     DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr, ROWS_LEFT: tl.constexpr,
 ):  # fmt: skip
     """Write the results of the rows selected by ``keep`` to ``out`` ``[rows, DV]``."""
     value_dim = across_rows(tl.arange(0, DVP), ROWS_LEFT)
     cells = per_row(out_row * DV, ROWS_LEFT) + value_dim
-    rows = _result(top, total, summed, sinks, q_head, scale, SINKS, ROWS_LEFT)
+    rows = _result(row_max, row_sum, acc, sinks, q_head, scale, SINKS, ROWS_LEFT)
     tl.store(out + cells, rows.to(out.dtype.element_ty), mask=per_row(keep, ROWS_LEFT) & (value_dim < DV))

@@ -107,10 +107,10 @@ def _group_kernel(order, counts, expert_ids, num_rows, BLOCK: tl.constexpr, PDL:
     first = 0
     while first < num_rows:  # not a range, since the interpreter's range takes no bound known only at run time
         row = first + tl.arange(0, BLOCK)
-        mine = tl.load(expert_ids + row, mask=row < num_rows, other=-1) == expert
-        place = count + tl.cumsum(mine.to(tl.int32), axis=0) - 1
-        tl.store(order + expert.to(tl.int64) * num_rows + place, row, mask=mine)
-        count += tl.sum(mine.to(tl.int32), axis=0)
+        belongs = tl.load(expert_ids + row, mask=row < num_rows, other=-1) == expert
+        index = count + tl.cumsum(belongs.to(tl.int32), axis=0) - 1
+        tl.store(order + expert.to(tl.int64) * num_rows + index, row, mask=belongs)
+        count += tl.sum(belongs.to(tl.int32), axis=0)
         first += BLOCK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -141,16 +141,17 @@ def _expert_linear_kernel(
             inside = start + k < INNER
             matrix = tl.load(
                 tile + (start + k).to(tl.int64)[None, :] * stride_k,
-                mask=(o < OUTER)[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
+                mask=(o < OUTER)[:, None] & inside[None, :],
+                other=0.0,
+            )
             columns = tl.load(
                 x + row[None, :] * INNER + (start + k)[:, None], mask=real[None, :] & inside[:, None], other=0.0
             )
             total = tl.dot(matrix, columns, total, input_precision="ieee", out_dtype=EXACT)
         if bias is not None:
             total += tl.load(bias + expert * OUTER + o, mask=o < OUTER, other=0.0).to(EXACT)[:, None]
-        place = out + row[None, :] * OUTER + o[:, None]
-        tl.store(place, total.to(out.dtype.element_ty), mask=real[None, :] & (o < OUTER)[:, None])
+        address = out + row[None, :] * OUTER + o[:, None]
+        tl.store(address, total.to(out.dtype.element_ty), mask=real[None, :] & (o < OUTER)[:, None])
         first += BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -172,12 +173,12 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
     _group_kernel[(experts,)](
         order, counts, ids.contiguous(), rows, BLOCK=_GROUP_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl)
     )
-    cut = tiles(rows, experts, inner, x.element_size())
-    _expert_linear_kernel[(triton.cdiv(outer, cut.block_o), experts)](
+    tiling = tiles(rows, experts, inner, x.element_size())
+    _expert_linear_kernel[(triton.cdiv(outer, tiling.block_o), experts)](
         out, x.contiguous(), weight, None if bias is None else bias.contiguous(), order, counts, rows,
-        stride_e, stride_o, stride_k, INNER=inner, OUTER=outer, BLOCK_O=cut.block_o, BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k, EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, PDL=pdl,
-        num_warps=cut.warps, num_stages=cut.stages, **launch_options(pdl),
+        stride_e, stride_o, stride_k, INNER=inner, OUTER=outer, BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k, EXACT=tl.float64 if x.dtype == torch.float64 else tl.float32, PDL=pdl,
+        num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(pdl),
     )  # fmt: skip
     return out
 

@@ -31,7 +31,7 @@ from specgraph.kernels.launch import is_hopper
 Kind = Literal["linear", "gated", "experts"]
 Shape = tuple[int, ...]
 
-REACH = 1.5
+MAX_SHAPE_RATIO = 1.5
 """A weight takes the entry of the nearest shape that was measured, unless one dimension differs by a larger factor."""
 
 
@@ -75,19 +75,19 @@ def crossovers_of(device: torch.device) -> Crossovers | None:
 def is_faster(kind: Kind, shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the library is known to be faster for ``rows`` rows and a weight of ``shape``, which is written as in
     :class:`Crossovers`."""
-    known = crossovers_of(device)
-    if known is None or dtype not in (torch.bfloat16, torch.float16):
+    crossovers = crossovers_of(device)
+    if crossovers is None or dtype not in (torch.bfloat16, torch.float16):
         return False
-    return bisect_right(_changes(known, kind, shape), rows) % 2 == 1
+    return bisect_right(_changes(crossovers, kind, shape), rows) % 2 == 1
 
 
 @functools.cache
-def _changes(known: Crossovers, kind: Kind, shape: Shape) -> tuple[int, ...]:
+def _changes(crossovers: Crossovers, kind: Kind, shape: Shape) -> tuple[int, ...]:
     """The entry of the nearest measured shape, ``()`` if none is near."""
-    table: Mapping[Shape, tuple[int, ...]] = getattr(known, kind)
+    table: Mapping[Shape, tuple[int, ...]] = getattr(crossovers, kind)
     factors = {other: max(max(a / b, b / a) for a, b in zip(shape, other, strict=True)) for other in table}
     nearest = min(factors, key=factors.__getitem__, default=None)
-    return () if nearest is None or factors[nearest] > REACH else table[nearest]
+    return () if nearest is None or factors[nearest] > MAX_SHAPE_RATIO else table[nearest]
 
 
 def is_faster_for(x: Tensor, weight: Tensor, gated: bool) -> bool:
@@ -101,10 +101,10 @@ def is_faster_for_experts(x: Tensor, weight: Tensor, transposed: bool) -> bool:
     """Whether the experts' linear of ``x`` ``[S, I]`` and ``weight`` should, and can, run its library's form."""
     experts, outer, inner = weight.mT.shape if transposed else weight.shape
     faster = is_faster("experts", (experts, outer, inner), x.shape[0], x.dtype, x.device)
-    return faster and outer % 8 == inner % 8 == 0 and _in_vectors(weight)
+    return faster and outer % 8 == inner % 8 == 0 and _has_aligned_rows(weight)
 
 
-def _in_vectors(weight: Tensor) -> bool:
+def _has_aligned_rows(weight: Tensor) -> bool:
     """Whether the rows of every matrix begin at multiples of 16 bytes, as the grouped product demands."""
-    places = (weight.data_ptr(), *(stride * weight.element_size() for stride in weight.stride()[:-1]))
-    return weight.stride(-1) == 1 and not any(place % 16 for place in places)
+    offsets = (weight.data_ptr(), *(stride * weight.element_size() for stride in weight.stride()[:-1]))
+    return weight.stride(-1) == 1 and not any(offset % 16 for offset in offsets)

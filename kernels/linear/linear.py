@@ -5,9 +5,9 @@ float32, rounded once to the dtype of ``x`` (bfloat16, float16 or float32; float
 activations take a weight ``[2 * O, I]`` of gate rows over up rows and give ``act(gate) * up``.
 
 An RMS norm before the product costs no launch and nothing in the main loop, because it comes in two parts: ``x``, which
-is the row times the norm's weight, and ``squares``, the sums of squares of 64 entries each, from which the ``scale`` of
-the row's result is made. The linear layer that writes a row produces both parts (``specgraph::linear_norm``), since its
-tiles hold whole groups of 64 entries. For rows from elsewhere ``specgraph::norm_parts`` produces them.
+is the row times the norm's weight, and ``square_sums``, the sums of squares of 64 entries each, which give the
+``scale`` of the row's result. The linear layer that writes a row produces both parts (``specgraph::linear_norm``),
+since its tiles hold whole groups of 64 entries. For rows from elsewhere ``specgraph::norm_parts`` produces them.
 
 A program computes one tile of the result. If that gives too few programs to fill a GPU, the summed dimension is cut
 into pieces (split-K) with a program for each. These programs store partial sums in scratch memory, and the last one to
@@ -45,7 +45,7 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.launch import runs_gluon, supports_pdl
 from specgraph.kernels.linear import library
 from specgraph.kernels.linear.product import (
-    Following,
+    NextNorm,
     Product,
     Tiles,
     as_rows,
@@ -86,8 +86,8 @@ class Linear:
         weight: ``[O, I]``; for the gated activations ``[2 * O, I]``, gate rows first.
         bias: one per row of ``weight``, or None.
         residual: ``[..., O]`` or None.
-        squares: ``[..., ceil(I / 64)]`` from :class:`NormParts`, whose other result is ``x``; then
-            ``scale = rsqrt(sum(squares) / I + norm_eps)``, otherwise 1.
+        square_sums: ``[..., ceil(I / 64)]`` from :class:`NormParts`, whose other result is ``x``; then
+            ``scale = rsqrt(sum(square_sums) / I + norm_eps)``, otherwise 1.
         activation: one of :data:`ACTIVATIONS`.
         constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
             it before the kernels in front have finished. Outside of graphs it makes no difference.
@@ -99,7 +99,7 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
     residual: Tensor | None = None
-    squares: Tensor | None = None
+    square_sums: Tensor | None = None
     _: KW_ONLY
     norm_eps: float = 0.0
     activation: str = "none"
@@ -109,14 +109,14 @@ class Linear:
 
 @dataclass(slots=True)
 class LinearNorm:
-    """:class:`Linear`, then :class:`NormParts` of its result: ``(out, gained, squares)``."""
+    """:class:`Linear`, then :class:`NormParts` of its result: ``(out, weighted, square_sums)``."""
 
     x: Tensor
     weight: Tensor
     norm_weight: Tensor
     bias: Tensor | None = None
     residual: Tensor | None = None
-    squares: Tensor | None = None
+    square_sums: Tensor | None = None
     _: KW_ONLY
     norm_eps: float = 0.0
     norm_offset: float = 0.0
@@ -146,11 +146,11 @@ class NormParts:
 
 def linear_reference(given: Linear | LinearNorm) -> Tensor:
     """:class:`Linear` in plain PyTorch."""
-    x, bias, squares, residual = given.x, given.bias, given.squares, given.residual
+    x, bias, square_sums, residual = given.x, given.bias, given.square_sums, given.residual
     exact = torch.promote_types(x.dtype, torch.float32)
     out = functional.linear(x.to(exact), given.weight.to(exact))
-    if squares is not None:
-        out = out * torch.rsqrt(squares.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
+    if square_sums is not None:
+        out = out * torch.rsqrt(square_sums.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
     out = _activated(out if bias is None else out + bias.to(exact), given.activation)
     return (out if residual is None else out + residual.to(exact)).to(x.dtype)
 
@@ -170,8 +170,8 @@ def norm_parts_reference(given: NormParts) -> tuple[Tensor, Tensor]:
     rows = x.to(exact)
     padded = functional.pad(rows, (0, -x.shape[-1] % NORM_GROUP))
     groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // NORM_GROUP, NORM_GROUP)
-    squares = groups.square().sum(-1)
-    return (rows * (given.norm_weight.to(exact) + given.norm_offset)).to(x.dtype), squares
+    square_sums = groups.square().sum(-1)
+    return (rows * (given.norm_weight.to(exact) + given.norm_offset)).to(x.dtype), square_sums
 
 
 def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +199,7 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     """Few rows of 16-bit values: what its kernel was written for, and gives the bits of the tiles."""
     if not runs_gluon(given.x.device) or given.x.numel() == 0:
         return False
-    covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.squares is not None)
+    covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.square_sums is not None)
     return covers
 
 
@@ -268,14 +268,14 @@ def linear_library(given: Linear | LinearNorm) -> Tensor:
     The rows are scaled before the product and not after it: they are mostly the narrower side, and nothing needs more
     than the dtype of ``x`` then.
     """
-    x = given.x if given.squares is None else _scaled(given.x, given.squares, given.norm_eps)
+    x = given.x if given.square_sums is None else _scaled(given.x, given.square_sums, given.norm_eps)
     out = _activated(functional.linear(x, given.weight, given.bias), given.activation)
     return out if given.residual is None else out + given.residual
 
 
-def _scaled(x: Tensor, squares: Tensor, norm_eps: float) -> Tensor:
+def _scaled(x: Tensor, square_sums: Tensor, norm_eps: float) -> Tensor:
     """The normed rows, of the two parts of a norm. The product is taken in float32 and rounded as it is stored."""
-    scale = norm_scale(squares, x.shape[-1], norm_eps, supports_pdl(x.device)).view(*x.shape[:-1], 1)
+    scale = norm_scale(square_sums, x.shape[-1], norm_eps, supports_pdl(x.device)).view(*x.shape[:-1], 1)
     return torch.mul(x, scale, out=x.new_empty(x.shape))
 
 
@@ -292,25 +292,25 @@ def _out_shape(given: Linear | LinearNorm) -> tuple[int, ...]:
 
 def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(out.dtype, torch.float32)
-    squares = out.new_empty((*out.shape[:-1], -(-out.shape[-1] // NORM_GROUP)), dtype=exact)
-    return out.new_empty(out.shape), squares
+    square_sums = out.new_empty((*out.shape[:-1], -(-out.shape[-1] // NORM_GROUP)), dtype=exact)
+    return out.new_empty(out.shape), square_sums
 
 
-def _product(given: Linear | LinearNorm, out: Tensor, following: Following | None, pdl: bool | None) -> Product:
+def _product(given: Linear | LinearNorm, out: Tensor, next_norm: NextNorm | None, pdl: bool | None) -> Product:
     x, weight = given.x, given.weight
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
     rows = weight if weight.stride(1) == 1 else weight.contiguous()  # a copy is not constant: it is written just before
     constant = given.constant_weight and rows is weight
-    added = None if given.residual is None else as_rows(given.residual)
+    residual = None if given.residual is None else as_rows(given.residual)
     pdl = supports_pdl(x.device) if pdl is None else pdl
     return Product(
-        out, as_rows(x), rows, given.bias, added, given.squares, given.norm_eps, given.activation, constant, following,
-        pdl,
+        out, as_rows(x), rows, given.bias, residual, given.square_sums, given.norm_eps, given.activation, constant,
+        next_norm, pdl,
     )  # fmt: skip
 
 
 def _linear_fake(given: Linear | LinearNorm) -> Tensor:
-    x, weight, bias, residual, squares = given.x, given.weight, given.bias, given.residual, given.squares
+    x, weight, bias, residual, square_sums = given.x, given.weight, given.bias, given.residual, given.square_sums
     activation = given.activation
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
@@ -319,10 +319,13 @@ def _linear_fake(given: Linear | LinearNorm) -> Tensor:
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
     if bias is not None:
         require(bias.shape == (outer,), lambda: f"bias must be [{outer}], not {tuple(bias.shape)}")
-    if squares is not None:
+    if square_sums is not None:
         wanted = (*x.shape[:-1], -(-inner // NORM_GROUP))
-        require(squares.shape == wanted, lambda: f"squares must be {wanted}, not {tuple(squares.shape)}")
-        require(squares.is_contiguous(), lambda: "squares must be contiguous, as norm_parts and linear_norm give them")
+        require(square_sums.shape == wanted, lambda: f"square_sums must be {wanted}, not {tuple(square_sums.shape)}")
+        require(
+            square_sums.is_contiguous(),
+            lambda: "square_sums must be contiguous, as norm_parts and linear_norm give them",
+        )
     if is_gated(activation):
         require(outer % 2 == 0, lambda: f"{activation} takes gate rows and as many up rows, not {outer} together")
     shape = _out_shape(given)

@@ -151,13 +151,13 @@ def row_mean_reference(given: RowMean) -> Tensor:
 
 
 @triton.jit
-def _row_start(row, group, outer, inner, UNIT: tl.constexpr):
+def _row_start(row, group, outer, inner, ALIGNMENT: tl.constexpr):
     """The offset of a row of :class:`Rows`.
 
-    The product with the constant ``UNIT`` tells the compiler what divides it.
+    The product with the constant ``ALIGNMENT`` tells the compiler what divides it.
     """
     row = row.to(tl.int64)
-    return (row // group * outer + row % group * inner) * UNIT
+    return (row // group * outer + row % group * inner) * ALIGNMENT
 
 
 @triton.jit
@@ -175,14 +175,14 @@ def _rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constex
 @triton.jit(do_not_specialize=["group", "outer", "inner"])
 def _rms_norm_kernel(
     out, x, weight, group, outer, inner, EPS: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    x += _row_start(row, group, outer, inner, UNIT)
+    x += _row_start(row, group, outer, inner, ALIGNMENT)
     normed = _rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -193,7 +193,7 @@ def _rms_norm_kernel(
 def _rms_norm_pair_kernel(
     out, x, y, x_weight, y_weight, tokens, group, outer, inner, y_group, y_outer, y_inner, X_EPS: tl.constexpr,
     X_OFFSET: tl.constexpr, Y_EPS: tl.constexpr, Y_OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The norm of one row of ``x`` or of ``y``. The grid is (rows, 2)."""
     if PDL:
@@ -203,13 +203,13 @@ def _rms_norm_pair_kernel(
     out += (2 * row.to(tl.int64) + tl.program_id(1)) * WIDTH + column
     if tl.program_id(1) == 0:
         if tokens is None:
-            x += _row_start(row, group, outer, inner, UNIT)
+            x += _row_start(row, group, outer, inner, ALIGNMENT)
         else:
             x += tl.load(tokens + row) * WIDTH
         normed = _rms_norm_row(x, x_weight, X_EPS, X_OFFSET, WIDTH, BLOCK, EXACT)
         tl.store(out, normed.to(out.dtype.element_ty), mask=column < WIDTH)
     else:
-        y += _row_start(row, y_group, y_outer, y_inner, UNIT)
+        y += _row_start(row, y_group, y_outer, y_inner, ALIGNMENT)
         normed = _rms_norm_row(y, y_weight, Y_EPS, Y_OFFSET, WIDTH, BLOCK, EXACT)
         tl.store(out, normed.to(out.dtype.element_ty), mask=column < WIDTH)
 
@@ -217,7 +217,7 @@ def _rms_norm_pair_kernel(
 @triton.jit(do_not_specialize=["group", "outer", "inner"])
 def _layer_norm_kernel(
     out, x, weight, bias, group, outer, inner, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
     if PDL:
@@ -225,7 +225,7 @@ def _layer_norm_kernel(
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    values = tl.load(x + _row_start(row, group, outer, inner, UNIT) + column, mask=inside, other=0.0).to(EXACT)
+    values = tl.load(x + _row_start(row, group, outer, inner, ALIGNMENT) + column, mask=inside, other=0.0).to(EXACT)
     centred = tl.where(inside, values - tl.sum(values, axis=0) / WIDTH, 0.0)
     normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / WIDTH + EPS)
     if weight is not None:
@@ -239,7 +239,7 @@ def _layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["group", "outer", "inner"])
 def _row_mean_kernel(
-    out, x, group, outer, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
+    out, x, group, outer, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
@@ -247,7 +247,7 @@ def _row_mean_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    start = _row_start(row, group, outer, inner, UNIT)
+    start = _row_start(row, group, outer, inner, ALIGNMENT)
     values = tl.load(x + start + column, mask=column < WIDTH, other=0.0).to(EXACT)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -260,7 +260,7 @@ def _launch(kernel: Any, rows: Rows, out: Tensor, *vectors: Tensor | None, **opt
     block = triton.next_power_of_2(width)
     pdl = supports_pdl(out.device)
     kernel[(rows.count,)](
-        out, rows.x, *vectors, *rows.arguments(), **options, WIDTH=width, BLOCK=block, UNIT=rows.unit,
+        out, rows.x, *vectors, *rows.arguments(), **options, WIDTH=width, BLOCK=block, ALIGNMENT=rows.alignment,
         EXACT=tl.float64 if rows.x.dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
     )  # fmt: skip
@@ -286,8 +286,8 @@ def rms_norm_pair_triton(given: RmsNormPair) -> Tensor:
     _rms_norm_pair_kernel[(right.count, 2)](
         out, left.x, right.x, aligned(given.x_weight), aligned(given.y_weight),
         None if tokens is None else tokens.contiguous(), *left.arguments(), *right.arguments(), X_EPS=given.x_eps,
-        X_OFFSET=given.x_offset, Y_EPS=given.y_eps, Y_OFFSET=given.y_offset, WIDTH=width, BLOCK=block, UNIT=right.unit,
-        EXACT=tl.float64 if y.dtype == torch.float64 else tl.float32, PDL=pdl,
+        X_OFFSET=given.x_offset, Y_EPS=given.y_eps, Y_OFFSET=given.y_offset, WIDTH=width, BLOCK=block,
+        ALIGNMENT=right.alignment, EXACT=tl.float64 if y.dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
     )  # fmt: skip
     return out

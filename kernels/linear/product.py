@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-_UNIT = 128
+_PIECE_ALIGNMENT = 128
 """Pieces begin at multiples of this number of entries, whatever ``block_k`` is; ``block_k`` divides it."""
 
 
@@ -43,7 +43,7 @@ def num_pieces(out_features: int, in_features: int) -> int:
     weights that are being loaded.
     """
     row_tiles, pieces = triton.cdiv(out_features, 64), 1
-    while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _UNIT:
+    while row_tiles * pieces < 80 and pieces < 8 and in_features >= 16 * pieces * _PIECE_ALIGNMENT:
         pieces *= 2
     return pieces
 
@@ -83,7 +83,7 @@ def _wide_tiles(rows: int, out_features: int, in_features: int, pieces: int) -> 
     return Tiles(64, 64, 64, pieces, True, 4, 6)
 
 
-Following = tuple[Tensor, float, Tensor, Tensor]
+NextNorm = tuple[Tensor, float, Tensor, Tensor]
 """The norm after a product: its weight, its offset, and the two tensors that receive its parts."""
 
 
@@ -96,11 +96,11 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     residual: Tensor | None
-    squares: Tensor | None
+    square_sums: Tensor | None
     norm_eps: float
     activation: str
     constant_weight: bool
-    following: Following | None
+    next_norm: NextNorm | None
     pdl: bool
 
     @property
@@ -126,48 +126,48 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def launch_tiles(product: Product, cut: Tiles) -> None:
+def launch_tiles(product: Product, tiling: Tiles) -> None:
     """Fill the results of ``product``."""
     groups = norm_groups(product.weight.shape[1])
-    out, x, weight, added = product.out, product.x, product.weight, product.residual
+    out, x, weight, residual = product.out, product.x, product.weight, product.residual
     rows, (weight_rows, in_features), pdl = x.shape[0], weight.shape, product.pdl
-    if product.gated and product.following:
-        cut = cut._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result
+    if product.gated and product.next_norm:
+        tiling = tiling._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result
     # Each operand of the epilogue may take 32 registers of a thread if it is read before the product.
-    early = max(groups, cut.block_o) * cut.block_n <= 1024 * cut.warps
-    scale, squares = None, product.squares
-    if squares is not None and not early:
-        scale, squares = norm_scale(squares, in_features, product.norm_eps, pdl), None
+    early = max(groups, tiling.block_o) * tiling.block_n <= 1024 * tiling.warps
+    scale, square_sums = None, product.square_sums
+    if square_sums is not None and not early:
+        scale, square_sums = norm_scale(square_sums, in_features, product.norm_eps, pdl), None
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
-    joined = product.following if cut.block_o * cut.block_n <= 4096 else None
-    norm_weight, norm_offset, gained, out_squares = joined or (None, 0.0, None, None)
-    pieces, blocks = pieces_of(in_features, cut.pieces, cut.block_k)
-    tiles_o = triton.cdiv(weight_rows, cut.block_o)
-    num_tiles = tiles_o * triton.cdiv(rows, cut.block_n)
-    serial = cut.serial or num_tiles > MAX_COUNTERS
+    fused_norm = product.next_norm if tiling.block_o * tiling.block_n <= 4096 else None
+    norm_weight, norm_offset, weighted, out_square_sums = fused_norm or (None, 0.0, None, None)
+    pieces, blocks = pieces_of(in_features, tiling.pieces, tiling.block_k)
+    tiles_o = triton.cdiv(weight_rows, tiling.block_o)
+    num_tiles = tiles_o * triton.cdiv(rows, tiling.block_n)
+    serial = tiling.serial or num_tiles > MAX_COUNTERS
     partial = counters = None
     if pieces > 1 and not serial:
-        partial = x.new_empty(pieces, rows, tiles_o * cut.block_o, dtype=torch.float32)
+        partial = x.new_empty(pieces, rows, tiles_o * tiling.block_o, dtype=torch.float32)
         counters = arrival_counters(x.device)
-    even = in_features % (cut.block_k * blocks * pieces) == 0
+    even = in_features % (tiling.block_k * blocks * pieces) == 0
     linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, x, weight, product.bias, added, squares, scale, norm_weight, gained, out_squares, partial, counters, rows,
-        out.shape[-1], in_features, x.stride(0), weight.stride(0), 0 if added is None else added.stride(0),
-        product.norm_eps, norm_offset,
-        BLOCK_O=cut.block_o, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, BLOCKS=blocks, PIECES=pieces, GROUPS=groups,
-        SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
-        GATED=product.gated, EARLY=early, AHEAD=pdl and even and rows <= 64 and _bulk(weight), PDL=pdl,
-        num_warps=cut.warps, num_stages=cut.stages, enable_fp_fusion=False, **launch_options(pdl),
+        out, x, weight, product.bias, residual, square_sums, scale, norm_weight, weighted, out_square_sums, partial,
+        counters, rows, out.shape[-1], in_features, x.stride(0), weight.stride(0),
+        0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
+        BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCKS=blocks, PIECES=pieces,
+        GROUPS=groups, SPLIT=not serial and pieces > 1, EVEN_K=even, ACTIVATION=product.activation.removesuffix("_mul"),
+        GATED=product.gated, EARLY=early, PREFETCH=pdl and even and rows <= 64 and _allows_bulk_copies(weight), PDL=pdl,
+        num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
-    if product.following and not joined:
-        launch_norm_parts(as_rows(out), product.following, pdl)
+    if product.next_norm and not fused_norm:
+        launch_norm_parts(as_rows(out), product.next_norm, pdl)
 
 
-def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
-    """The scale of a norm, ``rsqrt(sum(squares) / features + norm_eps)``, by which a row or its product is multiplied.
+def norm_scale(square_sums: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
+    """The scale ``rsqrt(sum(square_sums) / features + norm_eps)`` of a norm, which multiplies a row or its product.
 
     Args:
-        squares: contiguous ``[..., ceil(features / 64)]`` in float32, as ``norm_parts`` gives them.
+        square_sums: contiguous ``[..., ceil(features / 64)]`` in float32, as ``norm_parts`` gives them.
         features: the number of entries of a row.
         norm_eps: is added to the mean of the squares.
         pdl: whether to use programmatic dependent launch.
@@ -175,35 +175,35 @@ def norm_scale(squares: Tensor, features: int, norm_eps: float, pdl: bool) -> Te
     Returns:
         One entry for each row, ``[rows]`` in float32.
     """
-    rows = squares.shape[:-1].numel()
-    scale = squares.new_empty(rows)
+    rows = square_sums.shape[:-1].numel()
+    scale = square_sums.new_empty(rows)
     norm_scale_kernel[(triton.cdiv(rows, 4),)](
-        scale, squares, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
+        scale, square_sums, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
         enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     return scale
 
 
-def launch_norm_parts(rows: Tensor, following: Following, pdl: bool | None) -> None:
+def launch_norm_parts(rows: Tensor, next_norm: NextNorm, pdl: bool | None) -> None:
     """Fill the two parts of the norm of ``rows``, which no product has made."""
-    norm_weight, norm_offset, gained, squares = following
+    norm_weight, norm_offset, weighted, square_sums = next_norm
     count, features = rows.shape
     pdl = supports_pdl(rows.device) if pdl is None else pdl
     block_o, block_n = 2 * NORM_GROUP, 1 if count <= 16 else 16
     norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(count, block_n))](
-        gained, squares, rows, norm_weight, count, features, rows.stride(0), norm_offset,
+        weighted, square_sums, rows, norm_weight, count, features, rows.stride(0), norm_offset,
         BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 
 def pieces_of(in_features: int, wanted: int, block_k: int) -> tuple[int, int]:
     """The number of pieces of the summed dimension, and the number of blocks in each of them."""
-    unit = max(_UNIT, block_k)
-    units = triton.cdiv(in_features, unit)
-    pieces = min(wanted, units)
-    return pieces, triton.cdiv(units, pieces) * (unit // block_k)
+    alignment = max(_PIECE_ALIGNMENT, block_k)
+    chunks = triton.cdiv(in_features, alignment)
+    pieces = min(wanted, chunks)
+    return pieces, triton.cdiv(chunks, pieces) * (alignment // block_k)
 
 
-def _bulk(weight: Tensor) -> bool:
+def _allows_bulk_copies(weight: Tensor) -> bool:
     """Whether the rows of ``weight`` begin at addresses that the hardware's bulk copies accept."""
     return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0

@@ -13,12 +13,13 @@ ALIGNED = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of ``x`` ``[..., W]`` in memory. Row ``r`` is at ``(r // group * outer + r % group * inner) * unit``.
+    """The rows of ``x`` ``[..., W]`` in memory.
 
-    Two strides describe the heads of a merged projection, ``[B, T, heads, D]``. A view that needs more is copied.
-    ``unit`` is :data:`ALIGNED` if that divides the width, and 1 otherwise. Rows that do not begin at a multiple of
-    ``unit`` are copied as well, so that kernels may assume this alignment of every ``x``. What kernels assume, and
-    hence the layout of their sums, is then a function of the width alone.
+    Row ``r`` is at ``(r // group * outer + r % group * inner) * alignment``. Two strides describe the heads of a merged
+    projection, ``[B, T, heads, D]``. A view that needs more is copied. ``alignment`` is :data:`ALIGNED` if that divides
+    the width, and 1 otherwise. Rows that do not begin at a multiple of ``alignment`` are copied as well, so that
+    kernels may assume this alignment of every ``x``. What kernels assume, and hence the layout of their sums, is then a
+    function of the width alone.
     """
 
     x: Tensor
@@ -26,20 +27,20 @@ class Rows:
     group: int
     outer: int
     inner: int
-    unit: int
+    alignment: int
 
     @classmethod
     def of(cls, x: Tensor) -> Rows:
         """The rows of ``x``, or of a contiguous copy."""
         width = x.shape[-1]
-        unit = ALIGNED if width % ALIGNED == 0 else 1
+        alignment = ALIGNED if width % ALIGNED == 0 else 1
         strides = _two_strides(x)
-        aligned = x.data_ptr() % 16 == 0 if unit > 1 else True
-        if strides is None or not aligned or any(stride % unit for stride in strides[1:]):
+        aligned = x.data_ptr() % 16 == 0 if alignment > 1 else True
+        if strides is None or not aligned or any(stride % alignment for stride in strides[1:]):
             x = x.clone(memory_format=torch.contiguous_format)
             strides = (1, width, 0)
         group, outer, inner = strides
-        return cls(x, x.numel() // width, group, outer // unit, inner // unit, unit)
+        return cls(x, x.numel() // width, group, outer // alignment, inner // alignment, alignment)
 
     def arguments(self) -> tuple[int, int, int]:
         """The arguments that kernels take after their tensors: ``group``, ``outer``, ``inner``."""

@@ -67,46 +67,46 @@ def sum_in_any_order(values, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _norm_scale(squares, features, norm_eps):
-    return tl.math.rsqrt(sum_in_any_order(squares, 0) / features + norm_eps)
+def _norm_scale(square_sums, features, norm_eps):
+    return tl.math.rsqrt(sum_in_any_order(square_sums, 0) / features + norm_eps)
 
 
 @triton.jit
-def _load_squares(squares_ptr, n, real, features, GROUPS: tl.constexpr):
+def _load_square_sums(square_sums_ptr, n, real, features, GROUPS: tl.constexpr):
     """Load the sums of squares ``[GROUPS, N]`` of the rows ``n``."""
     groups = tl.cdiv(features, _NORM_GROUP)
     group = tl.arange(0, GROUPS)
-    places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
-    return tl.load(places, mask=(group < groups)[:, None] & real[None, :], other=0.0)
+    addresses = square_sums_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+    return tl.load(addresses, mask=(group < groups)[:, None] & real[None, :], other=0.0)
 
 
 @triton.jit
-def _norm_parts(y, gain, gained_ptr, squares_ptr, tile_o, n, real, features):
+def _norm_parts(y, norm_weight, weighted_ptr, square_sums_ptr, tile_o, n, real, features):
     """Store the norm's parts of the rounded ``y`` ``[O, N]``: ``y`` times the norm's weight, and sums of squares."""
     GROUPS: tl.constexpr = y.shape[0] // _NORM_GROUP
     o = tile_o * y.shape[0] + tl.arange(0, y.shape[0])
     mask = (o < features)[:, None] & real[None, :]
     exact = tl.where(mask, y.to(tl.float32), 0.0)
-    places = gained_ptr + n.to(tl.int64)[None, :] * features + o[:, None]
-    tl.store(places, (exact * gain[:, None]).to(gained_ptr.dtype.element_ty), mask=mask)
+    addresses = weighted_ptr + n.to(tl.int64)[None, :] * features + o[:, None]
+    tl.store(addresses, (exact * norm_weight[:, None]).to(weighted_ptr.dtype.element_ty), mask=mask)
     sums = sum_in_any_order(tl.reshape(exact * exact, (GROUPS, _NORM_GROUP, y.shape[1])), 1)
     groups = tl.cdiv(features, _NORM_GROUP)
     group = tile_o * GROUPS + tl.arange(0, GROUPS)
-    places = squares_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
-    tl.store(places, sums, mask=(group < groups)[:, None] & real[None, :])
+    addresses = square_sums_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+    tl.store(addresses, sums, mask=(group < groups)[:, None] & real[None, :])
 
 
 @triton.jit
-def _load_gain(gain_ptr, o, features, norm_offset):
-    return tl.load(gain_ptr + o, mask=o < features, other=0.0).to(tl.float32) + norm_offset
+def _load_norm_weight(norm_weight_ptr, o, features, norm_offset):
+    return tl.load(norm_weight_ptr + o, mask=o < features, other=0.0).to(tl.float32) + norm_offset
 
 
 @triton.jit
-def _neighbours(
-    squares_ptr,
+def _load_epilogue_operands(
+    square_sums_ptr,
     scale_ptr,
     residual_ptr,
-    gain_ptr,
+    norm_weight_ptr,
     o,
     n,
     real,
@@ -121,19 +121,19 @@ def _neighbours(
     They are the sums of squares ``[GROUPS, N]`` or the scale ``[1, N]`` made of them, the residual ``[O, N]``, and the
     weight of the norm that follows ``[O]``. An operand that does not exist is zeros, which nothing reads.
     """
-    squares = tl.zeros((1, n.shape[0]), tl.float32)
-    added = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
-    gain = tl.zeros((o.shape[0],), tl.float32)
-    if squares_ptr is not None:
-        squares = _load_squares(squares_ptr, n, real, in_features, GROUPS)
+    square_sums = tl.zeros((1, n.shape[0]), tl.float32)
+    residual = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
+    norm_weight = tl.zeros((o.shape[0],), tl.float32)
+    if square_sums_ptr is not None:
+        square_sums = _load_square_sums(square_sums_ptr, n, real, in_features, GROUPS)
     elif scale_ptr is not None:
-        squares = tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
+        square_sums = tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
     if residual_ptr is not None:
-        places = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
-        added = tl.load(places, mask=(o < out_features)[:, None] & real[None, :], other=0.0).to(tl.float32)
-    if gain_ptr is not None:
-        gain = _load_gain(gain_ptr, o, out_features, norm_offset)
-    return squares, added, gain
+        addresses = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
+        residual = tl.load(addresses, mask=(o < out_features)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    if norm_weight_ptr is not None:
+        norm_weight = _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset)
+    return square_sums, residual, norm_weight
 
 
 @triton.jit
@@ -179,13 +179,13 @@ def _add_partials(
 @triton.jit
 def _finish(
     y,
-    squares,
-    added,
-    gain,
+    square_sums,
+    residual,
+    norm_weight,
     out_ptr,
     bias_ptr,
-    gained_ptr,
-    out_squares_ptr,
+    weighted_ptr,
+    out_square_sums_ptr,
     tile_o,
     weight_row,
     o,
@@ -206,10 +206,10 @@ def _finish(
     The epilogue is the scale of the norm before the product, the bias, the activation, the residual and the only
     rounding. On request it also stores the parts of the norm that follows.
     """
-    if SCALE == "squares":
-        y = y * _norm_scale(squares, in_features, norm_eps)[None, :]
+    if SCALE == "square_sums":
+        y = y * _norm_scale(square_sums, in_features, norm_eps)[None, :]
     elif SCALE == "ready":
-        y = y * squares
+        y = y * square_sums
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     if GATED:
@@ -219,16 +219,16 @@ def _finish(
     else:
         y = activate(y, ACTIVATION)
     if RESIDUAL:
-        y = y + added
+        y = y + residual
     y = y.to(out_ptr.dtype.element_ty)
     mask = (o < out_features)[:, None] & real[None, :]
     tl.store(out_ptr + n.to(tl.int64)[None, :] * out_features + o[:, None], y, mask=mask)
-    if gained_ptr is not None:
-        _norm_parts(y, gain, gained_ptr, out_squares_ptr, tile_o, n, real, out_features)
+    if weighted_ptr is not None:
+        _norm_parts(y, norm_weight, weighted_ptr, out_square_sums_ptr, tile_o, n, real, out_features)
 
 
 @triton.jit
-def _bring_nearer(rows, size: tl.constexpr):
+def _prefetch_rows(rows, size: tl.constexpr):
     """Prefetch ``size`` bytes of every row into the L2 cache. Nothing waits for them."""
     address = rows.to(tl.int64)
     tl.inline_asm_elementwise(
@@ -244,11 +244,11 @@ def linear_kernel(
     weight_ptr,
     bias_ptr,
     residual_ptr,
-    squares_ptr,
+    square_sums_ptr,
     scale_ptr,
-    gain_ptr,
-    gained_ptr,
-    out_squares_ptr,
+    norm_weight_ptr,
+    weighted_ptr,
+    out_square_sums_ptr,
     partial_ptr,
     counter_ptr,
     rows,
@@ -270,7 +270,7 @@ def linear_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of a product with its epilogue.
@@ -279,11 +279,11 @@ def linear_kernel(
     ``_TILE_GROUP``; for each tile of the weight, the programs of a group's tiles are neighbours.
 
     ``EARLY`` requests the operands of the epilogue before the product, so that they arrive meanwhile; large tiles do
-    not have enough registers for that. ``AHEAD`` prefetches the first block of the weight before the wait for the
+    not have enough registers for that. ``PREFETCH`` prefetches the first block of the weight before the wait for the
     preceding kernel. This needs no wait because weights are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
-    SCALE: tl.constexpr = "squares" if squares_ptr is not None else "none" if scale_ptr is None else "ready"
+    SCALE: tl.constexpr = "square_sums" if square_sums_ptr is not None else "none" if scale_ptr is None else "ready"
     tile = tl.program_id(0)
     tiles_o = tl.cdiv(out_features, OUT_ROWS)
     group = tile // (_TILE_GROUP * tiles_o)
@@ -303,15 +303,15 @@ def linear_kernel(
     real = n < rows
     x_rows = x_ptr + n.to(tl.int64) * x_stride
 
-    if AHEAD:
+    if PREFETCH:
         begin = tl.program_id(1) * BLOCKS * BLOCK_K
-        _bring_nearer(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        _prefetch_rows(weight_rows + begin, BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if EARLY:
-        squares, added, gain = _neighbours(
-            squares_ptr, scale_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride,
-            norm_offset, GROUPS,
+        square_sums, residual, norm_weight = _load_epilogue_operands(
+            square_sums_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
+            residual_stride, norm_offset, GROUPS,
         )  # fmt: skip
     if SPLIT:
         piece = tl.program_id(1)
@@ -336,20 +336,21 @@ def linear_kernel(
             total = _add_partials(partial_ptrs, partial_stride, real, BLOCK_O, BLOCK_N, PIECES)
     if finish:
         if not EARLY:
-            squares, added, gain = _neighbours(
-                squares_ptr, scale_ptr, residual_ptr, gain_ptr, o, n, real, out_features, in_features, residual_stride,
-                norm_offset, GROUPS,
+            square_sums, residual, norm_weight = _load_epilogue_operands(
+                square_sums_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
+                residual_stride, norm_offset, GROUPS,
             )  # fmt: skip
         _finish(
-            total, squares, added, gain, out_ptr, bias_ptr, gained_ptr, out_squares_ptr, tile_o, weight_row, o, n, real,
-            out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, SCALE, residual_ptr is not None, ACTIVATION, GATED,
+            total, square_sums, residual, norm_weight, out_ptr, bias_ptr, weighted_ptr, out_square_sums_ptr, tile_o,
+            weight_row, o, n, real, out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, SCALE,
+            residual_ptr is not None, ACTIVATION, GATED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_scale_kernel(
     scale_ptr,
-    squares_ptr,
+    square_sums_ptr,
     rows,
     features,
     norm_eps,
@@ -362,18 +363,18 @@ def norm_scale_kernel(
     real = n < rows
     if PDL:
         tl.extra.cuda.gdc_wait()
-    squares = _load_squares(squares_ptr, n, real, features, GROUPS)
+    square_sums = _load_square_sums(square_sums_ptr, n, real, features, GROUPS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(scale_ptr + n, _norm_scale(squares, features, norm_eps), mask=real)
+    tl.store(scale_ptr + n, _norm_scale(square_sums, features, norm_eps), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_parts_kernel(
-    gained_ptr,
-    squares_ptr,
+    weighted_ptr,
+    square_sums_ptr,
     x_ptr,
-    gain_ptr,
+    norm_weight_ptr,
     rows,
     features,
     x_stride,
@@ -388,9 +389,9 @@ def norm_parts_kernel(
     real = n < rows
     if PDL:
         tl.extra.cuda.gdc_wait()
-    gain = _load_gain(gain_ptr, o, features, norm_offset)
+    norm_weight = _load_norm_weight(norm_weight_ptr, o, features, norm_offset)
     mask = (o < features)[:, None] & real[None, :]
     y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    _norm_parts(y, gain, gained_ptr, squares_ptr, tl.program_id(0), n, real, features)
+    _norm_parts(y, norm_weight, weighted_ptr, square_sums_ptr, tl.program_id(0), n, real, features)

@@ -7,9 +7,9 @@ same problem with different weights. A token's weight is 1 for top-k and its unn
     weights)
 
 ``W`` falls as ``v`` rises, so the floor can be searched for. The search runs over sort keys, which are integers ordered
-like the floats (``image`` in names), and keeps a *bracket* of two keys between which the floor lies. A pass evaluates
-``W`` at 15 pivots inside the bracket and narrows it to a sixteenth. bfloat16 takes four passes, float16 five, and
-float32 eight. The floor of min-p is ``max + log(min_p)`` and needs no search.
+like the floats, and keeps a *bracket* of two keys between which the floor lies. A pass evaluates ``W`` at 15 pivots
+inside the bracket and narrows it to a sixteenth. bfloat16 takes four passes, float16 five, and float32 eight. The floor
+of min-p is ``max + log(min_p)`` and needs no search.
 
 The vocabulary is divided into splits, one per program and row, because one program would read a row too slowly. A pass
 needs the sums of all splits of the pass before, so each pass is a launch, and its programs begin by merging these sums.
@@ -41,15 +41,15 @@ from torch import Tensor
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import (
-    INF_IMAGE,
+    INF_KEY,
     LARGEST,
-    MINUS_INF_IMAGE,
+    MINUS_INF_KEY,
     WARPS,
     clean,
     exponent_scale,
-    image,
-    image_value,
     processed_value,
+    sort_key,
+    sort_key_value,
 )
 
 TILE = 512
@@ -57,7 +57,7 @@ TILE = 512
 _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """The number of low bits that are 0 when a value of the dtype is converted to float32."""
 _WAYS = tl.constexpr(16)
-_LOWEST = tl.constexpr(MINUS_INF_IMAGE.value - 1)
+_LOWEST = tl.constexpr(MINUS_INF_KEY.value - 1)
 """One less than the sort key of -inf."""
 
 
@@ -65,7 +65,7 @@ _LOWEST = tl.constexpr(MINUS_INF_IMAGE.value - 1)
 def _short_value(bits, ZERO_BITS: tl.constexpr):
     """The float whose sort key begins with ``bits``, among the floats that end in ``ZERO_BITS`` zero bits."""
     rest = tl.where(bits < 0, (1 << ZERO_BITS) - 1, 0)
-    return image_value((bits << ZERO_BITS) | rest)
+    return sort_key_value((bits << ZERO_BITS) | rest)
 
 
 @triton.jit
@@ -84,27 +84,27 @@ def _applies(option_ptr, temperature_ptr, batch, vocab, MASS: tl.constexpr):
 
 @triton.jit
 def _bracket(
-    option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turn,
+    option_ptr, brackets_ptr, sums_ptr, row, count, num_rows, splits, search_pass,
     ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """The bracket of a row before pass number ``turn``: ``W < goal`` is false at its first key and true at its second.
+    """The bracket of a row before pass ``search_pass``: ``W < goal`` is false at its first key and true at its second.
 
     ``sums`` ``[2, B * R, splits, 16]`` are those of the pass before: the weight of all tokens, then the weight above
     each of the 15 pivots.
     """
     low = tl.full((), _LOWEST, tl.int64) >> ZERO_BITS
-    high = tl.full((), INF_IMAGE, tl.int64) >> ZERO_BITS
-    if turn > 0:
-        at = ((turn - 1) * lines + line) * 2
+    high = tl.full((), INF_KEY, tl.int64) >> ZERO_BITS
+    if search_pass > 0:
+        at = ((search_pass - 1) * num_rows + row) * 2
         low, high = tl.load(brackets_ptr + at), tl.load(brackets_ptr + at + 1)
         if high - low > 1:
             way, split = tl.arange(0, _WAYS), tl.arange(0, SPLITS)
-            begin = ((turn - 1) % 2 * lines + line).to(tl.int64) * splits
+            begin = ((search_pass - 1) % 2 * num_rows + row).to(tl.int64) * splits
             part = tl.load(
                 sums_ptr + (begin + split[:, None]) * _WAYS + way[None, :], mask=split[:, None] < splits, other=0.0
             )
             weight = tl.sum(part, 0)
-            goal = _goal(option_ptr, line // count, tl.sum(tl.where(way == 0, weight, 0.0), 0), MASS)
+            goal = _goal(option_ptr, row // count, tl.sum(tl.where(way == 0, weight, 0.0), 0), MASS)
             step = (high - low + _WAYS - 1) // _WAYS
             met = (way > 0) & ((weight < goal) | (low + way * step >= high))
             first = tl.min(tl.where(met, way, _WAYS), 0)
@@ -114,17 +114,17 @@ def _bracket(
 
 
 @triton.jit
-def _row_largest(largest_ptr, line, splits, SPLITS: tl.constexpr):
+def _row_largest(largest_ptr, row, splits, SPLITS: tl.constexpr):
     split = tl.arange(0, SPLITS)
-    return tl.max(tl.load(largest_ptr + line * splits + split, mask=split < splits, other=-float("inf")), 0)
+    return tl.max(tl.load(largest_ptr + row * splits + split, mask=split < splits, other=-float("inf")), 0)
 
 
 @triton.jit
-def _load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED: tl.constexpr):
-    """Load float32 logits at ``place``, with -inf beyond the last and where the target does not have the token."""
-    x = tl.load(row_ptr + place, mask=place < size, other=-float("inf")).to(tl.float32)
+def _load_logits(row_ptr, ids_ptr, entry, size, limit, MAPPED: tl.constexpr):
+    """Load float32 logits at ``entry``, with -inf beyond the last and where the target does not have the token."""
+    x = tl.load(row_ptr + entry, mask=entry < size, other=-float("inf")).to(tl.float32)
     if MAPPED:
-        x = tl.where(tl.load(ids_ptr + place, mask=place < size, other=limit) < limit, x, -float("inf"))
+        x = tl.where(tl.load(ids_ptr + entry, mask=entry < size, other=limit) < limit, x, -float("inf"))
     return x
 
 
@@ -140,54 +140,54 @@ def _find_largest(
     row_ptr = logits_ptr + (program // splits).to(tl.int64) * vocab
     top = tl.full((TILE,), -float("inf"), tl.float32)
     for i in range(SPLIT // TILE):
-        place = program % splits * SPLIT + i * TILE + tl.arange(0, TILE)
-        top = tl.maximum(top, clean(_load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED)))
+        entry = program % splits * SPLIT + i * TILE + tl.arange(0, TILE)
+        top = tl.maximum(top, clean(_load_logits(row_ptr, ids_ptr, entry, size, limit, MAPPED)))
     tl.store(largest_ptr + program, tl.max(top, 0))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["count", "lines", "limit", "turn"])
+@triton.jit(do_not_specialize=["count", "num_rows", "limit", "search_pass"])
 def _weigh_above(
     logits_ptr, ids_ptr, temperature_ptr, option_ptr, largest_ptr, floors_ptr, brackets_ptr, sums_ptr,
-    count, lines, vocab, size, limit, splits, turn,
+    count, num_rows, vocab, size, limit, splits, search_pass,
     ZERO_BITS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MASS: tl.constexpr,
     FLOORED: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pass number ``turn`` for one split of one row: narrow the bracket, then sum the weights above 15 pivots in it."""
+    """Pass ``search_pass`` for one split of a row: narrow the bracket, then sum the weights above 15 pivots in it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    line, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    if _applies(option_ptr, temperature_ptr, line // count, vocab, MASS):
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    if _applies(option_ptr, temperature_ptr, row // count, vocab, MASS):
         low, high = _bracket(
-            option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turn, ZERO_BITS, SPLITS, MASS
+            option_ptr, brackets_ptr, sums_ptr, row, count, num_rows, splits, search_pass, ZERO_BITS, SPLITS, MASS
         )
         if split == 0:
-            tl.store(brackets_ptr + (turn * lines + line) * 2, low)
-            tl.store(brackets_ptr + (turn * lines + line) * 2 + 1, high)
+            tl.store(brackets_ptr + (search_pass * num_rows + row) * 2, low)
+            tl.store(brackets_ptr + (search_pass * num_rows + row) * 2 + 1, high)
         if high - low > 1:
             way = tl.arange(0, _WAYS)
             pivot = tl.minimum(low + way * ((high - low + _WAYS - 1) // _WAYS), high)
             bound = _short_value(pivot, ZERO_BITS)
             if MASS:
-                largest = _row_largest(largest_ptr, line, splits, SPLITS)
+                largest = _row_largest(largest_ptr, row, splits, SPLITS)
                 largest = tl.where(largest > -float("inf"), largest, 0.0)
-                scale = exponent_scale(tl.load(temperature_ptr + line // count).to(tl.float32))
-            floor = tl.load(floors_ptr + line) if FLOORED else -float("inf")
+                scale = exponent_scale(tl.load(temperature_ptr + row // count).to(tl.float32))
+            floor = tl.load(floors_ptr + row) if FLOORED else -float("inf")
             # The first of the 16 sums is that of all tokens: no logit that counts is below the smallest float.
             bound = tl.where(way == 0, -float("inf"), bound)
             above = tl.zeros((_WAYS, TILE), tl.float32)
-            row_ptr = logits_ptr + line.to(tl.int64) * vocab
+            row_ptr = logits_ptr + row.to(tl.int64) * vocab
             for i in range(SPLIT // TILE):
-                place = split * SPLIT + i * TILE + tl.arange(0, TILE)
-                x = _load_logits(row_ptr, ids_ptr, place, size, limit, MAPPED)
+                entry = split * SPLIT + i * TILE + tl.arange(0, TILE)
+                x = _load_logits(row_ptr, ids_ptr, entry, size, limit, MAPPED)
                 if FLOORED:
                     x = tl.where(x >= floor, x, -float("inf"))
                 weight = tl.full((TILE,), 1.0, tl.float32)
                 if MASS:
                     weight = tl.exp2((tl.minimum(x, LARGEST) - largest) * scale)
                 above = tl.where(x[None, :] > bound[:, None], above + weight[None, :], above)
-            at = ((turn % 2 * lines + line).to(tl.int64) * splits + split) * _WAYS
+            at = ((search_pass % 2 * num_rows + row).to(tl.int64) * splits + split) * _WAYS
             tl.store(sums_ptr + at + way, tl.sum(above, 1))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -203,47 +203,47 @@ def _smallest_with(value, high, temperature):
     low = tl.full((1,), _LOWEST, tl.int64) + 1
     for _ in range(32):
         middle = (low + high) >> 1
-        met = processed_value(image_value(middle), temperature) >= value
+        met = processed_value(sort_key_value(middle), temperature) >= value
         high = tl.where(met, middle, high)
         low = tl.where(met, low, middle)
-    return tl.where(value > -float("inf"), image_value(high), -float("inf"))
+    return tl.where(value > -float("inf"), sort_key_value(high), -float("inf"))
 
 
-@triton.jit(do_not_specialize=["count", "lines", "turns"])
+@triton.jit(do_not_specialize=["count", "num_rows", "num_passes"])
 def _raise_floors(
     temperature_ptr, option_ptr, min_p_ptr, largest_ptr, floors_ptr, brackets_ptr, sums_ptr,
-    count, lines, vocab, splits, turns,
+    count, num_rows, vocab, splits, num_passes,
     ZERO_BITS: tl.constexpr, SPLITS: tl.constexpr, SEARCHED: tl.constexpr, MASS: tl.constexpr, MIN: tl.constexpr,
     FLOORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For one row, raise the floor to the one that a search has found or that min-p asks for, if that is higher."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    line = tl.program_id(0)
-    batch = line // count
+    row = tl.program_id(0)
+    batch = row // count
     one = tl.arange(0, 1)
     temperature = tl.load(temperature_ptr + batch + one).to(tl.float32)
     floor = tl.full((1,), -float("inf"), tl.float32)
     if FLOORED:
-        floor = tl.load(floors_ptr + line + one)
+        floor = tl.load(floors_ptr + row + one)
     largest = tl.full((1,), float("inf"), tl.float32)
     if MASS or MIN:
-        largest = _row_largest(largest_ptr, line, splits, SPLITS) + tl.zeros((1,), tl.float32)
+        largest = _row_largest(largest_ptr, row, splits, SPLITS) + tl.zeros((1,), tl.float32)
     if SEARCHED:  # noqa: SIM102  (a constexpr branch around a runtime one)
         if _applies(option_ptr, temperature_ptr, batch, vocab, MASS):
             _, high = _bracket(
-                option_ptr, brackets_ptr, sums_ptr, line, count, lines, splits, turns, ZERO_BITS, SPLITS, MASS
+                option_ptr, brackets_ptr, sums_ptr, row, count, num_rows, splits, num_passes, ZERO_BITS, SPLITS, MASS
             )
             found = tl.minimum(_short_value(high + tl.zeros((1,), tl.int64), ZERO_BITS), largest)
             value = processed_value(found, temperature)
-            floor = tl.maximum(floor, _smallest_with(value, image(found).to(tl.int64), temperature))
+            floor = tl.maximum(floor, _smallest_with(value, sort_key(found).to(tl.int64), temperature))
     if MIN:
         least = tl.load(min_p_ptr + batch)
         if (least > 0) & (tl.load(temperature_ptr + batch).to(tl.float32) >= TL_GREEDY_BELOW):
             # The logarithm is computed in float64 and rounded once, so that it has the reference's bits.
             value = processed_value(largest, temperature) + tl.log(least.to(tl.float64)).to(tl.float32)
-            floor = tl.maximum(floor, _smallest_with(value, image(largest).to(tl.int64), temperature))
-    tl.store(floors_ptr + line + one, floor)
+            floor = tl.maximum(floor, _smallest_with(value, sort_key(largest).to(tl.int64), temperature))
+    tl.store(floors_ptr + row + one, floor)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -267,13 +267,13 @@ def find_floors(
     if top_k is None and top_p is None and min_p is None:
         return None
     batch, count, vocab = logits.shape
-    lines, splits = batch * count, triton.cdiv(vocab, split)
+    num_rows, splits = batch * count, triton.cdiv(vocab, split)
     zero_bits = _ZERO_BITS[logits.dtype]
-    turns = triton.cdiv(32 - zero_bits, 4)
-    floors = logits.new_empty(lines, dtype=torch.float32)
-    largest = logits.new_empty((lines, splits), dtype=torch.float32)
-    sums = logits.new_empty((2, lines, splits, _WAYS.value), dtype=torch.float32)
-    brackets = torch.empty((turns, lines, 2), dtype=torch.int64, device=logits.device)
+    num_passes = triton.cdiv(32 - zero_bits, 4)
+    floors = logits.new_empty(num_rows, dtype=torch.float32)
+    largest = logits.new_empty((num_rows, splits), dtype=torch.float32)
+    sums = logits.new_empty((2, num_rows, splits, _WAYS.value), dtype=torch.float32)
+    brackets = torch.empty((num_passes, num_rows, 2), dtype=torch.int64, device=logits.device)
     limit = 2**31 - 1 if limit is None else limit
     size = min(vocab, limit) if ids is None else vocab
     pdl = supports_pdl(logits.device)
@@ -282,24 +282,24 @@ def find_floors(
     merge: dict[str, Any] = {"ZERO_BITS": zero_bits, "SPLITS": triton.next_power_of_2(max(splits, 2))}
     ids = temperature if ids is None else ids
     if top_p is not None or min_p is not None:
-        _find_largest[(lines * splits,)](logits, ids, largest, vocab, size, limit, splits, **rows)
+        _find_largest[(num_rows * splits,)](logits, ids, largest, vocab, size, limit, splits, **rows)
     searches = [(option, mass) for option, mass in ((top_k, False), (top_p, True)) if option is not None]
     floored = False
     for option, mass in searches:
-        for turn in range(turns):
-            _weigh_above[(lines * splits,)](
-                logits, ids, temperature, option, largest, floors, brackets, sums, count, lines, vocab, size, limit,
-                splits, turn, MASS=mass, FLOORED=floored, **merge, **rows,
+        for search_pass in range(num_passes):
+            _weigh_above[(num_rows * splits,)](
+                logits, ids, temperature, option, largest, floors, brackets, sums, count, num_rows, vocab, size, limit,
+                splits, search_pass, MASS=mass, FLOORED=floored, **merge, **rows,
             )  # fmt: skip
         last = option is searches[-1][0] and min_p is not None
-        _raise_floors[(lines,)](
-            temperature, option, min_p if last else option, largest, floors, brackets, sums, count, lines, vocab,
-            splits, turns, SEARCHED=True, MASS=mass, MIN=last, FLOORED=floored, **merge, **launch,
+        _raise_floors[(num_rows,)](
+            temperature, option, min_p if last else option, largest, floors, brackets, sums, count, num_rows, vocab,
+            splits, num_passes, SEARCHED=True, MASS=mass, MIN=last, FLOORED=floored, **merge, **launch,
         )  # fmt: skip
         floored = True
     if not searches:
-        _raise_floors[(lines,)](
-            temperature, min_p, min_p, largest, floors, brackets, sums, count, lines, vocab, splits, turns,
+        _raise_floors[(num_rows,)](
+            temperature, min_p, min_p, largest, floors, brackets, sums, count, num_rows, vocab, splits, num_passes,
             SEARCHED=False, MASS=False, MIN=True, FLOORED=False, **merge, **launch,
         )  # fmt: skip
     return floors

@@ -9,7 +9,8 @@ Uniforms and exponentials have the bits of :mod:`specgraph.kernels.sampling.samp
 sources. Every exact score comes from :func:`gumbel_scores`, so that all kernels agree. A score is a function of the
 logit, the temperature, the seed, the position and the token id, and so does not depend on other rows.
 
-A *sort key* (:func:`image`) is an int32 that is ordered like the float32 it is made of.
+A *sort key* (:func:`sort_key`) is an int32 that is ordered like the float32 it is made of. An *octet* is a group of
+eight neighbouring tokens, which share a word of noise.
 """
 
 # Triton's functions have no types.
@@ -23,17 +24,17 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from specgraph.kernels.sampling.constants import (
-    STRIDE,
-    TL_EIGHTS,
-    TL_FIRST_EIGHT,
+    OCTET_STRIDE,
+    TL_FIRST_OCTET_BLOCK,
     TL_GREEDY_BELOW,
     TL_KEY_STEP_0,
     TL_KEY_STEP_1,
     TL_MULTIPLIER_0,
     TL_MULTIPLIER_1,
+    TL_OCTET_RUN,
+    TL_OCTET_STRIDE,
     TL_PHILOX_ROUNDS,
     TL_STREAM_BITS,
-    TL_STRIDE,
 )
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -43,14 +44,14 @@ WARPS = 4
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """The value that replaces +inf."""
-BLOCK_TOKENS = tl.constexpr(8 * STRIDE)
-"""Tokens of ``STRIDE`` groups of eight: how far apart those are that share a block."""
+BLOCK_TOKENS = tl.constexpr(8 * OCTET_STRIDE)
+"""The number of tokens in ``OCTET_STRIDE`` octets: tokens whose octets share a block are that far apart."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-MINUS_INF_IMAGE = tl.constexpr(-2139095041)
-INF_IMAGE = tl.constexpr(2139095040)
-"""The sort keys (:func:`image`) of the infinities."""
+MINUS_INF_KEY = tl.constexpr(-2139095041)
+INF_KEY = tl.constexpr(2139095040)
+"""The sort keys (:func:`sort_key`) of the infinities."""
 _ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0."""
 _ONE_LESS = tl.constexpr(1.0 - 2.0**-24)
@@ -71,15 +72,13 @@ def aligned(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def noise_key(seed, stream, place, line):
+def noise_key(seed, stream, key, row):
     """The Philox key (2 words) and the last three words of the counter of one row, uint32.
 
     The first word is the block.
     """
-    last = stream + ((place >> 32) << TL_STREAM_BITS)
-    return (
-        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), place.to(tl.uint32), line.to(tl.uint32), last.to(tl.uint32),
-    )  # fmt: skip
+    last = stream + ((key >> 32) << TL_STREAM_BITS)
+    return (seed.to(tl.uint32), (seed >> 32).to(tl.uint32), key.to(tl.uint32), row.to(tl.uint32), last.to(tl.uint32))
 
 
 @triton.jit
@@ -133,20 +132,20 @@ def exponent_scale(temperature):
 
 
 @triton.jit
-def load_floor(floors_ptr, line, FLOORED: tl.constexpr):
+def load_floor(floors_ptr, row, FLOORED: tl.constexpr):
     """The smallest logit that a row keeps (:mod:`specgraph.kernels.sampling.floors`), or -inf if all are kept."""
     floor = tl.full((), -float("inf"), tl.float32)
     if FLOORED:
-        floor = tl.load(floors_ptr + line)
+        floor = tl.load(floors_ptr + row)
     return floor
 
 
 @triton.jit
-def load_floors(floors_ptr, line, needed, FLOORED: tl.constexpr):
+def load_floors(floors_ptr, row, needed, FLOORED: tl.constexpr):
     """:func:`load_floor` of several rows; -inf where not ``needed``."""
-    floor = tl.full(line.shape, -float("inf"), tl.float32)
+    floor = tl.full(row.shape, -float("inf"), tl.float32)
     if FLOORED:
-        floor = tl.load(floors_ptr + line, mask=needed, other=-float("inf"))
+        floor = tl.load(floors_ptr + row, mask=needed, other=-float("inf"))
     return floor
 
 
@@ -178,9 +177,13 @@ def rough_minus_log2(x):
         result = -tl.log2(x)
     else:
         result = tl.inline_asm_elementwise(
-            "{ .reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 $0, t; }", "=f,f", [x], dtype=tl.float32, is_pure=True,
+            "{ .reg .f32 t; lg2.approx.ftz.f32 t, $1; neg.f32 $0, t; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
             pack=1,
-        )  # fmt: skip
+        )
     return result
 
 
@@ -195,17 +198,17 @@ def rough_exponential(u):
 
 
 @triton.jit
-def image(x):
+def sort_key(x):
     """The sort key of a float32: an int32 with the order of the values (and -0 before +0)."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def image_value(bits):
-    """The float32 whose sort key (:func:`image`) is ``bits``."""
-    bits = bits.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def sort_key_value(key):
+    """The float32 whose sort key (:func:`sort_key`) is ``key``."""
+    key = key.to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -224,57 +227,57 @@ def processed_value(x, temperature):
 
 
 @triton.jit
-def has_smallest(eight_word, ids):
+def has_smallest(octet_word, ids):
     """Whether each of the tokens ``ids`` is the one that has the smallest exponential of its octet."""
-    return (eight_word & 7) == ids.to(tl.uint32) % 8
+    return (octet_word & 7) == ids.to(tl.uint32) % 8
 
 
 @triton.jit
-def exponential(eight_word, word, ids):
+def exponential(octet_word, word, ids):
     """A token's exponential, float32.
 
     It is the smallest exponential of the token's octet, plus one of its own unless the token is the one that has it.
     """
-    smallest = -accurate_log1p(-uniform(eight_word)) * 0.125
+    smallest = -accurate_log1p(-uniform(octet_word)) * 0.125
     more = -accurate_log1p(-uniform(word))
-    return smallest + tl.where(has_smallest(eight_word, ids), 0.0, more)
+    return smallest + tl.where(has_smallest(octet_word, ids), 0.0, more)
 
 
 @triton.jit
-def eight_words(eight, k0, k1, c1, c2, c3):
-    """The four words of the block that holds the word of octet ``eight``, which is word :func:`eight_lane`."""
-    eight = eight.to(tl.uint32)  # divisions of signed numbers take more instructions
-    block = eight // TL_EIGHTS * TL_STRIDE + eight % TL_STRIDE
-    return philox(block | TL_FIRST_EIGHT, c1, c2, c3, k0, k1)
+def octet_words(octet, k0, k1, c1, c2, c3):
+    """The four words of the block that holds the word of octet ``octet``, which is word :func:`octet_lane`."""
+    octet = octet.to(tl.uint32)  # divisions of signed numbers take more instructions
+    block = octet // TL_OCTET_RUN * TL_OCTET_STRIDE + octet % TL_OCTET_STRIDE
+    return philox(block | TL_FIRST_OCTET_BLOCK, c1, c2, c3, k0, k1)
 
 
 @triton.jit
-def eight_lane(eight):
-    return eight.to(tl.uint32) // TL_STRIDE % 4
+def octet_lane(octet):
+    return octet.to(tl.uint32) // TL_OCTET_STRIDE % 4
 
 
 @triton.jit
-def word_of_eight(eight, k0, k1, c1, c2, c3):
-    w0, w1, w2, w3 = eight_words(eight, k0, k1, c1, c2, c3)
-    return pick_word(w0, w1, w2, w3, eight_lane(eight))
+def word_of_octet(octet, k0, k1, c1, c2, c3):
+    w0, w1, w2, w3 = octet_words(octet, k0, k1, c1, c2, c3)
+    return pick_word(w0, w1, w2, w3, octet_lane(octet))
 
 
 @triton.jit
-def word_of_token(four, lane, k0, k1, c1, c2, c3):
-    """A token's own word: that of token ``lane`` of the block ``four`` of four tokens."""
-    w0, w1, w2, w3 = philox(four.to(tl.uint32), c1, c2, c3, k0, k1)
+def word_of_token(block, lane, k0, k1, c1, c2, c3):
+    """A token's own word: that of token ``lane`` of the ``block``, which holds the words of four tokens."""
+    w0, w1, w2, w3 = philox(block.to(tl.uint32), c1, c2, c3, k0, k1)
     return pick_word(w0, w1, w2, w3, lane)
 
 
 @triton.jit
-def token_noise(four, lane, k0, k1, c1, c2, c3):
-    """The exponentials of the tokens ``lane`` of the blocks ``four`` of four tokens.
+def token_noise(block, lane, k0, k1, c1, c2, c3):
+    """The exponentials of the tokens ``lane`` of every ``block`` of four tokens.
 
-    ``four`` is ``[N, 1]`` for whole blocks, each of which takes two blocks of Philox.
+    ``block`` is ``[N, 1]`` for whole blocks. Each of them takes two blocks of Philox: its own, and that of its octet.
     """
-    word = word_of_token(four, lane, k0, k1, c1, c2, c3)
-    eight_word = word_of_eight(four.to(tl.uint32) // 2, k0, k1, c1, c2, c3)
-    return exponential(eight_word, word, four * 4 + lane)
+    word = word_of_token(block, lane, k0, k1, c1, c2, c3)
+    octet_word = word_of_octet(block.to(tl.uint32) // 2, k0, k1, c1, c2, c3)
+    return exponential(octet_word, word, block * 4 + lane)
 
 
 @triton.jit
@@ -318,7 +321,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def most_of_eight(x):
+def octet_max(x):
     """The largest of every octet, ``[N]`` to float32 ``[N // 8]``, or the positive NaN if one is NaN."""
     if INTERPRETED:
         x = widen(x)
@@ -331,9 +334,9 @@ def most_of_eight(x):
 
 
 @triton.jit
-def load_logits(row_ptr, place, vocab):
+def load_logits(row_ptr, entry, vocab):
     """Load logits as float32, with -inf beyond the vocabulary."""
-    return widen(tl.load(row_ptr + place, mask=place < vocab, other=-float("inf")))
+    return widen(tl.load(row_ptr + entry, mask=entry < vocab, other=-float("inf")))
 
 
 @triton.jit
@@ -353,8 +356,8 @@ def kept_logits(x, ids, limit, floor, MAPPED: tl.constexpr, FLOORED: tl.constexp
 
 
 @triton.jit
-def first_best(score, place):
+def first_best(score, entry):
     """The largest score of a block and the first place that has it, or NO_TOKEN if all scores are -inf."""
     best = tl.max(tl.max(score, 1), 0)
-    at = tl.where((score == best) & (score > -float("inf")), place, NO_TOKEN)
+    at = tl.where((score == best) & (score > -float("inf")), entry, NO_TOKEN)
     return best, tl.min(tl.min(at, 1), 0)

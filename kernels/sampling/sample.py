@@ -11,10 +11,11 @@ is indexed by *target* token id, so a draft over a reduced vocabulary shares the
 meet. Eight neighbouring tokens draw the smallest of their exponentials first: it is an exponential of rate 8, each of
 the eight has it with the same chance, and the others exceed it by exponentials of rate 1, since exponentials have no
 memory (Renyi 1953, "On the theory of order statistics"). All are independent exponentials of rate 1, but a kernel that
-looks for the largest score can tell from an eighth of the noise which few tokens need the rest. An eight takes a word
-of the blocks from ``2**31`` on, its upper 23 bits for the exponential and its lowest three for the token that has it; a
-token takes word ``id % 4`` of block ``id // 4``. A block of eights serves four that are 1024 tokens apart: eight ``e``
-has word ``e // 128 % 4`` of block ``2**31 + e // 512 * 128 + e % 128``.
+looks for the largest score can tell from an eighth of the noise which few tokens need the rest. Eight neighbouring
+tokens, ``8 * n`` to ``8 * n + 7``, are octet ``n``. An octet takes a word of the blocks from ``2**31`` on: the upper 23
+bits give the exponential, and the lowest three bits name the token that has it. A token takes word ``id % 4`` of block
+``id // 4``. A block serves four octets that are 1024 tokens apart: octet ``n`` has word ``n // 128 % 4`` of block
+``2**31 + n // 512 * 128 + n % 128``.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, declare, triton_or_reference
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import (
-    EIGHTS,
-    FIRST_EIGHT,
+    FIRST_OCTET_BLOCK,
     GREEDY_BELOW,
     KEY_STEPS,
     MULTIPLIERS,
+    OCTET_RUN,
+    OCTET_STRIDE,
     PHILOX_ROUNDS,
     STREAM_BITS,
     STREAM_DRAFT,
     STREAM_TARGET,
-    STRIDE,
 )
 from specgraph.kernels.sampling.triton_form import sample_draft_triton
 
@@ -77,13 +78,13 @@ def philox(
 
 def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor) -> tuple[Tensor, ...]:
     """The four words ``[B, R, len(block)]`` of every block."""
-    seed, place = seeds.view(-1, 1, 1), key.unsqueeze(-1)
-    line = torch.zeros_like(place) if row is None else row.unsqueeze(-1)
-    last = (stream + ((place >> 32) << STREAM_BITS)) & _WORD
-    return philox((block, place & _WORD, line & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
+    seed, position = seeds.view(-1, 1, 1), key.unsqueeze(-1)
+    row_index = torch.zeros_like(position) if row is None else row.unsqueeze(-1)
+    last = (stream + ((position >> 32) << STREAM_BITS)) & _WORD
+    return philox((block, position & _WORD, row_index & _WORD, last), (seed & _WORD, (seed >> 32) & _WORD))
 
 
-def _unit(word: Tensor) -> Tensor:
+def _uniform_of(word: Tensor) -> Tensor:
     """Convert words to float32 uniforms, which use 23 bits of each word.
 
     ``(bits + 0.5) * 2**-23`` is exact in float32 and lies in ``[2**-24, 1 - 2**-24]``.
@@ -93,7 +94,7 @@ def _unit(word: Tensor) -> Tensor:
 
 def _exponential(word: Tensor) -> Tensor:
     """Exponentials ``-log1p(-u)`` of words, computed in place because noise is the largest tensor of a step."""
-    return _unit(word).neg_().log1p_().neg_()
+    return _uniform_of(word).neg_().log1p_().neg_()
 
 
 def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None = None) -> Tensor:
@@ -111,7 +112,7 @@ def uniform(seeds: Tensor | None, stream: int, key: Tensor, row: Tensor | None =
     if seeds is None:
         return torch.full(key.shape, 0.5, dtype=torch.float32, device=key.device)
     first_block = torch.zeros(1, dtype=torch.int64, device=key.device)
-    return _unit(_words(seeds, stream, key, row, first_block)[0]).squeeze(-1)
+    return _uniform_of(_words(seeds, stream, key, row, first_block)[0]).squeeze(-1)
 
 
 def _picked_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor, lane: Tensor) -> Tensor:
@@ -128,19 +129,19 @@ def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
     return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
 
 
-def _eight_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
+def _octet_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
     """The word of every token's octet."""
     if isinstance(ids, Tensor):
-        eight = ids // 8
-        block = FIRST_EIGHT + eight // EIGHTS * STRIDE + eight % STRIDE
-        return _picked_words(seeds, stream, key, row, block, eight // STRIDE % 4)
+        octet = ids // 8
+        block = FIRST_OCTET_BLOCK + octet // OCTET_RUN * OCTET_STRIDE + octet % OCTET_STRIDE
+        return _picked_words(seeds, stream, key, row, block, octet // OCTET_STRIDE % 4)
     count = (ids + 7) // 8
-    blocks = count if count <= STRIDE else (count + EIGHTS - 1) // EIGHTS * STRIDE
-    block = FIRST_EIGHT + torch.arange(blocks, device=key.device)
+    blocks = count if count <= OCTET_STRIDE else (count + OCTET_RUN - 1) // OCTET_RUN * OCTET_STRIDE
+    block = FIRST_OCTET_BLOCK + torch.arange(blocks, device=key.device)
     words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
-    runs = words.reshape(*words.shape[:-1], -1, min(blocks, STRIDE))
-    eights = runs.transpose(-3, -2).flatten(-3)[..., :count]
-    return eights.repeat_interleave(8, dim=-1)[..., :ids]
+    runs = words.reshape(*words.shape[:-1], -1, min(blocks, OCTET_STRIDE))
+    octets = runs.transpose(-3, -2).flatten(-3)[..., :count]
+    return octets.repeat_interleave(8, dim=-1)[..., :ids]
 
 
 def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
@@ -154,7 +155,7 @@ def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, to
     Returns:
         float32 ``[B, R, V']``, positive.
     """
-    smallest = _eight_words(seeds, stream, key, row, token_ids)
+    smallest = _octet_words(seeds, stream, key, row, token_ids)
     more = _exponential(_token_words(seeds, stream, key, row, token_ids))
     ids = token_ids if isinstance(token_ids, Tensor) else torch.arange(token_ids, device=key.device)
     more.masked_fill_((smallest & 7) == ids % 8, 0.0)
@@ -220,8 +221,8 @@ def _keep_top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
     ordered = weights.sort(dim=-1).values
     if top_k is not None:
         vocab = weights.shape[-1]
-        place = (vocab - top_k.clamp(1, vocab)).view(-1, 1, 1).expand(-1, weights.shape[1], 1)
-        floor = ordered.gather(-1, place).masked_fill((top_k <= 0).view(-1, 1, 1), -torch.inf)
+        index = (vocab - top_k.clamp(1, vocab)).view(-1, 1, 1).expand(-1, weights.shape[1], 1)
+        floor = ordered.gather(-1, index).masked_fill((top_k <= 0).view(-1, 1, 1), -torch.inf)
         weights = weights.masked_fill(weights < floor, -torch.inf)
         ordered = ordered.masked_fill(ordered < floor, -torch.inf)
     if top_p is not None:

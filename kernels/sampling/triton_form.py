@@ -40,7 +40,8 @@ from specgraph.kernels.sampling.gumbel import (
     processed_value,
     split_size,
 )
-from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_split
+from specgraph.kernels.sampling.merge import row_tokens
+from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
 
 
 @triton.jit
@@ -51,21 +52,21 @@ def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE:
     draft's number.
     """
     number = number.to(tl.int64)
-    seed, place, row = number * 0, number * 0, number * 0
+    seed, key, noise_row = number * 0, number * 0, number * 0
     if NOISE:
         # These reads bypass the L1 cache, because ``_finish_drafts`` performs them before its wait.
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
-        place = tl.load(key_ptr + batch, cache_modifier=".cg")
+        key = tl.load(key_ptr + batch, cache_modifier=".cg")
         if SHARED:
-            place += number
+            key += number
         else:
-            row = number
-    return seed, place, row
+            noise_row = number
+    return seed, key, noise_row
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _scan_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, found_ptr,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, reports_ptr,
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
@@ -77,22 +78,22 @@ def _scan_drafts(
         # early costs little.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    line, split = program // splits, program % splits
-    batch = line // count
+    row, split = program // splits, program % splits
+    batch = row // count
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
+    seed, key, noise_row = _draft_noise(seeds_ptr, key_ptr, batch, first + row % count, SHARED, NOISE)
     # Without a map, the ids beyond the limit are the last entries.
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     scan_split(
-        logits_ptr + line.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
-        load_floor(floors_ptr, line, FLOORED), temperature, seed, place, row, found_ptr, program,
+        logits_ptr + row.to(tl.int64) * vocab, ids_ptr, split * SPLIT, size, limit,
+        load_floor(floors_ptr, row, FLOORED), temperature, seed, key, noise_row, reports_ptr, program,
         tl.num_programs(0), STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "first", "limit"])
 def _finish_drafts(
-    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, found_ptr, token_ptr, chosen_ptr,
+    logits_ptr, ids_ptr, temperature_ptr, seeds_ptr, key_ptr, floors_ptr, reports_ptr, token_ptr, chosen_ptr,
     count, first, vocab, limit, splits,
     STREAM: tl.constexpr, SHARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NOISE: tl.constexpr, MAPPED: tl.constexpr, FLOORED: tl.constexpr, PDL: tl.constexpr,
@@ -100,26 +101,27 @@ def _finish_drafts(
     """For one row, store its token as a target id and as a draft id, which is -1 if the row has nothing but -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    line = tl.program_id(0)
-    batch = line // count
+    row = tl.program_id(0)
+    batch = row // count
     # What kernels before ``_scan_drafts`` wrote can be read: it waited for them before it let this kernel start.
     temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
-    seed, place, row = _draft_noise(seeds_ptr, key_ptr, batch, first + line % count, SHARED, NOISE)
+    seed, key, noise_row = _draft_noise(seeds_ptr, key_ptr, batch, first + row % count, SHARED, NOISE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     size = vocab if MAPPED else tl.minimum(vocab, limit)
     one = tl.arange(0, 1).to(tl.int64)
     tokens, _ = row_tokens(
-        logits_ptr, ids_ptr, floors_ptr, line + one, one == 0, temperature, seed, place + one, row + one, found_ptr,
-        size, limit, vocab, splits, tl.num_programs(0) * splits, STREAM, SPLIT, TILE, SPLITS, NOISE, MAPPED, FLOORED,
+        logits_ptr, ids_ptr, floors_ptr, row + one, one == 0, temperature, seed, key + one, noise_row + one,
+        reports_ptr, size, limit, vocab, splits, tl.num_programs(0) * splits, STREAM, SPLIT, TILE, SPLITS, NOISE,
+        MAPPED, FLOORED,
     )  # fmt: skip
     chosen = tl.min(tokens, 0)
     index = tl.where(chosen == NO_TOKEN, 0, chosen)
     token = index.to(tl.int64)
     if MAPPED:
         token = tl.load(ids_ptr + index).to(tl.int64)
-    tl.store(token_ptr + line, token)
-    tl.store(chosen_ptr + line, tl.where(chosen == NO_TOKEN, -1, chosen))
+    tl.store(token_ptr + row, token)
+    tl.store(chosen_ptr + row, tl.where(chosen == NO_TOKEN, -1, chosen))
 
 
 @triton.jit(do_not_specialize=["count", "limit"])
@@ -131,22 +133,22 @@ def _write_processed(
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
-    line, split = program // splits, program % splits
-    temperature = tl.load(temperature_ptr + line // count).to(tl.float32)
-    chosen = tl.load(chosen_ptr + line)
-    floor = load_floor(floors_ptr, line, FLOORED)
+    row, split = program // splits, program % splits
+    temperature = tl.load(temperature_ptr + row // count).to(tl.float32)
+    chosen = tl.load(chosen_ptr + row)
+    floor = load_floor(floors_ptr, row, FLOORED)
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     point = (tl.zeros_like(local) + temperature < TL_GREEDY_BELOW) | (local * 0 + chosen < 0)
     for i in tl.static_range(SPLIT // TILE):
-        place = split * SPLIT + i * TILE + local
-        x = load_tile(logits_ptr + line.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)
-        ids = place
+        entry = split * SPLIT + i * TILE + local
+        x = load_tile(logits_ptr + row.to(tl.int64) * vocab, split * SPLIT + i * TILE, vocab, TILE)
+        ids = entry
         if MAPPED:
-            ids = tl.load(ids_ptr + place, mask=place < vocab, other=0).to(tl.int32)
+            ids = tl.load(ids_ptr + entry, mask=entry < vocab, other=0).to(tl.int32)
         x = kept_logits(x, ids, limit, floor, True, FLOORED)
         value = processed_value(x, tl.zeros_like(x) + temperature)
-        value = tl.where(point, tl.where(place == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
-        tl.store(out_ptr + line.to(tl.int64) * vocab + place, value, mask=place < vocab)
+        value = tl.where(point, tl.where(entry == tl.maximum(chosen, 0), 0.0, -float("inf")), value)
+        tl.store(out_ptr + row.to(tl.int64) * vocab + entry, value, mask=entry < vocab)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -174,8 +176,8 @@ def sample_draft_triton(
     )  # fmt: skip
     split = split or scan_size(vocab, batch * count)
     splits = triton.cdiv(vocab, split)
-    area = batch * count * splits
-    found = torch.empty((3, area, tile // GROUP.value), dtype=torch.int32, device=logits.device)
+    total_splits = batch * count * splits
+    reports = torch.empty((3, total_splits, tile // GROUP.value), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(batch * count, dtype=torch.int32, device=logits.device)
     noise = key if seeds is None else seeds.contiguous()
     pdl = supports_pdl(logits.device)
@@ -186,14 +188,15 @@ def sample_draft_triton(
     }  # fmt: skip
     drawn: dict[str, Any] = {"STREAM": stream, "SHARED": shared, "NOISE": seeds is not None}
     bounds = temperature if floors is None else floors
-    _scan_drafts[(area,)](
-        logits, ids, temperature, noise, key, bounds, found, count, row, vocab, limit, splits, **drawn,
-        **common,
-    )  # fmt: skip
+    _scan_drafts[(total_splits,)](
+        logits, ids, temperature, noise, key, bounds, reports, count, row, vocab, limit, splits, **drawn, **common
+    )
     _finish_drafts[(batch * count,)](
-        logits, ids, temperature, noise, key, bounds, found, token, chosen, count, row, vocab, limit, splits,
+        logits, ids, temperature, noise, key, bounds, reports, token, chosen, count, row, vocab, limit, splits,
         SPLITS=triton.next_power_of_2(max(splits, 2)), **drawn, **common,
     )  # fmt: skip
     if return_processed:
-        _write_processed[(area,)](logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common)
+        _write_processed[(total_splits,)](
+            logits, ids, temperature, bounds, chosen, out, count, vocab, limit, splits, **common
+        )
     return token, out

@@ -40,8 +40,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.attention.tiles import bound
-from specgraph.kernels.attention.units import is_last
+from specgraph.kernels.attention.tiles import loop_bound
+from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
@@ -160,7 +160,7 @@ def _search(history, start, odd, end, part, parts, tiles, MAX_NGRAM: tl.constexp
     # A vector of two tokens is loaded whole. The second one may be the sequence's last, which is no place to propose
     # from, and the first one may be the last of the row before.
     loaded = (last + odd + 1) // 2 * 2
-    for tile in range(bound(part), bound(tiles), bound(parts)):
+    for tile in range(loop_bound(part), loop_bound(tiles), loop_bound(parts)):
         index = tile * TILE + tl.arange(0, TILE)
         place = index - odd
         token = tl.load(history + start + index, mask=index < loaded, other=0)

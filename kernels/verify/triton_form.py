@@ -37,8 +37,9 @@ from specgraph.kernels.sampling.gumbel import (
     load_floors,
     split_size,
 )
+from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
-from specgraph.kernels.sampling.scan import GROUP, row_tokens, scan_size, scan_split
+from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
 from specgraph.kernels.verify.arguments import Verified, Verify, check_block
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, exponent_scale, load_floors, split_size
-from specgraph.kernels.sampling.scan import row_tokens
+from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, left_over, race, target_prob
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,

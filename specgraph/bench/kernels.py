@@ -187,10 +187,10 @@ def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows
             gate, up = out.chunk(2, dim=-1)
             return functional.silu(gate) * up if gated else out
 
-        gained, squares = torch.ops.specgraph.norm_parts(x, scale)
+        weighted, square_sums = torch.ops.specgraph.norm_parts(x, scale)
         options: dict[str, Any] = {"norm_eps": 1e-5, "activation": "silu_mul" if gated else "none"}
         fused, apart = (
-            functools.partial(form, gained, weight, squares=squares, **options)
+            functools.partial(form, weighted, weight, square_sums=square_sums, **options)
             for form in (torch.ops.specgraph.linear, LINEAR.form("library"))
         )
         return fused, {"torch, separate": separate, LIBRARY_FORM: apart}

@@ -37,13 +37,13 @@ def test_both_forms_agree_and_the_librarys_runs_in_a_graph(name: str, rows: int)
     outer, inner, activation = SHAPES[name]
     torch.manual_seed(0)
     weight, width = normal(outer, inner, scale=inner**-0.5), outer // 2 if activation == "silu_mul" else outer
-    x, squares = norm_parts(normal(rows, inner), normal(inner))
+    x, square_sums = norm_parts(normal(rows, inner), normal(inner))
     bias, residual, norm_weight = normal(outer), normal(rows, width), normal(width)
     options: dict[str, Any] = {"norm_eps": 1e-5, "activation": activation}
-    ours = linear_norm(x, weight, norm_weight, bias, residual, squares, **options)
+    ours = linear_norm(x, weight, norm_weight, bias, residual, square_sums, **options)
 
     def run() -> tuple[Tensor, ...]:
-        return LINEAR_NORM.form("library")(x, weight, norm_weight, bias, residual, squares, **options)
+        return LINEAR_NORM.form("library")(x, weight, norm_weight, bias, residual, square_sums, **options)
 
     with no_synchronisation():
         found = run()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 KERNELS = (
-    "attention.paged", "attention.prefill", "attention.rotary", "linear.experts", "linear.norm",
+    "attention.decode", "attention.prefill", "attention.rotary", "linear.experts", "linear.norm",
     "linear.triton_form", "sampling.floors", "sampling.triton_form", "step.ngram", "step.results", "step.rows",
     "step.tokens", "verify.race", "verify.triton_residual", "verify.triton_form",
 )  # fmt: skip

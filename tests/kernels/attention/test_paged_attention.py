@@ -16,11 +16,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
-from specgraph.kernels.attention.paged import (
-    Tiling,
-    block_rows,
-    suits_prefill,
-)
+from specgraph.kernels.attention.paged import Tiling, block_rows, suits_prefill
 from specgraph.kernels.ops import Op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +76,7 @@ class Case:
         self.k_cache = torch.full((*cache, self.dim), NAN, dtype=self.dtype, device=DEVICE)
         self.v_cache = torch.full((*cache, self.value_dim), NAN, dtype=self.dtype, device=DEVICE)
         _, k, v = self.heads_of(self.merged)
-        k = self.turned(k).to(self.dtype)
+        k = self.rotated(k).to(self.dtype)
         for b, start in enumerate(self.starts):
             slots = self.slots(torch.arange(start, device=DEVICE), b)
             self.k_cache.flatten(0, 1)[slots] = k[b, :, :start].transpose(0, 1)
@@ -95,44 +91,45 @@ class Case:
         parts = merged.split(self.sizes, -1)
         return [x.unflatten(2, (count, -1)).transpose(1, 2) for x, count in zip(parts, counts, strict=True)]
 
-    def turned(self, x: Tensor) -> Tensor:
+    def rotated(self, x: Tensor) -> Tensor:
         """Rotated in float64: pairs ``(i, i + D/2)`` as complex numbers."""
         half = self.dim // 2
-        turn = torch.complex(self.cos[..., :half].double(), self.sin[..., :half].double()).unsqueeze(1)
-        y = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+        rotation = torch.complex(self.cos[..., :half].double(), self.sin[..., :half].double()).unsqueeze(1)
+        y = torch.complex(x[..., :half].double(), x[..., half:].double()) * rotation
         return torch.cat([y.real, y.imag], -1)
 
     def run(
-        self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None, lead: int = 0,
+        self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None,
+        front_padding: int = 0,
         **options: Any,
     ) -> Tensor:  # fmt: skip
         """Rows ``first : first + count`` of every sequence (of sequence ``of``), from fresh copies of the caches.
 
         Rows before ``first`` are written by a call of their own. Rows a sequence does not have are padding and NaN, and
-        so are ``lead`` rows in front of them.
+        so are ``front_padding`` rows in front of them.
         """
         chosen = list(range(len(self.starts))) if of is None else [of]
         width = max(self.counts) - first if count is None else count
         self.written = [self.k_cache.clone(), self.v_cache.clone()]
         if first > 0:
             self.call(chosen, 0, first, tiling, options)
-        return self.call(chosen, first, width, tiling, options, lead)
+        return self.call(chosen, first, width, tiling, options, front_padding)
 
     def call(
-        self, chosen: list[int], first: int, count: int, tiling: Tiling, options: dict[str, Any], lead: int = 0
+        self, chosen: list[int], first: int, count: int, tiling: Tiling, options: dict[str, Any], front_padding: int = 0
     ) -> Tensor:
-        width = lead + count
+        width = front_padding + count
         merged = torch.full((len(chosen), width, sum(self.sizes)), NAN, dtype=self.dtype, device=DEVICE)
         cos, sin = (x.new_ones(len(chosen), width, self.dim) for x in (self.cos, self.sin))
         slots = torch.full((len(chosen), width), PADDING_SLOT, device=DEVICE)
         starts = torch.tensor([self.starts[b] for b in chosen], device=DEVICE)
-        positions = starts.unsqueeze(1) + first - lead + torch.arange(width, device=DEVICE)
+        positions = starts.unsqueeze(1) + first - front_padding + torch.arange(width, device=DEVICE)
         for i, b in enumerate(chosen):
             n = max(0, min(count, self.counts[b] - first))
             begin = self.starts[b] + first
             for whole, part in ((self.merged, merged), (self.cos, cos), (self.sin, sin)):
-                part[i, lead : lead + n] = whole[b, begin : begin + n]
-            slots[i, lead : lead + n] = self.slots(positions[i, lead : lead + n], b)
+                part[i, front_padding : front_padding + n] = whole[b, begin : begin + n]
+            slots[i, front_padding : front_padding + n] = self.slots(positions[i, front_padding : front_padding + n], b)
         q, k, v = self.heads_of(merged)
         places = (*self.written, slots, self.table[chosen], positions)
         options = {"scale": 0.3, "tiling": tiling, **options}
@@ -149,7 +146,7 @@ class Case:
     ) -> Tensor:
         """All new rows in float64, from the whole sequences without a cache; padding gives zeros."""
         q, k, v = self.heads_of(self.merged)
-        q, k = (self.turned(x).to(self.dtype).double() for x in (q, k))
+        q, k = (self.rotated(x).to(self.dtype).double() for x in (q, k))
         k, v = (x.double().repeat_interleave(self.heads // self.groups, 1) for x in (k, v))
         scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
         if softcap is not None:
@@ -209,19 +206,19 @@ def test_rows_before_the_first_position_see_nothing_and_change_no_bit(options: d
     # One sequence begins at position 0, so that rows lie at -20 and on; the other's rows in front are not real.
     case = Case((0, 33), (6, 4), torch.float16, rotary=True)
     expected, cached = case.run(tiling, **options), case.written
-    for lead in (1, 20):
-        found = case.run(tiling, lead=lead, **options)
-        assert bool((found[:, :lead] == 0).all()) and torch.equal(found[:, lead:], expected)
+    for front_padding in (1, 20):
+        found = case.run(tiling, front_padding=front_padding, **options)
+        assert bool((found[:, :front_padding] == 0).all()) and torch.equal(found[:, front_padding:], expected)
         for cache, before in zip(case.written, cached, strict=True):
             assert torch.equal(cache.nan_to_num(9.0), before.nan_to_num(9.0))
 
 
-@pytest.mark.parametrize("write_apart", [False, True])
-def test_the_cache_holds_each_row_in_its_slot_and_nothing_else(write_apart: bool):
+@pytest.mark.parametrize("write_first", [False, True])
+def test_the_cache_holds_each_row_in_its_slot_and_nothing_else(write_first: bool):
     case = Case((6, 13), (4, 2), torch.float16, rotary=True, value_dim=12)
-    case.run(dataclasses.replace(SMALL, write_apart=write_apart))
+    case.run(dataclasses.replace(SMALL, write_first=write_first))
     _, k, v = case.heads_of(case.merged)
-    for whole, before, cache in ((case.turned(k), case.k_cache, case.written[0]), (v, case.v_cache, case.written[1])):
+    for whole, before, cache in ((case.rotated(k), case.k_cache, case.written[0]), (v, case.v_cache, case.written[1])):
         before = before.clone().flatten(0, 1)
         for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
             slots = case.slots(torch.arange(start, start + count, device=DEVICE), b)
@@ -238,7 +235,7 @@ def test_no_tiling_of_rows_and_programs_changes_a_bit(dtype: torch.dtype):
     for change in (
         {"block_rows": 16, "split": 1},
         {"block_rows": 64, "split": 2},
-        {"block_rows": 16, "split": 3, "write_apart": True},
+        {"block_rows": 16, "split": 3, "write_first": True},
         {"block_rows": 32, "split": 8},
         {"block_rows": 16, "split": 8},
     ):

@@ -44,11 +44,11 @@ def normed(
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """The arguments of a linear whose norm is given by its two parts."""
     x, weight, bias, residual, norm_weight = given
-    others, squares = dict(options), None
+    others, square_sums = dict(options), None
     offset = others.pop("norm_offset", 0.0)
     if norm_weight is not None:
-        x, squares = norm_parts_reference(x, norm_weight, norm_offset=offset)
-    return (x, weight, bias, residual, squares), others
+        x, square_sums = norm_parts_reference(x, norm_weight, norm_offset=offset)
+    return (x, weight, bias, residual, square_sums), others
 
 
 # What the forms compute
@@ -71,19 +71,19 @@ def test_the_parts_of_the_next_norm_are_those_of_the_result(offset: float, dtype
     norm_weight = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     arguments_, others = normed(given, options)
     x, weight, *rest = arguments_
-    out, gained, squares = linear_norm(x, weight, norm_weight, *rest, norm_offset=offset, **others)
+    out, weighted, square_sums = linear_norm(x, weight, norm_weight, *rest, norm_offset=offset, **others)
     assert_close(out, given, options)
     wanted = norm_parts_reference(out, norm_weight, norm_offset=offset)
-    assert gained.shape == out.shape and gained.dtype == dtype and squares.dtype == torch.float32
-    assert float((gained.double() - wanted[0].double()).norm() / wanted[0].double().norm()) < BOUND[dtype]
-    torch.testing.assert_close(squares, wanted[1])
+    assert weighted.shape == out.shape and weighted.dtype == dtype and square_sums.dtype == torch.float32
+    assert float((weighted.double() - wanted[0].double()).norm() / wanted[0].double().norm()) < BOUND[dtype]
+    torch.testing.assert_close(square_sums, wanted[1])
 
 
 def test_rows_of_several_dimensions_are_rows() -> None:
     (x, weight, _, _, norm_weight), _ = arguments(6, 40, 96, torch.float32, extras=False)
-    gained, squares = norm_parts(x, norm_weight)
-    flat = linear(gained, weight, squares=squares, norm_eps=1e-5)
-    shaped = linear(gained.view(2, 3, 96), weight, squares=squares.view(2, 3, -1), norm_eps=1e-5)
+    weighted, square_sums = norm_parts(x, norm_weight)
+    flat = linear(weighted, weight, square_sums=square_sums, norm_eps=1e-5)
+    shaped = linear(weighted.view(2, 3, 96), weight, square_sums=square_sums.view(2, 3, -1), norm_eps=1e-5)
     assert shaped.shape == (2, 3, 40) and torch.equal(shaped.view(6, 40), flat)
 
 
@@ -119,10 +119,13 @@ def test_every_row_meets_its_own_expert(has_bias: bool, transposed: bool, dtype:
         *(("linear", (40, 96), rows, rows in range(8, 32)) for rows in (1, 7, 8, 31, 32, 10**6)),
         *(("linear", (64, 96), rows, rows >= 16) for rows in (1, 15, 16, 10**6)),
         ("linear", (4096, 4096), 10**6, False),
-        ("gated", (80, 96), 3, False), ("gated", (80, 96), 4, True), ("linear", (80, 96), 4, False),
-        ("experts", (4, 16, 24), 11, False), ("experts", (4, 16, 24), 12, True),
+        ("gated", (80, 96), 3, False),
+        ("gated", (80, 96), 4, True),
+        ("linear", (80, 96), 4, False),
+        ("experts", (4, 16, 24), 11, False),
+        ("experts", (4, 16, 24), 12, True),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("known")
 def test_the_faster_form_changes_where_the_table_says(
     kind: library.Kind, shape: tuple[int, ...], rows: int, faster: bool

@@ -106,10 +106,10 @@ def normed_linear(
 ) -> Tensor:
     """The norm in its two parts, then the product."""
     parts, product = (norm_parts_reference, linear_reference) if reference else (norm_parts, linear)
-    squares = None
+    square_sums = None
     if norm_weight is not None:
-        x, squares = parts(x, norm_weight, norm_offset=norm_offset)
-    return product(x, weight, bias, residual, squares, **options)
+        x, square_sums = parts(x, norm_weight, norm_offset=norm_offset)
+    return product(x, weight, bias, residual, square_sums, **options)
 
 
 CASES = [
@@ -164,7 +164,7 @@ def cuts(block_k: int, pieces: int) -> list[Tiles]:
 @pytest.mark.usefixtures("ordered_dot")
 def test_the_bits_do_not_follow_the_tiling(activation: str, pieces: int, dtype: torch.dtype):
     given, options = arguments(19, 72, 300, dtype, activation=activation)
-    first, *others = (normed_linear(*given, **options, tiling=cut) for cut in cuts(32, pieces))
+    first, *others = (normed_linear(*given, **options, tiling=tiling) for tiling in cuts(32, pieces))
     assert_close(first, given, options)
     for out in others:
         assert torch.equal(out, first)
@@ -187,9 +187,11 @@ def test_the_summed_dimension_is_cut_without_regard_to_the_rows():
     for outer, inner in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (48, 72)]:
         for itemsize in (2, 4):
             chosen = [tiles(rows, outer, inner, itemsize) for rows in (1, 16, 17, 64, 65, 256, 257, 4096)]
-            assert {cut.pieces for cut in chosen} == {num_pieces(outer, inner)}
-            assert len({cut.block_k for cut in chosen}) == 1 or itemsize == 2
-            assert all(cut.block_o >= 64 and cut.warps % 4 == 0 for cut in chosen), "wgmma at every number of rows"
+            assert {tiling.pieces for tiling in chosen} == {num_pieces(outer, inner)}
+            assert len({tiling.block_k for tiling in chosen}) == 1 or itemsize == 2
+            assert all(tiling.block_o >= 64 and tiling.warps % 4 == 0 for tiling in chosen), (
+                "wgmma at every number of rows"
+            )
 
 
 def test_a_row_of_nan_or_infinity_stays_alone():
@@ -246,17 +248,17 @@ def test_a_linear_gives_the_parts_of_the_norm_that_follows(case: dict[str, Any],
     (x, weight, bias, residual, _), options = arguments(19, 200, 300, dtype, norm=False, **case)
     norm_weight = poisoned(1, 200, dtype, torch.Generator().manual_seed(1))[0]
     offset = options.pop("norm_offset", 0.0)
-    for cut in cuts(32, 3):
-        out, gained, squares = linear_norm(
-            x, weight, norm_weight, bias, residual, **options, norm_offset=offset, tiling=cut
+    for tiling in cuts(32, 3):
+        out, weighted, square_sums = linear_norm(
+            x, weight, norm_weight, bias, residual, **options, norm_offset=offset, tiling=tiling
         )
-        assert torch.equal(out, linear(x, weight, bias, residual, **options, tiling=cut))
+        assert torch.equal(out, linear(x, weight, bias, residual, **options, tiling=tiling))
         apart = norm_parts(out, norm_weight, norm_offset=offset)
-        assert torch.equal(gained, apart[0]) and torch.equal(squares, apart[1])
+        assert torch.equal(weighted, apart[0]) and torch.equal(square_sums, apart[1])
     expected = norm_parts_reference(out, norm_weight, norm_offset=offset)
-    assert torch.equal(gained, expected[0])
-    torch.testing.assert_close(squares, expected[1], rtol=1e-6, atol=0)
-    assert squares.shape == (19, 4)
+    assert torch.equal(weighted, expected[0])
+    torch.testing.assert_close(square_sums, expected[1], rtol=1e-6, atol=0)
+    assert square_sums.shape == (19, 4)
 
 
 @dtypes
@@ -275,9 +277,9 @@ def test_squares_of_equal_entries_add_up(value: float):
     """The largest sums that the integers they are added as must hold."""
     x = torch.full((3, 4096), value, device=DEVICE)
     given, options = arguments(3, 40, 4096, torch.float32, extras=False, norm_eps=0.0)
-    _, squares = norm_parts(x, given[4])
-    assert squares.shape == (3, 64)
-    torch.testing.assert_close(squares, torch.full_like(squares, 64 * value**2), rtol=1e-6, atol=0)
+    _, square_sums = norm_parts(x, given[4])
+    assert square_sums.shape == (3, 64)
+    torch.testing.assert_close(square_sums, torch.full_like(square_sums, 64 * value**2), rtol=1e-6, atol=0)
     out = normed_linear(x, given[1], None, None, given[4], **options)
     assert_close(out, (x, *given[1:]), options)
 
@@ -286,8 +288,8 @@ def float64_arguments(activation: str) -> tuple[tuple[Tensor, ...], dict[str, An
     """The arguments of the op, and what it should give."""
     given, options = arguments(3, 40, 24, torch.float64, activation=activation)
     expected = exact(given, options)
-    gained, squares = norm_parts_reference(given[0], given[4])
-    return (gained, given[1], given[2], given[3], squares), options, expected
+    weighted, square_sums = norm_parts_reference(given[0], given[4])
+    return (weighted, given[1], given[2], given[3], square_sums), options, expected
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu_mul"])
@@ -315,7 +317,7 @@ def test_the_ops_are_registered_as_they_behave(activation: str):
         (1, (81, 24), "silu_mul takes gate rows and as many up rows, not 81 together"),
         (2, (40,), r"bias must be \[80\], not \(40,\)"),
         (3, (3, 80), r"residual must be \(3, 40\), not \(3, 80\)"),
-        (4, (3, 2), r"squares must be \(3, 1\), not \(3, 2\)"),
+        (4, (3, 2), r"square_sums must be \(3, 1\), not \(3, 2\)"),
     ],
 )
 def test_fake_tensors_refuse_wrong_shapes(index: int, shape: tuple[int, ...], message: str):

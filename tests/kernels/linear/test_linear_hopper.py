@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from specgraph.kernels.linear import hopper as hopper
 
 ROWS, GATED, PIECES = int(sys.argv[1]), sys.argv[2] == "gated", int(sys.argv[3])
-cut = hopper.ring(ROWS, 4096, PIECES, GATED)
+tiling = hopper.ring(ROWS, 4096, PIECES, GATED)
 kernel = hopper.linear_hopper_kernel
 
 
@@ -30,15 +30,16 @@ def descriptor(rows):
     return f"tensordesc<bf16[{rows}, {hopper.BLOCK_K}],{hopper._layout(rows, torch.bfloat16)!r}>"
 
 
-fixed = {"BLOCK_N": cut.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "PIECES": PIECES, "GROUPS": 64}
-fixed |= {"SPLIT": cut.split, "STAGES": cut.stages, "GATED": GATED, "ACTIVATION": "silu" if GATED else "none"}
+fixed = {"BLOCK_N": tiling.block_n, "BLOCK_K": hopper.BLOCK_K, "BLOCKS": 8, "PIECES": PIECES, "GROUPS": 64}
+fixed |= {"SPLIT": tiling.split, "STAGES": tiling.stages, "GATED": GATED, "ACTIVATION": "silu" if GATED else "none"}
 fixed["PDL"] = True
-if not cut.split:
+if not tiling.split:
     fixed |= {"partial_ptr": None, "counter_ptr": None}
 types = dict.fromkeys(kernel.arg_names, "i32")
 types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
-types |= {"squares_ptr": "*fp32", "out_squares_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
-types |= {"weight": descriptor(hopper.TILE_O), "x": descriptor(cut.block_n), "norm_eps": "fp32", "norm_offset": "fp32"}
+types |= {"square_sums_ptr": "*fp32", "out_square_sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+types |= {"weight": descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
+types |= {"norm_eps": "fp32", "norm_offset": "fp32"}
 types |= dict.fromkeys(fixed, "constexpr")
 places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
 compiled = triton.compile(

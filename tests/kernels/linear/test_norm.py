@@ -116,7 +116,7 @@ def test_the_heads_of_a_merged_projection_are_not_copied():
     merged = normal(2, 3, 8 * 16)
     heads = merged[..., 16:].unflatten(-1, (7, 16))
     rows = norm.Rows.of(heads)
-    assert rows.x is heads and rows.arguments() == (7, 8, 1) and rows.unit == 16
+    assert rows.x is heads and rows.arguments() == (7, 8, 1) and rows.alignment == 16
     assert norm.Rows.of(merged[:, -1]).x.data_ptr() == merged[:, -1].data_ptr()
     assert norm.Rows.of(merged.transpose(0, 1)).x.data_ptr() == merged.data_ptr()
     # This one would let a kernel assume less than those above.
@@ -207,8 +207,11 @@ def test_ids_have_no_mean():
 @pytest.mark.parametrize("width", [5, 16, 1000])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_pair_is_two_norms_side_by_side(dtype: torch.dtype, width: int, weighted: bool):
-    x, y, table = (normal(2, 3, width, dtype=dtype), normal(3, 2, width, dtype=dtype, seed=1).transpose(0, 1),
-                   normal(7, width, dtype=dtype, seed=2))  # fmt: skip
+    x, y, table = (
+        normal(2, 3, width, dtype=dtype),
+        normal(3, 2, width, dtype=dtype, seed=1).transpose(0, 1),
+        normal(7, width, dtype=dtype, seed=2),
+    )
     weights = [normal(width, dtype=dtype, seed=s) if weighted else None for s in (3, 4)]
     options = {"x_eps": EPS, "y_eps": 1e-2, "x_offset": 1.0}
     tokens = torch.tensor([[6, 0, 3], [3, 3, 1]], device=DEVICE)

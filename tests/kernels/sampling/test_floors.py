@@ -26,9 +26,12 @@ def options(
 
 
 def assert_kept(
-    logits: Tensor, heat: list[float], top_k: list[int] | None = None, top_p: list[float] | None = None,
+    logits: Tensor,
+    heat: list[float],
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
     min_p: list[float] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The floors keep what the reference keeps; greedy rows are left alone."""
     logits, batch = logits.to(DEVICE), len(logits)
     temperature = torch.tensor(heat).repeat(batch)[:batch].to(DEVICE)

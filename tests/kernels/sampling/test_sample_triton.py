@@ -18,8 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @triton.jit
 def _uniforms(out_ptr, seeds_ptr, key_ptr, row_ptr, STREAM: tl.constexpr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
-    seed, place, row = tl.load(seeds_ptr + at), tl.load(key_ptr + at), tl.load(row_ptr + at)
-    k0, k1, c1, c2, c3 = noise_key(seed, STREAM, place, row)
+    seed, key, row = tl.load(seeds_ptr + at), tl.load(key_ptr + at), tl.load(row_ptr + at)
+    k0, k1, c1, c2, c3 = noise_key(seed, STREAM, key, row)
     w0, _, _, _ = philox((at * 0).to(tl.uint32), c1, c2, c3, k0, k1)
     tl.store(out_ptr + at, gumbel.uniform(w0))
 
@@ -78,7 +78,7 @@ def test_drafts_are_the_references(rule: str, vocab: int, mapped: bool, limit: i
         assert torch.equal(one, other)
 
 
-def test_half_precision_and_several_turns() -> None:
+def test_half_precision_and_several_tiles() -> None:
     for one, other in zip(*drafts(noise(4, 1, 1500).half(), "strict", None, None, True, tile=256), strict=True):
         assert torch.equal(one, other)
 
@@ -87,9 +87,10 @@ def test_half_precision_and_several_turns() -> None:
 def test_cuts(mapped: bool, limit: int | None) -> None:
     ids = torch.randperm(1100, generator=torch.Generator().manual_seed(1)) if mapped else None
     cuts = (
-        torch.tensor([0, 7, 40], device=DEVICE), torch.tensor([0.8, 1.0, 0.5], device=DEVICE),
+        torch.tensor([0, 7, 40], device=DEVICE),
+        torch.tensor([0.8, 1.0, 0.5], device=DEVICE),
         torch.tensor([0.0, 0.0, 0.1], device=DEVICE),
-    )  # fmt: skip
+    )
     for one, other in zip(*drafts(noise(3, 1, 1100).bfloat16(), "block", ids, limit, True, cuts=cuts), strict=True):
         assert torch.equal(one, other)
 
