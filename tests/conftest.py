@@ -19,8 +19,12 @@ if not torch.cuda.is_available():
 import specgraph.compiler.compile
 import specgraph.drafters.draft_model
 import specgraph.drafters.shifted
+import tests.interpreter
 
 torch.set_num_threads(1)
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    tests.interpreter.patch_once_per_launch()
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
