@@ -27,7 +27,7 @@ demo: install ## decode real questions with the shipped small models, with and w
 	$(BIN)/python examples/demo.py
 
 test: install ## run every test this machine can run, a process per core
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 examples: install ## run the examples
 	for file in quickstart batch_with_draft_model own_pass read_a_dump; do $(BIN)/python examples/$$file.py || exit 1; done
