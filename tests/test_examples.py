@@ -1,8 +1,9 @@
-"""Every example runs."""
+"""Every example runs, so CI need not run ``make examples`` as well."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,10 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
                           text=True, timeout=300, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_make_runs_the_same_examples() -> None:
+    (named,) = re.findall(
+        r"for file in ([\w ]+); do \$\(BIN\)/python examples/", (EXAMPLES.parent / "Makefile").read_text()
+    )
+    assert tuple(named.split()) == NAMES

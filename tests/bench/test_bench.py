@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,17 @@ def test_a_window_bounds_what_is_read_and_a_tied_head_counts() -> None:
     assert traffic.target_weights == TARGET + ROTARY
 
 
+@functools.cache
+def decoder_with_experts() -> SpeculativeDecoder:
+    return compiled(shared_model("qwen3_moe"), "ngram", debug={"self_check": False})
+
+
 @pytest.mark.parametrize(("batch", "k", "met"), [(1, 0, 1 / 2), (2, 0, 3 / 4), (1, 3, 15 / 16)])
 def test_of_experts_those_count_that_rows_meet(batch: int, k: int, met: float) -> None:
     """Two of four for each row, all alike."""
-    model = make_model("qwen3_moe")
-    experts = model.model.layers[0].mlp.experts
+    program = decoder_with_experts().stages["insert_verify"]
+    experts = shared_model("qwen3_moe").model.layers[0].mlp.experts
     per_layer = 4 * (experts.gate_up_proj.numel() + experts.down_proj.numel())
-    program = compiled(model, "ngram", debug={"self_check": False}).stages["insert_verify"]
     every = step_traffic(program, 10**6, 0.0, k).target_weights
     assert every > 2 * per_layer
     assert step_traffic(program, batch, 0.0, k).target_weights == every - round(2 * per_layer * (1 - met))
