@@ -131,7 +131,7 @@ def scatter_state_cpu(given: ScatterState) -> None:
 def store_drafted_cpu(given: StoreDrafted) -> None:
     """:class:`StoreDrafted` on the active sequences alone."""
     drafted, active = given.drafted, given.num_emitted > 0
-    rows = torch.arange(len(drafted)) if given.rows is None else given.rows
+    rows = torch.arange(len(drafted), device=drafted.device) if given.rows is None else given.rows
     active = active & (rows >= 0)
     kept = given.draft_logits[:, given.first : given.first + drafted.shape[1]]
     kept.index_copy_(0, rows[active], drafted[active].to(kept.dtype))

@@ -182,7 +182,7 @@ def _encode(spec: Input) -> Any:
 def _decode(spec: Any) -> Input:
     if isinstance(spec, list):
         return tuple(map(_decode, spec))
-    return Buffer(tuple(spec["shape"]), getattr(torch, spec["dtype"]), spec["fill"], spec["owner"])
+    return Buffer(**{**spec, "shape": tuple(spec["shape"]), "dtype": getattr(torch, spec["dtype"])})
 
 
 def _dtype(dtype: torch.dtype) -> str:

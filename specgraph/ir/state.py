@@ -32,7 +32,7 @@ def allocate(program: HasInputs, sizes: Mapping[str, int], device: torch.device)
     sizes = {"b": sizes["B"], **sizes}
     state = {name: map_input(lambda b: b.allocate(sizes, device), spec) for name, spec in specs.items()}
     if ROWS in state:
-        torch.arange(sizes["b"], out=state[ROWS])
+        state[ROWS].copy_(torch.arange(sizes["b"], device=device))
     return state
 
 

