@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.drafters.step import SAMPLING
+from specgraph.drafters.step import POINT_MASS, SAMPLING
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
@@ -136,7 +136,9 @@ class InsertVerify(Pass):
     ) -> fx.Node:  # fmt: skip
         """How many drafts are accepted, and the token after them."""
         draft_logits = self._draft_logits(program, chain)
-        vocabulary: dict[str, Any] = self._vocabulary(program) if draft_logits is not None else {}
+        drawn: dict[str, Any] = self._vocabulary(program) if draft_logits is not None else {}
+        if draft_logits is not None and POINT_MASS in program.inputs:
+            drawn |= {"point_mass": program.input(POINT_MASS)}
         shared, rows = (draft_tokens, draft_logits), (state["num_rows"], state["num_forced"])
         options: dict[str, Any] = {
             "rule": self.rule,
@@ -145,9 +147,9 @@ class InsertVerify(Pass):
             "acceptance_rate": self.acceptance_rate,
         }
         accepted = chain.call(verify.accept, processed, *shared, state["seeds"], positions, *rows, name="num_accepted",
-                              **options, **vocabulary)  # fmt: skip
+                              **options, **drawn)  # fmt: skip
         weights = chain.call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights",
-                             rule=self.rule, **vocabulary)  # fmt: skip
+                             rule=self.rule, **drawn)  # fmt: skip
         token = chain.call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
                            rule=self.rule)  # fmt: skip
         return chain.call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")

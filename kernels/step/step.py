@@ -285,6 +285,15 @@ def propose_(
     )  # fmt: skip
 
 
+@writes("point_mass")
+def keep_point_mass_(point_mass: Tensor, chosen: Tensor, num_emitted: Tensor) -> None:
+    """Keep in ``point_mass`` bool ``[B]`` whether the new drafts are point masses: ``chosen`` bool ``[B]``.
+
+    Sequences that emitted nothing keep their drafts, and so what these are.
+    """
+    point_mass.copy_(torch.where(num_emitted > 0, chosen, point_mass))
+
+
 @writes("draft_logits")
 def propose_at_(
     draft_logits: Tensor | None,

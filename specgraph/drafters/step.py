@@ -28,6 +28,8 @@ SAMPLING = {
 """The state that drawing a token reads."""
 PATH = per_call("B", "T", fill=-1)
 """What names the accepted rows of the window, until verification computes it."""
+POINT_MASS = "point_mass"
+"""The state, bool ``[B]``, that says which sequences' drafts are point masses although ``draft_logits`` are kept."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,26 @@ class DraftStep:
     def propose(self, target: Callable[..., Any] | str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
         """Append a call that gives draft tokens ``[B, k]`` themselves (-1: no draft): point masses."""
         return self.program.call(target, *args, name=name, role="drafts", **kwargs)
+
+    def take_drafts(self) -> list[fx.Node]:
+        """The drafts ``[B, k]`` that were proposed and drawn so far, in order. They are no drafts of the step any more.
+
+        A drafter that chooses between two ways of drafting makes both, takes them, and proposes what it chooses.
+        """
+        taken = self.program.with_role("drafts")
+        for node in taken:
+            del node.meta["role"]
+        return taken
+
+    def keep_point_mass(self, chosen: fx.Node) -> None:
+        """Append a node that keeps which sequences' drafts are point masses: ``chosen``, bool ``[B]``.
+
+        For drafters that also draw. Where nothing is drawn, all drafts are point masses without saying so; and rules
+        that compare no distributions do not ask.
+        """
+        if self.rule in STEP_NOISE_RULES:
+            kept = self.state(POINT_MASS, Buffer(("B",), torch.bool))
+            self.call(step.keep_point_mass_, kept, chosen, self.num_emitted, name="keep_point_mass_")
 
     def draw(self, logits: fx.Node, row: int, vocab_size: int, dtype: torch.dtype, name: str | None = None) -> fx.Node:
         """Append a node that draws drafts number ``row``, ``row + 1``, ... ``[B, R]`` from logits ``[B, R, Vd]``.

@@ -68,6 +68,7 @@ def _layout() -> dict[str, Case]:
             (_ids(3, -1, 0), [torch.zeros(4, 3, 4), torch.full((4,), 50)], [hidden, counts]),
             {},
         ),
+        "keep_point_mass_": (step.keep_point_mass_, (counts > 0, counts > 2, counts), {}),
         "select_state": (step.select_state, (hidden, _ids(2, 0)), {}),
         "advance_": (
             step.advance_,

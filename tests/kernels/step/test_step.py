@@ -264,6 +264,7 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
     assert {f.__name__: final for f, final in step.FINAL_WRITES.items() if f.__module__ == step.__name__} == {
         "record_tokens_": (),
         "scatter_state_": ("buffers",),
+        "keep_point_mass_": ("point_mass",),
         "propose_": ("draft_logits",),
         "propose_at_": ("draft_logits",),
         "advance_": ("next_window", "start", "num_rows", "num_forced"),
