@@ -61,8 +61,8 @@ def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_force
     forced = torch.minimum(num_forced, num_rows).clamp(max=drafts).unsqueeze(1)
     draft = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1).gather(1, row)
     # The last row of logits verifies no draft, because no row would give the token that follows it.
-    judged = (row < num_rows.unsqueeze(1) - 1) & (row < row[:, -1:]) & (draft >= 0) & (draft < vocab)
-    live = (judged | (row < forced)).long().cumprod(1).bool() & (row >= forced)
+    valid_draft = (row < num_rows.unsqueeze(1) - 1) & (row < row[:, -1:]) & (draft >= 0) & (draft < vocab)
+    live = (valid_draft | (row < forced)).long().cumprod(1).bool() & (row >= forced)
     return _Rows(row, forced.squeeze(1), draft.clamp(0, vocab - 1), live)
 
 
@@ -105,11 +105,11 @@ def _block_weights(target: Tensor, draft: Tensor, live: Tensor) -> Tensor:
     not change the weight, so the chain starts after forced rows.
     """
     weights = [torch.ones_like(target[:, 0])]
-    for p, q, judged in zip(target.unbind(1), draft.unbind(1), live.unbind(1), strict=True):
+    for p, q, verified in zip(target.unbind(1), draft.unbind(1), live.unbind(1), strict=True):
         scaled = weights[-1] * p
         ratio = scaled / q.clamp_min(torch.finfo(q.dtype).tiny)
         step = torch.where((scaled >= q) & (p > 0), torch.ones_like(p), ratio.clamp(max=1.0))
-        weights.append(torch.where(judged, step, weights[-1]))
+        weights.append(torch.where(verified, step, weights[-1]))
     return torch.stack(weights, dim=1)
 
 

@@ -70,7 +70,7 @@ def draft_prob(
 
 
 @triton.jit
-def left_over(
+def residual_tile(
     logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch, line, row,
     begin, vocab, lines, drawn, own_vocab, own, TILE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
@@ -102,13 +102,13 @@ def _race_split(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The fastest token of a split: its speed, which is 0 if no token has any weight, and its id."""
+    """The first token of a split to arrive: its race value, which is 0 if no token has any weight, and its id."""
     line = batch * count + last
     local = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     top = tl.zeros((TILE // 4, 4), tl.float32)
-    turn = tl.zeros((TILE // 4, 4), tl.int32)
+    tile_index = tl.zeros((TILE // 4, 4), tl.int32)
     for i in range(SPLIT // TILE):
-        value, _ = left_over(
+        value, _ = residual_tile(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
             line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
@@ -116,12 +116,12 @@ def _race_split(
             start = tl.load(positions_ptr + batch * width)
             key = tl.minimum(accepted, width - 1)
             k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_RESIDUAL, start, start * 0 + key)
-            four = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
-            value = value / token_noise(four, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
+            block = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
+            value = value / token_noise(block, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top
         top = tl.where(better, value, top)
-        turn = tl.where(better, i, turn)
-    return first_best(top, begin + turn * TILE + local)
+        tile_index = tl.where(better, i, tile_index)
+    return first_best(top, begin + tile_index * TILE + local)
 
 
 @triton.jit(do_not_specialize=["lines", "count", "width", "drawn"])
@@ -132,7 +132,7 @@ def race(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the fastest token of one split, in the row that gives the next token. The grid is (B * splits)."""
+    """Store the first token of one split to arrive, in the row that gives the next token. The grid is (B * splits)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -164,7 +164,7 @@ def finish_race(
     NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr, PROCESSED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For one sequence, find the fastest token of all splits and write the results."""
+    """For one sequence, find the first token of all splits to arrive, and write the results."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
@@ -173,10 +173,10 @@ def finish_race(
     accepted = tl.load(accepted_ptr + batch)
     last = last_row(accepted, first, count)
     inside = (ks < splits) & more
-    speed = tl.load(best_ptr + batch * splits + ks, mask=inside, other=0.0)
+    race_value = tl.load(best_ptr + batch * splits + ks, mask=inside, other=0.0)
     place = tl.load(place_ptr + batch * splits + ks, mask=inside, other=NO_TOKEN)
-    best = tl.max(speed, 0)
-    token = tl.min(tl.where(inside & (speed == best), place, NO_TOKEN), 0)
+    best = tl.max(race_value, 0)
+    token = tl.min(tl.where(inside & (race_value == best), place, NO_TOKEN), 0)
     split = tl.where((best > 0) | (more == 0), splits, 0)
     while split < splits:
         # Rounding has left nothing of the difference, so the token is drawn from the target's own distribution.

@@ -126,7 +126,7 @@ def place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS: tl.const
 
 
 @triton.jit
-def judge_rows(
+def locate_drafts(
     draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS: tl.constexpr
 ):  # fmt: skip
     """The draft that each row verifies, whether it is valid, and whether the row is live (as in the reference)."""
@@ -135,9 +135,9 @@ def judge_rows(
     drafted = real & (row < width - 1)
     draft_ptr = draft_tokens_ptr + batch.to(tl.int64) * drafts_stride + row
     draft64 = tl.load(draft_ptr, mask=drafted, other=-1, cache_modifier=".cg").to(tl.int64)
-    judged = drafted & (row < num_rows - 1) & (rows < count - 1) & (draft64 >= 0) & (draft64 < vocab)
-    live = (rows < first_false(judged | (real & (row < forced)), rows, ROWS)) & (row >= forced)
-    return tl.where(judged, draft64, 0).to(tl.int32), judged, live
+    valid_draft = drafted & (row < num_rows - 1) & (rows < count - 1) & (draft64 >= 0) & (draft64 < vocab)
+    live = (rows < first_false(valid_draft | (real & (row < forced)), rows, ROWS)) & (row >= forced)
+    return tl.where(valid_draft, draft64, 0).to(tl.int32), valid_draft, live
 
 
 @triton.jit

@@ -45,9 +45,9 @@ from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
     floored_logits,
-    judge_rows,
     lay_out,
     load_drafts,
+    locate_drafts,
     logprob,
     merge_sums,
     place_rows,
@@ -137,7 +137,7 @@ def _finish(
     row, needed, num_rows, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     temperature = tl.load(temperature_ptr + batch, cache_modifier=".cg").to(tl.float32)
     cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
-    draft, judged, live = judge_rows(
+    draft, valid_draft, live = locate_drafts(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
     drafts = load_drafts(draft_tokens_ptr, batch, 0, width, drafts_stride, COLUMNS)
@@ -170,7 +170,7 @@ def _finish(
         if RULE == SYNTHETIC:
             good = u < rate
         else:
-            x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
+            x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & valid_draft)
             p = tl.exp(logprob(x, largest, total, inverse_temperature(temperature)))
             entropy = tl.log(total) - moment / total * 0.6931471805599453
             p = tl.where(point >= 0, tl.where(draft == point, 1.0, 0.0), p)

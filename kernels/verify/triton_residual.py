@@ -37,13 +37,13 @@ from torch import Tensor
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
 from specgraph.kernels.sampling.gumbel import LOG2E, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.merge import row_tokens
-from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, left_over, race, target_prob
+from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, race, residual_tile, target_prob
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
     fixed_sum,
     floored_logits,
-    judge_rows,
+    locate_drafts,
     merge_sums,
     place_rows,
     split_largest,
@@ -131,7 +131,7 @@ def _weigh_rows(
     batch = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     row, needed, num_rows, first, forced, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
-    draft, judged, live = judge_rows(
+    draft, valid_draft, live = locate_drafts(
         draft_tokens_ptr, batch, row, num_rows, first, forced, count, width, drafts_stride, vocab, ROWS
     )
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
@@ -152,7 +152,7 @@ def _weigh_rows(
     point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
     largest = tl.where(largest > -float("inf"), largest, 0.0)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
-    x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & judged)
+    x = floored_logits(logits_ptr, line, draft, vocab, floor, needed & valid_draft)
     p = target_prob(x, draft, floor, largest, total, scale, point)
 
     draft_batch, num_logits = draft_row(index_ptr, batch, drawn)
@@ -160,7 +160,7 @@ def _weigh_rows(
     draft_largest, draft_total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
     if DRAWN:
         own_ks = tl.arange(0, OWN_SPLITS)
-        has = live & judged & has_logits
+        has = live & valid_draft & has_logits
         own_at = (batch * drawn + row)[:, None] * own_splits + own_ks[None, :]
         own_known = has[:, None] & (own_ks[None, :] < own_splits)
         area = tl.num_programs(0) * drawn * own_splits
@@ -168,7 +168,7 @@ def _weigh_rows(
         draft_largest = tl.where(draft_largest > -float("inf"), draft_largest, 0.0)
         draft_total = tl.where(draft_total > 0, draft_total, 1.0)
     q = draft_prob(
-        draft_ptr, own_ptr, draft_batch * drawn + row, draft, live & judged, has_logits, draft, draft_largest,
+        draft_ptr, own_ptr, draft_batch * drawn + row, draft, live & valid_draft, has_logits, draft, draft_largest,
         draft_total, own_vocab, DRAWN, MAPPED,
     )  # fmt: skip
 
@@ -219,7 +219,7 @@ def _sum_excess(
     if tl.load(integers_ptr + lines + line) > 0:
         total = tl.zeros((TILE // 4, 4), tl.float32)
         for i in range(SPLIT // TILE):
-            left, _ = left_over(
+            left, _ = residual_tile(
                 logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, floors_ptr, reals_ptr, integers_ptr, batch,
                 line, row, split * SPLIT + i * TILE, vocab, lines, drawn, own_vocab, 0, TILE, FLOORED, DRAWN, MAPPED,
             )  # fmt: skip
@@ -288,8 +288,8 @@ def verify_residual(
     integers = torch.empty((_INTEGERS, lines), dtype=torch.int32, device=device)
     excess = torch.empty(lines * splits if by_block else 1, dtype=torch.float32, device=device)
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
-    speed = torch.empty(batch * splits, dtype=torch.float32, device=device)
-    place = torch.empty_like(speed, dtype=torch.int32)
+    race_value = torch.empty(batch * splits, dtype=torch.float32, device=device)
+    place = torch.empty_like(race_value, dtype=torch.int32)
     own_ids = source.own_ids.contiguous() if source.own_ids is not None and drawn else integers
     drafts_stride = block.draft_tokens.stride(0)
     options = {**common, "DRAWN": drawn > 0, "MAPPED": own_ids is not integers, "BLOCK": by_block,
@@ -318,11 +318,11 @@ def verify_residual(
         )  # fmt: skip
     launch(_choose, batch, *noise, *rows, *tables, excess, accepted, count, width, splits, lines)
     launch(
-        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, speed, place, count,
+        race, batch * splits, *given, *noise, *rows, block.floors, *tables, accepted, race_value, place, count,
         width, vocab, splits, lines, drawn, own_vocab,
     )  # fmt: skip
     launch(
         finish_race, batch, block.logits, block.draft_tokens, *given[1:], *noise, *rows, block.floors, block.stats,
-        *tables, accepted, speed, place, *out[:4], count, width, drafts_stride, vocab,
+        *tables, accepted, race_value, place, *out[:4], count, width, drafts_stride, vocab,
         splits, lines, drawn, own_vocab,
     )  # fmt: skip
