@@ -21,7 +21,7 @@ from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import Mismatch, erase_unused
 
 EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(9)
-"""What :func:`~specgraph.kernels.step.settle` returns, in order: :class:`~specgraph.kernels.step.tokens.Settled`."""
+"""What ``settle`` returns, in order: the fields of :class:`~specgraph.kernels.step.after_verify.Settled`."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 ``forced_run`` drives the stage after ``insert_draft``, where emitted tokens are inputs, with random histories;
 ``real_run`` drives a whole decoder with its own verification. Both record the same things, so that the same detectors
 (see ``tests/drafters/test_draft_model.py``) judge both.
+
+Histories, runs and planted bugs read each other's fields, so they are in one file.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Shapes use ``B`` sequences, ``T`` rows per sequence in this call and ``K`` draft
 int64. A function whose name ends in an underscore writes arguments in place; :data:`FINAL_WRITES` names those that
 nothing may read later in the same step. None of them waits for the device or gives a shape that depends on values, so
 that a whole step can be one CUDA graph. Those of many small operations are ops with a Triton form, one launch each
-(:mod:`specgraph.kernels.step.rows` and :mod:`specgraph.kernels.step.tokens`).
+(:mod:`specgraph.kernels.step.rows`, :mod:`~specgraph.kernels.step.tokens`, ...).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 import specgraph.kernels.step.index
 import specgraph.kernels.step.ngram  # noqa: F401  (declares the ops)
 from specgraph.kernels.sampling.sample import sample_draft
-from specgraph.kernels.step.tokens import Settled
+from specgraph.kernels.step.after_verify import Settled
 
 WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
 """The parameters that a function writes in place."""
@@ -198,9 +198,10 @@ def settle(
 ) -> Settled:  # fmt: skip
     """What :func:`cut_at_eos` and the functions of its result give, from one launch.
 
-    In the order of :class:`~specgraph.kernels.step.tokens.Settled`: ``cut_at_eos``, ``count_emitted``, ``cut_rows``
-    (empty without ``accepted_rows``), ``next_tokens`` (or ``draft_inputs`` if not ``shifted``), the ``row_positions``
-    of these, how many are real (``catch_up_rows`` if not ``shifted``), ``last_row``, ``history_length``, and
+    In the order of :class:`~specgraph.kernels.step.after_verify.Settled`: ``cut_at_eos``, ``count_emitted``,
+    ``cut_rows`` (empty without ``accepted_rows``), ``next_tokens`` (or ``draft_inputs`` if not ``shifted``), the
+    ``row_positions`` of these, how many are real (``catch_up_rows`` if not ``shifted``), ``last_row``,
+    ``history_length``, and
     ``chain_positions`` for the offsets below ``chain``.
     """
     settled: Settled = torch.ops.specgraph.settle(

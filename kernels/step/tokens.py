@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,7 +15,6 @@ from torch import Tensor
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
-from specgraph.kernels.step.rows import positions_of
 
 
 @dataclass(slots=True)
@@ -39,60 +37,6 @@ class CutAtEos:
     emitted: Tensor
     num_forced: Tensor
     eos_ids: Tensor
-
-
-@dataclass(slots=True)
-class Settle:
-    """What follows from the verified ``tokens`` ``[B, T]``, for the next step and for the drafter.
-
-    Attributes:
-        tokens: padded with -1.
-        window: ``[B, T]``, what the target has run.
-        start: ``[B]``, the position of its first row.
-        num_forced: ``[B]``, how many of the tokens were given.
-        eos_ids: ``[E]``, padded with -1.
-        accepted_rows: ``[B, T]``, the rows that gave the tokens, padded with -1; None: nobody asks for them.
-        shifted: whether the drafter's row ``t`` takes token ``t + 1``; else it takes the window's first token, too.
-        vocab_size: the drafter's, into which padding is clamped.
-        chain: how many positions behind the accepted tokens are wanted.
-    """
-
-    tokens: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
-    eos_ids: Tensor
-    accepted_rows: Tensor | None = None
-    _: KW_ONLY
-    shifted: bool
-    vocab_size: int
-    chain: int
-
-
-class Settled(NamedTuple):
-    """What :class:`Settle` gives.
-
-    Attributes:
-        emitted: the emitted tokens ``[B, T]``: everything after the first unforced EOS is -1.
-        num_emitted: their number ``n`` ``[B]``.
-        accepted_rows: the rows that gave them ``[B, T]``, -1 behind the last; ``[B, 0]`` where none were given.
-        rows: the drafter's rows ``[B, T]`` if shifted, else ``[B, T + 1]``.
-        positions: their positions, from ``start`` on.
-        num_rows: how many of them are real ``[B]``: ``n`` if shifted, else ``n + 1``, or 0 where nothing is emitted.
-        last: ``n - 1`` ``[B]``, the last row of a shifted drafter.
-        length: ``start + n + 1`` ``[B]``, the number of accepted tokens.
-        chain: ``start + n + i`` ``[B, 1]`` for every ``i`` below ``chain``.
-    """
-
-    emitted: Tensor
-    num_emitted: Tensor
-    accepted_rows: Tensor
-    rows: Tensor
-    positions: Tensor
-    num_rows: Tensor
-    last: Tensor
-    length: Tensor
-    chain: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -127,20 +71,6 @@ def cut_at_eos_reference(given: CutAtEos) -> Tensor:
     ends = _among(emitted, given.eos_ids) & (emitted >= 0) & (row >= given.num_forced.unsqueeze(1))
     after = ends.long().cumsum(1) - ends.long()
     return emitted.masked_fill(after > 0, -1)
-
-
-def settle_reference(given: Settle) -> Settled:
-    """:class:`Settle` in plain PyTorch."""
-    start, shifted = given.start, given.shifted
-    emitted = cut_at_eos_reference(CutAtEos(given.tokens, given.num_forced, given.eos_ids))
-    count = (emitted >= 0).sum(1)
-    known = given.accepted_rows
-    kept = emitted.new_empty((len(emitted), 0)) if known is None else torch.where(emitted >= 0, known, -1)
-    rows = (emitted if shifted else torch.cat([given.window[:, :1], emitted], 1)).clamp(0, given.vocab_size - 1)
-    places = positions_of(start, rows.shape[1], 1)[0]
-    real = count.clone() if shifted else torch.where(count > 0, count + 1, 0)
-    ahead = positions_of(start + count, 1, given.chain)
-    return Settled(emitted, count, kept, rows, places, real, count - 1, start + count + 1, ahead)
 
 
 def advance_reference(given: Advance) -> None:
@@ -181,7 +111,7 @@ def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOC
 
 
 @triton.jit
-def _cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr):
+def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr):
     """The tokens ``[BLOCK]`` of one sequence, where those after the first unforced EOS are replaced by -1."""
     first = tl.full((BLOCK,), BLOCK, tl.int32)
     for index in range(NUM_EOS):
@@ -189,47 +119,6 @@ def _cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.c
     unforced = (token >= 0) & (row >= num_forced)
     end = tl.min(tl.where(unforced, first, BLOCK), axis=0)
     return tl.where(row > end, -1, token)
-
-
-@triton.jit
-def _settle_kernel(
-    emitted, num_emitted, kept_rows, rows, positions, num_rows, last, accepted, ahead,
-    tokens, window, start, num_forced, eos_ids, accepted_rows, width, window_width, vocab,
-    NUM_EOS: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One sequence per program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    b = tl.program_id(0)
-    row = tl.arange(0, BLOCK)
-    inside = row < width
-    token = tl.load(tokens + b * width + row, mask=inside, other=-1)
-    token = _cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
-    count = tl.sum((token >= 0).to(tl.int64), axis=0)
-    begin = tl.load(start + b)
-    known = tl.minimum(tl.maximum(token, 0), vocab - 1)
-    if accepted_rows is not None:
-        given_by = tl.load(accepted_rows + b * width + row, mask=inside, other=-1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(emitted + b * width + row, token, mask=inside)
-    tl.store(num_emitted + b, count)
-    if accepted_rows is not None:
-        tl.store(kept_rows + b * width + row, tl.where(token >= 0, given_by, -1), mask=inside)
-    if SHIFTED:
-        tl.store(rows + b * width + row, known, mask=inside)
-        tl.store(positions + b * width + row, begin + row, mask=inside)
-        tl.store(num_rows + b, count)
-    else:
-        leading = tl.load(window + b * window_width)
-        tl.store(rows + b * (width + 1), tl.minimum(tl.maximum(leading, 0), vocab - 1))
-        tl.store(rows + b * (width + 1) + 1 + row, known, mask=inside)
-        tl.store(positions + b * (width + 1) + row, begin + row, mask=row <= width)
-        tl.store(num_rows + b, tl.where(count > 0, count + 1, 0))
-    tl.store(last + b, count - 1)
-    tl.store(accepted + b, begin + count + 1)
-    for index in tl.static_range(CHAIN):
-        tl.store(ahead[index] + b, begin + count + index)
 
 
 @triton.jit
@@ -242,7 +131,7 @@ def _cut_at_eos_kernel(
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
     token = tl.load(emitted + b * width + row, mask=row < width, other=-1)
-    token = _cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
+    token = cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(cut + b * width + row, token, mask=row < width)
@@ -316,25 +205,6 @@ def cut_at_eos_triton(given: CutAtEos) -> Tensor:
     return cut
 
 
-def settle_triton(given: Settle) -> Settled:
-    """:class:`Settle` in one kernel."""
-    tokens, window, eos_ids = given.tokens, given.window, given.eos_ids
-    batch, width = tokens.shape
-    if tokens.numel() == 0:
-        return settle_reference(given)
-    settled = _settle_fake(given)
-    *outputs, ahead = settled
-    read = (tensor.contiguous() for tensor in (tokens, window, given.start, given.num_forced, eos_ids))
-    accepted_rows = None if given.accepted_rows is None else given.accepted_rows.contiguous()
-    pdl = supports_pdl(tokens.device)
-    _settle_kernel[(batch,)](
-        *outputs, tuple(ahead), *read, accepted_rows, width, window.shape[1], given.vocab_size,
-        NUM_EOS=eos_ids.shape[0], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
-        PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
-    )  # fmt: skip
-    return settled
-
-
 def advance_triton(given: Advance) -> None:
     """:class:`Advance` in one kernel."""
     state = (given.next_window, given.start, given.num_rows, given.num_forced)
@@ -371,22 +241,6 @@ def _cut_at_eos_fake(given: CutAtEos) -> Tensor:
     return emitted.new_empty(emitted.shape)
 
 
-def _settle_fake(given: Settle) -> Settled:
-    tokens, eos_ids = given.tokens, given.eos_ids
-    require(tokens.dim() == 2 and eos_ids.dim() == 1, lambda: "tokens must be [B, T], eos_ids [E]")
-    batch, width = tokens.shape
-    for name, values in (("window", given.window), ("start", given.start), ("num_forced", given.num_forced)):
-        check_batch(name, values, batch)
-    if given.accepted_rows is not None:
-        rows = given.accepted_rows
-        require(rows.shape == tokens.shape, lambda: f"accepted_rows must be {[batch, width]}, not {list(rows.shape)}")
-    wide = (batch, width if given.shifted else width + 1)
-    kept = (batch, 0 if given.accepted_rows is None else width)
-    shapes = ((batch, width), (batch,), kept, wide, wide, (batch,), (batch,), (batch,))
-    ahead = [tokens.new_empty(batch, 1) for _ in range(given.chain)]
-    return Settled(*(tokens.new_empty(shape) for shape in shapes), ahead)  # type: ignore[call-arg, arg-type]
-
-
 def _advance_fake(given: Advance) -> None:
     batch, count = given.emitted.shape[0], sum(tensor.shape[1] for tensor in given.drafts)
     require(given.next_window.shape == (batch, count + 1), lambda: f"next_window must be [B, K + 1], K = {count}")
@@ -404,9 +258,6 @@ CUT_AT_EOS = declare(
         _cut_at_eos_fake,
         triton_or_reference(cut_at_eos_triton, cut_at_eos_reference, moves_only=True),
     )
-)
-SETTLE = declare(
-    Op("settle", Settle, _settle_fake, triton_or_reference(settle_triton, settle_reference, moves_only=True))
 )
 ADVANCE = declare(
     Op(

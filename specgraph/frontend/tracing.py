@@ -23,7 +23,7 @@ import specgraph.kernels.attention.attention
 import specgraph.kernels.linear.experts  # noqa: F401  (both register ops)
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
-from specgraph.ir.fold import fold_foreign_constants
+from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 
@@ -241,7 +241,7 @@ def trace(model: PreTrainedModel) -> TracedModel:
         check_masks(calls, type(model).__name__, limit)
         exported = functional(_export(wrapper, type(model).__name__))
     graph, parameter = unlift(exported, "model."), next(model.parameters())
-    fold_foreign_constants(graph, parameter.device)
+    move_foreign_nodes(graph, parameter.device)
     _check_calls(graph.graph, calls, type(model).__name__)
     body, head = _split(graph, type(model).__name__)
     vocab = head_output(head).shape[-1]
@@ -259,7 +259,7 @@ def export_hooked(
     """
     with hooked(module), torch.no_grad():
         graph = export_module(module, args, dims, name, prefix)
-    fold_foreign_constants(graph, args[0].device)
+    move_foreign_nodes(graph, args[0].device)
     return graph
 
 

@@ -111,7 +111,7 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
     return exported
 
 
-def _is_no_op(node: fx.Node) -> bool:
+def is_no_op(node: fx.Node) -> bool:
     """Whether the node converts to the dtype and device that its input already has, or is a dropout that is off."""
     if str(node.target) == "aten.dropout.default":
         return not node.args[2]
@@ -142,7 +142,7 @@ def unlift(exported: torch.export.ExportedProgram, prefix: str = "") -> fx.Graph
             set_attribute(root, target, tensors[names[node.name]])
             mapping[node] = graph.get_attr(target)
             mapping[node].meta = dict(node.meta)
-        elif _is_no_op(node):
+        elif is_no_op(node):
             mapping[node] = mapping[node.all_input_nodes[0]]
         elif "_assert" not in str(node.target):
             # Assertions about metadata count as impure, so they would keep the unused causal mask alive.

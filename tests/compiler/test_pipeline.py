@@ -1,4 +1,7 @@
-"""Running passes: order, requirements, match counts, provenance, independence of copies, the size of the step."""
+"""Running passes: order, requirements, match counts, provenance, independence of copies, the size of the step.
+
+The last is asserted for every drafter in full, which is why this file is long.
+"""
 
 from __future__ import annotations
 

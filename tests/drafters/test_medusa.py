@@ -16,6 +16,8 @@ raw logits kept (drawn rules)   missed       caught  missed
 
 The drafter keeps nothing of its own, so that only a wrong row depends on what came before, and nothing can go wrong
 about slots.
+
+A head has one test file, so this one is longer than others.
 """
 
 from __future__ import annotations

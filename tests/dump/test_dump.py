@@ -1,4 +1,7 @@
-"""Graphs as Python: rendered source runs, dumps load again, and nobody's files are lost."""
+"""Graphs as Python: rendered source runs, dumps load again, and nobody's files are lost.
+
+A dump is written once for all tests of it, so they are in one file.
+"""
 
 from __future__ import annotations
 

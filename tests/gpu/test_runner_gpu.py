@@ -122,9 +122,9 @@ def test_nan_logits_are_named_and_the_next_request_works(expected: list[Tensor])
     next(stream)
     with torch.no_grad():
         weight.fill_(torch.nan)
-    with pytest.raises(NumericsError, match="logits are NaN in sequence 0"):
+    with pytest.raises(NumericsError, match=r"logits are NaN in sequence \d"):  # of those that the next step runs
         list(stream)
-    with pytest.raises(NumericsError, match="logits are NaN in sequence 0"):
+    with pytest.raises(NumericsError, match=r"logits are NaN in sequence \d"):
         fresh.generate(PROMPTS, **GREEDY)
     with torch.no_grad():
         weight.copy_(kept)

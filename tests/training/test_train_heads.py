@@ -1,4 +1,7 @@
-"""Training of heads: the loss against a naive one, a run that learns, a run that was killed, the command line."""
+"""Training of heads: the loss against a naive one, a run that learns, a run that was killed, the command line.
+
+All heads are trained by one loop and share the fixtures of this file, which is why it is long.
+"""
 
 from __future__ import annotations
 

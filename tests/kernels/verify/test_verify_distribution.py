@@ -3,6 +3,8 @@
 A small Markov model stands in for the target, another one for the draft, and the decoder's loop runs for a few hundred
 thousand sequences at once. The joint distribution of the first four tokens is compared with the exact one. Three
 verifiers with a bug that a one-step test may not see have to fail the same comparison.
+
+Most of it is the exact enumeration and the biased variants that must fail against it, which read together.
 """
 
 from __future__ import annotations
