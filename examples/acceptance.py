@@ -20,8 +20,13 @@ from specgraph import SpeculativeDecoder
 HERE = Path(__file__).parent
 MODELS = HERE / "models" / "tiny-math"
 DRAFTS: dict[str, Path | None] = {
-    "ngram": None, "draft_model": MODELS / "draft", "eagle3": MODELS / "eagle3", "peagle": MODELS / "peagle"
-}  # fmt: skip
+    "draft_model": MODELS / "draft",
+    "eagle3": MODELS / "eagle3",
+    "peagle": MODELS / "peagle",
+    "eagle": MODELS / "eagle",
+    "medusa": MODELS / "medusa",
+    "ngram": None,
+}
 K = 5
 NEW_TOKENS = 160
 CUTS = (10, 40, 70)
@@ -77,7 +82,7 @@ def sampled_table(prompts: list[Tensor]) -> None:
     ]
     prefixes.sort(key=len)  # a batch is as long as its longest prefix
     head(f"Temperature 1, first decode step after {len(prefixes)} prefixes x 2 seeds, K = {K}:")
-    for name in ("draft_model", "eagle3", "peagle", "ngram"):
+    for name in DRAFTS:
         for rule in ("strict", "probabilistic", "block"):
             print(row(f"{name}, {rule}", first_steps(make_decoder(name, rule), prefixes)), flush=True)
 
