@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.drafters.step import POINT_MASS, SAMPLING
+from specgraph.drafters.step import PATH, POINT_MASS, SAMPLING
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
@@ -20,10 +20,6 @@ from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, per_call
 from specgraph.passes.base import Pass, PassResult, check_option_rule
-
-PATH = "path"
-"""The input ``[B, T]`` of a drafter that reads which rows of the window gave the emitted tokens. Where there is no such
-input, nothing computes them."""
 
 
 @dataclass

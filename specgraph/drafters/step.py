@@ -26,8 +26,9 @@ SAMPLING = {
     "min_p": Buffer(("B",), torch.float32),
 }
 """The state that drawing a token reads."""
-PATH = per_call("B", "T", fill=-1)
-"""What names the accepted rows of the window, until verification computes it."""
+PATH = "path"
+"""The input that names the accepted rows of the window, until verification computes it. Where no drafter asks for it,
+nothing does."""
 POINT_MASS = "point_mass"
 """The state, bool ``[B]``, that says which sequences' drafts are point masses although ``draft_logits`` are kept."""
 
@@ -67,8 +68,8 @@ class DraftStep:
 
     @property
     def path(self) -> fx.Node:
-        node = self.program.placeholder("path", PATH)
-        node.meta["role"] = "path"
+        node = self.program.placeholder(PATH, per_call("B", "T", fill=-1))
+        node.meta["role"] = PATH
         return node
 
     @property
