@@ -277,8 +277,11 @@ def _scatter_state_fake(given: ScatterState) -> None:
     require(rows.dim() == 1, lambda: f"rows must be [b], not {rows.dim()}-d")
     require(len(buffers) == len(values), lambda: f"there are {len(buffers)} buffers and {len(values)} values")
     for buffer, value in zip(buffers, values, strict=True):
-        wanted = [rows.shape[0], *buffer.shape[1:]]
-        require(list(value.shape) == wanted, lambda v=value, w=wanted: f"a value must be {w}, not {list(v.shape)}")
+        _check_shape(value, (rows.shape[0], *buffer.shape[1:]))
+
+
+def _check_shape(value: Tensor, wanted: tuple[int, ...]) -> None:
+    require(value.shape == wanted, lambda: f"a value must be {[*wanted]}, not {[*value.shape]}")
 
 
 def _store_drafted_fake(given: StoreDrafted) -> None:

@@ -64,6 +64,6 @@ def _move(node: fx.Node, device: torch.device) -> None:
     def there(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
-    node.args = fx.node.map_aggregate(node.args, there)  # type: ignore[assignment]
-    node.kwargs = fx.node.map_aggregate(node.kwargs, there)  # type: ignore[assignment]
+    node.args = fx.node.map_aggregate(node.args, there)
+    node.kwargs = fx.node.map_aggregate(node.kwargs, there)
     node.meta["val"] = torch.empty_like(node.meta["val"], device=device)
