@@ -42,7 +42,7 @@ class Runner:
     """Runs the step call by call, and reads every result before the next one.
 
     Attributes:
-        state: the tensors that the step reads and writes, for :class:`~specgraph.runtime.state.Prefill`.
+        state: the tensors that the step reads and writes, of all sequences of the request.
         lag: how many steps are enqueued before the first is read.
     """
 
