@@ -9,16 +9,15 @@ The pass runs behind all others, so that they can speak of a buffer as the input
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
 from specgraph.errors import PassError
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import calls, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, Input, buffers_of, map_input
@@ -38,13 +37,14 @@ class IndexRows(Pass):
         """Rewrite the step graph; the modules stay as they are.
 
         Raises:
-            PassError: a function reads an indexed buffer without the row index, or a small buffer of a sequence is part
-                of a tuple.
+            PassError: a function reads an indexed buffer without the row index, or a small one with it; or a small
+                buffer of a sequence is part of a tuple.
         """
         rows = program.placeholder(ROWS, ROW_INDEX)
         _check_indexed(program, rows)
         small = {program.input(name): buffer for name, buffer in _small(program.inputs)}
-        written = [node for node in small if any(node in _written(user) for user in node.users)]
+        _check_small(program, small)
+        written = [node for node in small if any(node in written_by(user, WRITES) for user in node.users)]
         own = _gather(program, rows, {node: buffer for node, buffer in small.items() if node.users})
         if written:
             with program.graph.inserting_before(program.graph.output_node()):
@@ -102,13 +102,16 @@ def _check_indexed(program: Program, rows: fx.Node) -> None:
                 )
 
 
-def _written(node: fx.Node) -> list[object]:
-    """The arguments that a node writes in place."""
-    names = WRITES.get(node.target, ()) if callable(node.target) else ()
-    if not names:
-        return []
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    return [bound.arguments.get(name) for name in names]
+def _check_small(program: Program, small: Container[fx.Node]) -> None:
+    """What takes the row index reads an indexed buffer: the small ones hold the rows of the call alone."""
+    indexed = {program.input(name) for name, spec in program.inputs.items() if any(b.indexed for b in buffers_of(spec))}
+    for user in program.input(ROWS).users:
+        own = [node.name for node in user.all_input_nodes if node in small]
+        if own and indexed.isdisjoint(user.all_input_nodes):
+            raise PassError(
+                f"index_rows: {user.name} takes the row index and reads {own[0]!r}, which is gathered before; leave "
+                "the row index out, or declare the buffer indexed=True if it is large."
+            )
 
 
 def _gather(program: Program, rows: fx.Node, buffers: dict[fx.Node, Buffer]) -> dict[fx.Node, fx.Node]:

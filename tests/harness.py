@@ -350,15 +350,13 @@ def drafting_stage(decoder: SpeculativeDecoder) -> Program:
 
 
 def _replace(program: Program, right: Callable[..., Any], wrong: Callable[..., Any]) -> int:
-    """Call ``wrong`` wherever the step or a draft module calls ``right``."""
+    """Call ``wrong`` wherever the step or a module calls ``right``."""
     count = 0
-    for module in (None, program.modules["draft"]):
-        graph = program.graph if module is None else module.graph
-        for node in graph.nodes:
-            if node.op == "call_function" and node.target is right:
-                node.target, count = wrong, count + 1
-        if module is not None:
-            module.recompile()
+    for graph in (program.graph, *(module.graph for module in program.modules.values())):
+        for node in graph.find_nodes(op="call_function", target=right):
+            node.target, count = wrong, count + 1
+    for module in program.modules.values():
+        module.recompile()
     return count
 
 

@@ -21,7 +21,7 @@ from specgraph.cli.prompts import read_prompts
 from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
-from specgraph.config import Config, load_config
+from specgraph.config import Config, DraftConfig, load_config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 from specgraph.tables import text_table
@@ -71,7 +71,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     outcome = decode_prompts(decoder, tokenizer, prompts, options, show=True)
     rows = summary_rows(outcome)
     if options.compare:
-        plain = dataclasses.replace(config, draft=dataclasses.replace(config.draft, kind="none"))
+        plain = dataclasses.replace(config, draft=DraftConfig(kind="none"))
         plain.debug = dataclasses.replace(config.debug, dump_dir=None, self_check=False)
         plain.check_numerics = False
         quiet = dataclasses.replace(options, stream=False, batch_size=1 if options.stream else options.batch_size)

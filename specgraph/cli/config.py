@@ -18,6 +18,7 @@ from omegaconf import MISSING
 from specgraph.config import Config, DraftConfig, group_choices
 from specgraph.config.draft import DraftKeys, texts_below, trained_by
 from specgraph.config.errors import did_you_mean
+from specgraph.config.load import own_drafter
 from specgraph.errors import ConfigError
 
 
@@ -224,6 +225,24 @@ def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
     return [f"draft.model={model}", *others]
 
 
+def own_drafter_keys(name: str, overrides: Sequence[str]) -> tuple[type | None, list[str]]:
+    """The configuration class of a user's drafter that ``draft._target_=`` names, and the overrides that choose it.
+
+    None if there is no such override. ``draft=none`` keeps out the defaults of the drafter that runs otherwise.
+
+    Raises:
+        ConfigError: there is no such class, or another override names a drafter as well.
+    """
+    given = [override for override in overrides if override.lstrip("+").startswith("draft._target_=")]
+    if not given or not issubclass(COMMANDS[name].schema(), Config):
+        return None, list(overrides)
+    target, others = unquoted(given[-1].partition("=")[2]), [item for item in overrides if item not in given]
+    named = [item for item in others if item.startswith(("draft=", "draft.kind="))]
+    if named or len(given) > 1:
+        raise ConfigError(f"{given[-1]} names the drafter, and so does {[*named, *given][0]}; leave one of them out.")
+    return own_drafter(target).Config, ["draft=none", f"draft.kind={target}", *others]
+
+
 def _exists(path: str) -> bool:
     return bool(path) and Path(path).expanduser().exists()
 
@@ -249,10 +268,13 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def register(name: str) -> type:
-    """Make a command's schema and help known to Hydra, and return the schema."""
+def register(name: str, draft: type | None = None) -> type:
+    """Make a command's schema and help known to Hydra, and return the schema.
+
+    The keys of ``draft`` are those of the class ``draft``, or of all drafters of this package if that is None.
+    """
     command, store = _CONFIGURATIONS[name], ConfigStore.instance()
-    schema = command.schema()
+    schema = command.schema() if draft is None else _with_draft(command.schema(), draft)
     store.store(name=f"{name}_schema", node=schema)
     store.store(group="hydra/help", name=name, node={
         "app_name": f"python -m specgraph {name.partition('_')[0]}",
@@ -261,6 +283,12 @@ def register(name: str) -> type:
         "footer": "Also: --cfg job (show the configuration), -m KEY=A,B (sweep), --hydra-help (Hydra's own flags)",
     })  # fmt: skip
     return schema
+
+
+def _with_draft(schema: type, draft: type) -> type:
+    """A command's schema with other keys of ``draft``."""
+    keys = field(default_factory=draft, metadata={"text": ""})
+    return dataclasses.make_dataclass(schema.__name__, [("draft", DraftConfig, keys)], bases=(schema,))
 
 
 _TEMPLATE_WITHOUT_GROUPS = """${hydra.help.header}

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli.config import COMMANDS, choose, draft_paths, overview, quoted, register, unquoted
+from specgraph.cli.config import COMMANDS, choose, draft_paths, overview, own_drafter_keys, quoted, register, unquoted
 from specgraph.cli.errors import CONFIGURATION_ERRORS, every_key, sentence
 from specgraph.config.errors import check_keys, did_you_mean
 from specgraph.errors import ConfigError, SpecgraphError
@@ -51,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = _named(name, overrides)
     try:
         overrides = draft_paths(name, overrides, sweep=bool(SWEEP & set(overrides)))
+        own, overrides = own_drafter_keys(name, overrides)
         name, overrides = choose(name, overrides)
-        return _Run(name, register(name)).start(overrides)
+        return _Run(name, register(name, own)).start(overrides)
     except ConfigError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -55,8 +56,10 @@ def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
     ``draft.kind`` becomes the full name of the class.
     """
     given = overlay.get("draft")
-    name = given.get("_target_") or given.get("kind") if isinstance(given, Mapping) else None
-    if isinstance(given, Mapping) and isinstance(name, str) and "." in name:
+    if not isinstance(given, Mapping):
+        return
+    name = given.get("_target_") or given.get("kind")
+    if isinstance(name, str) and ("_target_" in given or "." in name):
         base.draft = OmegaConf.structured(own_drafter(name).Config)
         overlay["draft"] = {**{key: value for key, value in given.items() if key != "_target_"}, "kind": name}
 
@@ -67,12 +70,14 @@ def own_drafter(name: str) -> Any:
     Raises:
         ConfigError: there is no such class, or it has no configuration class.
     """
-    from hydra.utils import get_class
-
+    module, _, leaf = name.rpartition(".")
     try:
-        cls = get_class(name)
-    except (ImportError, ValueError, TypeError) as error:
-        raise ConfigError(f"draft._target_: {' '.join(str(error).split())}") from error
+        cls = getattr(importlib.import_module(module), leaf)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"draft._target_={name}: {' '.join(str(error).split()).rstrip('.')}; give the full name of a class, "
+            "module.Class, whose module can be imported."
+        ) from error
     config = getattr(cls, "Config", None)
     if not (isinstance(config, type) and issubclass(config, DraftConfig)):
         raise ConfigError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from specgraph.errors import UnsupportedModelError
 
@@ -79,6 +81,16 @@ def remove_dead_code(module: fx.GraphModule) -> None:
 def calls(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
     """The nodes that call ``target``, which is a function, an op, or the name of a submodule."""
     return (node for node in graph.nodes if node.op.startswith("call_") and node.target == target)
+
+
+def written_by(node: fx.Node, declared: Mapping[Callable[..., object], tuple[str, ...]]) -> list[fx.Node]:
+    """The arguments that a call writes in place; ``declared`` names them for every function that writes any."""
+    names = declared.get(node.target, ()) if callable(node.target) else ()
+    if not names:
+        return []
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    values = pytree.tree_leaves([bound.arguments.get(name) for name in names])
+    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def export_module(

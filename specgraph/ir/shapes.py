@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
-from specgraph.ir.graphs import get_attribute
+from specgraph.ir.graphs import get_attribute, written_by
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
+from specgraph.kernels.step import WRITES
 
 SIZES = {"B": 401_309, "b": 349_507, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479}
 """What stands for each letter: primes that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
@@ -161,7 +163,10 @@ class _Run:
         if node.op == "call_module":
             return self._module(str(node.target), args, kwargs)
         assert callable(node.target)
-        return node.target(*args, **kwargs)
+        before = {read: _versions(values[read]) for read in node.all_input_nodes} if root is None else {}
+        result = node.target(*args, **kwargs)
+        _check_written(node, [read for read, versions in before.items() if _versions(values[read]) != versions])
+        return result
 
     def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call of a module of the program, run once for equal shapes."""
@@ -197,6 +202,21 @@ def _signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return str(value.dtype), tuple(map(str, value.shape)), tuple(map(str, value.stride()))
     return [_signature(v) for v in value] if isinstance(value, tuple | list) else repr(value)
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor in ``value`` has been written in place."""
+    return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _check_written(node: fx.Node, written: Sequence[fx.Node]) -> None:
+    """Functions must say what they write: state that is not known to be written would not be kept."""
+    unsaid = [value.name for value in written if value not in written_by(node, WRITES)]
+    if unsaid:
+        raise VerificationError(
+            f"step: {node.name} = {_called(node)} writes {unsaid[0]} in place without saying so, so that it would not "
+            f"be kept; mark {_called(node)} with @writes (specgraph.kernels.step) and the name of that parameter."
+        )
 
 
 def _called(node: fx.Node) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import calls, written_by
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import propagate
 from specgraph.kernels.step import FINAL_WRITES, scatter_state_
@@ -76,18 +73,14 @@ def check_write_order(program: Program) -> None:
                 late = [u for u in late if u.target is not scatter_state_]
                 if late:
                     raise VerificationError(
-                        f"step: {late[0].name} reads {written.name} after {node.name} has written it; move it up."
+                        f"step: {late[0].name} reads {written.name} after {node.name} has written it; move it up, or "
+                        "mark the function with @writes(..., final=False) if its new values may be read in this step."
                     )
 
 
 def _written(program: Program, node: fx.Node) -> list[fx.Node]:
     """The state inputs that a node writes. While decoding, ``window`` is the same tensor as ``next_window``."""
-    names = FINAL_WRITES.get(node.target, ()) if callable(node.target) else ()
-    if not names:
-        return []
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    values = pytree.tree_leaves([bound.arguments.get(name) for name in names])
-    written = [value for value in values if isinstance(value, fx.Node)]
+    written = written_by(node, FINAL_WRITES)
     if any(node.name == "next_window" for node in written):
         written += [node for node in program.placeholders() if node.name == "window"]
     return written

@@ -248,6 +248,41 @@ def test_sweep_over_drafts_by_their_paths(
     )
 
 
+OWN = "draft._target_=tests.drafters.test_registry.Successors"
+"""A drafter from outside of the package, with the key ``draft.stride``."""
+
+
+def test_a_drafter_of_a_user(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"model={model}", "prompt=Once", OWN, "draft.num_speculative_tokens=2", "compare=true", *QUICK]
+    assert main(["generate", *given, "-m", "draft.stride=1,2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("tokens equal") == 3 and "draft.stride=2" in shown  # once per job, and their comparison
+    assert main(["generate", OWN, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"draft\.stride +How far apart the proposed ids are\.\n", shown)
+    assert "draft.kind  " in shown and "draft.max_ngram" not in shown
+    assert main(["generate", f"model={model}", "prompt=a"]) == 0  # the keys of the next command are the usual ones
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([OWN, "draft.strid=2"], "Unknown configuration key 'draft.strid': did you mean 'draft.stride'?"),
+        ([OWN, "draft.max_ngram=2"], "Unknown configuration key 'draft.max_ngram': "),
+        ([OWN, "draft.stride=a"], "draft.stride is an integer, not 'a'."),
+        ([OWN, "draft.stride=0"], "draft.stride must not be 0."),
+        ([OWN, "draft=ngram"], f"{OWN} names the drafter, and so does draft=ngram; leave one of them out."),
+        (["draft._target_=nowhere.Mine"], "draft._target_=nowhere.Mine: No module named 'nowhere'; give the full name"),
+    ],
+)
+def test_mistakes_about_a_drafter_of_a_user(
+    given: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", f"model={model}", "prompt=a", *given]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {message}") and shown.count("\n") == 1
+
+
 DRAFTS = ", ".join(group_choices("draft"))
 MISTAKES = {
     "draft=eagl3": f"There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of {DRAFTS}, or the path of a "

@@ -92,6 +92,7 @@ def test_a_drafter_is_its_file_its_class_and_its_preset(kind: str) -> None:
     ]
     preset = yaml.safe_load((ROOT / "conf" / "draft" / f"{kind}.yaml").read_text())
     assert preset["kind"] == kind and load_config(kind).draft.kind == kind
+    assert kind == "none" or f"| `{kind}` | " in (ROOT / "README.md").read_text()
 
 
 def test_every_class_in_the_folder_is_found_and_one_takes_what_no_other_claims() -> None:
@@ -120,11 +121,22 @@ def test_a_drafter_from_outside_decodes_as_the_model_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"_target_": "nowhere.Drafter"}, "draft._target_: Error loading 'nowhere.Drafter'"),
+        (
+            {"_target_": "nowhere.Drafter"},
+            "draft._target_=nowhere.Drafter: No module named 'nowhere'; give the full name of",
+        ),
+        (
+            {"_target_": "Drafter"},
+            "draft._target_=Drafter: Empty module name; give the full name of a class, module.Class",
+        ),
+        (
+            {"_target_": f"{__name__}.Drafters"},
+            f"draft._target_={__name__}.Drafters: module '{__name__}' has no attribute",
+        ),
         ({"_target_": "builtins.dict"}, "draft._target_ names builtins.dict, which is not a specgraph Drafter with a"),
         ({"_target_": OWN, "strid": 2}, "Unknown configuration key 'draft.strid': did you mean 'draft.stride'?"),
         ({"_target_": OWN, "stride": 0}, "draft.stride must not be 0."),
-        ({"kind": "egale3"}, "draft.kind is one of draft_model, eagle, eagle3, medusa, ngram, none, not 'egale3'."),
+        ({"kind": "egale3"}, f"draft.kind is one of {', '.join(drafter_kinds())}, not 'egale3'."),
     ],
 )
 def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:

@@ -123,7 +123,9 @@ def test_reading_state_after_it_was_written(written: str):
     program = last(first("draft_model"), every_pass())
     with program.graph.inserting_before(program.graph.output_node()):
         program.call(operator.add, program.input(written), 1, name="late")
-    refused(program, rf"^step: late reads {written} after advance has written it; move it up\.$")
+    refused(
+        program, rf"^step: late reads {written} after advance has written it; move it up, or mark .* final=False\) if"
+    )
 
 
 def test_reading_draft_logits_after_a_proposal_wrote_them():
@@ -131,7 +133,10 @@ def test_reading_draft_logits_after_a_proposal_wrote_them():
     (verify,) = calls(program.graph, torch.ops.specgraph.verify.default)
     with program.graph.inserting_before(program.graph.output_node()):
         program.call(operator.add, program.input("draft_logits"), 1, name="late")
-    refused(program, r"^step: late reads draft_logits after token_\d has written it; move it up\.$")
+    refused(
+        program,
+        r"^step: late reads draft_logits after token_\d has written it; move it up, or mark .* final=False\) if",
+    )
     assert program.input("draft_logits") in verify.args
 
 
@@ -139,7 +144,19 @@ def test_a_read_moved_behind_a_write():
     # Before verification is fused, telling which logits are NaN is a read of its own.
     program = last(first("ngram"), [pass_ for pass_ in every_pass() if not isinstance(pass_, FuseVerify)])
     program.graph.output_node().prepend(program.one("bad"))
-    refused(program, r"^step: bad reads num_rows after advance has written it; move it up\.$")
+    refused(program, r"^step: bad reads num_rows after advance has written it; move it up, or mark .* final=False\) if")
+
+
+def test_a_write_that_no_function_admits_to():
+    def count_(count: torch.Tensor, more: torch.Tensor) -> None:
+        count[1:] += more[1:]
+
+    program = last(first("ngram"), every_pass())
+    with program.graph.inserting_before(program.graph.output_node()):
+        program.call(count_, program.placeholder("count", Buffer(("B",))), program.one("num_emitted"), name="counted")
+    refused(program, r"^step: counted = count_ writes count in place .* not be kept; mark count_ with @writes \(")
+    step.writes("count")(count_)
+    verify_program(program)
 
 
 def test_reading_the_window_after_the_next_one_was_written():

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from specgraph.kernels import catalogue
+
 FOLDER = Path(__file__).parent
-KERNELS = {
-    "attention": ("decode", "prefill", "rotary"),
-    "linear": ("experts", "norm", "triton_form"),
-    "sampling": ("floors", "triton_form"),
-    "step": ("ngram", "results", "rows", "tokens"),
-    "verify": ("race", "triton_residual", "triton_form"),
-}
-"""The files of every room whose Triton kernels its tests launch."""
+SOURCES = {file: file.read_text() for file in Path(catalogue.__file__).parent.rglob("*.py")}
+
+
+def launched(source: str) -> list[str]:
+    """The Triton functions of a file that no other one calls, and that are therefore kernels."""
+    names = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)\(", source, re.MULTILINE)
+    return [name for name in names if not re.search(rf"(?<!def )\b{name}\(", "".join(SOURCES.values()))]
+
+
+KERNELS: dict[str, list[str]] = {}
+"""The files of every room that have Triton kernels, which the tests of the room launch."""
+for file, source in sorted(SOURCES.items()):
+    if launched(source):
+        KERNELS.setdefault(file.parent.name, []).append(file.stem)
 LAUNCHES_NOTHING = FOLDER / "verify" / "test_verify_distribution.py"
 """It runs the references alone, for minutes, which compiles nothing."""
 

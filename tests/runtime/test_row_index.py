@@ -166,6 +166,13 @@ def test_an_indexed_buffer_without_the_row_index_is_refused() -> None:
         IndexRows().apply(program)
 
 
+def test_a_small_buffer_with_the_row_index_is_refused() -> None:
+    program = indexed_program(decoder_of("ngram"))
+    program.inputs["history"] = Buffer(("B", "S"))
+    with pytest.raises(PassError, match=r"record_tokens_ takes the row index and reads 'history', .* indexed=True"):
+        IndexRows().apply(program)
+
+
 def test_a_small_buffer_inside_of_a_tuple_is_refused() -> None:
     program = indexed_program(decoder_of("none"))
     program.inputs["target_caches"] = (*program.inputs["target_caches"], Buffer(("B",)))
