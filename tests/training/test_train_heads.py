@@ -406,7 +406,7 @@ def test_help_and_configuration_of_a_head(capsys: pytest.CaptureFixture[str]) ->
     assert main(["train", "draft=peagle", "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"usage: python -m specgraph train draft={'|'.join(trained_by())} model=PATH" in shown
-    assert "optim.learning_rate" in shown and "At the end of the warm-up." in shown
+    assert "optim.learning_rate" in shown and "The learning rate at the end of the warm-up." in shown
     assert main(["train", "draft=peagle", "--cfg", "job"]) == 0
     assert "algorithm: peagle" in capsys.readouterr().out
     assert main(["train", "--help"]) == 0
