@@ -72,10 +72,13 @@ def check_fresh_start(run: Run, times: int = 4) -> None:
 
 def _check_fresh_start(run: Run, at: int, row: int, tokens: list[int]) -> None:
     step = run.steps[at]
-    caches, drafts, logits = fresh_start(run, row, tokens)
+    caches, drafts, logits, kept = fresh_start(run, row, tokens)
     rows = slots_of(run, row, range(run.real_rows(len(tokens))))
     for index, (cache, fresh) in enumerate(zip(step.caches, caches, strict=True)):
         _close(cache.flatten(0, 1)[rows], fresh, f"step {at}, sequence {row}, cache {index}")
+    for name, fresh in kept.items():
+        own = step.kept[name][row][tuple(slice(size) for size in fresh.shape)]  # alone, a sequence has its own S
+        _close(own, fresh, f"step {at}, sequence {row}, {name}")
     usable = run.usable(row, len(tokens))
     assert step.drafts[row, :usable].tolist() == drafts[:usable].tolist(), f"step {at}, sequence {row}"
     if logits is not None and step.draft_logits is not None:

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, fx
 
 from specgraph import SpeculativeDecoder
+from specgraph.drafters.step import SAMPLING
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.kernels import step
 from specgraph.kernels.attention import attention
+from specgraph.kernels.state import Buffer
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.requests import Request, Sampling
 from specgraph.runtime.state import Prefill, load_chunk, new_state
@@ -71,6 +73,18 @@ class Step:
     caches: tuple[Tensor, ...]
     history: Tensor | None
     slots: dict[str, list[Tensor]]
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """What else the drafter keeps of every sequence, by name."""
+
+
+KNOWN = ("start", "num_rows", "block_table", "max_length", "history", "draft_logits", *SAMPLING)
+"""The state of sequences that is a drafter's input or that a detector of its own compares."""
+
+
+def own_state(program: Program, state: State) -> dict[str, Tensor]:
+    """What else a drafter keeps of every sequence, ``[B, ...]`` by name."""
+    own = [n for n, spec in program.inputs.items() if isinstance(spec, Buffer) and spec.owner == "sequence"]
+    return {name: state[name].clone() for name in own if name not in KNOWN}
 
 
 @dataclass
@@ -220,7 +234,7 @@ def forced_run(
             history.accepted[row] = history.accepted[row] + move.emitted
         active = torch.tensor([bool(move.emitted) for move in moves]).unsqueeze(1)
         drafts = torch.where(active, torch.cat(outputs[1:], dim=1), drafts)
-        run.steps.append(_record(state, ran, history.accepted, drafts, seen))
+        run.steps.append(_record(run, ran, history.accepted, drafts, seen))
     run.accept_counts = history.accept_counts
     return run
 
@@ -245,13 +259,13 @@ def _call(
     return outputs, ran, seen
 
 
-def _record(
-    state: State, ran: Ran, accepted: Sequence[list[int]], drafts: Tensor, seen: dict[str, list[Tensor]]
-) -> Step:
+def _record(run: Run, ran: Ran, accepted: Sequence[list[int]], drafts: Tensor, seen: dict[str, list[Tensor]]) -> Step:
+    state = run.state
     logits = state["draft_logits"].clone() if "draft_logits" in state else None
     caches = tuple(cache.clone() for cache in state.get("draft_caches", ()))
     history = state["history"].clone() if "history" in state else None
-    return Step(*ran, [list(a) for a in accepted], drafts.clone(), logits, caches, history, seen)
+    kept = own_state(run.program, state)
+    return Step(*ran, [list(a) for a in accepted], drafts.clone(), logits, caches, history, seen, kept)
 
 
 def _poison(run: Run, accepted: Sequence[Sequence[int]]) -> None:
@@ -271,10 +285,13 @@ def slots_of(run: Run, row: int, positions: Sequence[int]) -> list[int]:
     return [table[p // size] * size + p % size for p in positions]
 
 
-def fresh_start(run: Run, row: int, tokens: Sequence[int]) -> tuple[list[Tensor], Tensor, Tensor | None]:
+def fresh_start(
+    run: Run, row: int, tokens: Sequence[int]
+) -> tuple[list[Tensor], Tensor, Tensor | None, dict[str, Tensor]]:
     """One sequence alone in a new state, all accepted tokens in one call.
 
-    Returns the draft's caches at the tokens' positions, its drafts ``[K]`` and its ``draft_logits`` ``[K, V]``.
+    Returns the draft's caches at the tokens' positions, its drafts ``[K]``, its ``draft_logits`` ``[K, V]`` and what
+    else it keeps.
     """
     limits = [run.limits[row]]
     state = blank_state(run.program, limits, seed=0, guard=0)
@@ -285,7 +302,8 @@ def fresh_start(run: Run, row: int, tokens: Sequence[int]) -> tuple[list[Tensor]
     rows = slots_of(other, 0, range(other.real_rows(len(tokens))))
     caches = [cache.flatten(0, 1)[rows] for cache in state.get("draft_caches", ())]
     logits = state["draft_logits"][0] if "draft_logits" in state else None
-    return caches, torch.cat(outputs[1:], dim=1)[0], logits
+    kept = {name: value[0] for name, value in own_state(run.program, state).items()}
+    return caches, torch.cat(outputs[1:], dim=1)[0], logits, kept
 
 
 def real_run(
@@ -326,7 +344,7 @@ def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequen
         run.accept_counts += [counts[row] - 1 for row in rows.tolist() if counts[row] and row not in pending]
         ran = (window.shape[1], start, num_rows, counts)
         slots = {name: [_spread(state, rows, own) for own in written] for name, written in seen.items()}
-        run.steps.append(_record(state, ran, accepted, state["next_window"][:, 1:], slots))
+        run.steps.append(_record(run, ran, accepted, state["next_window"][:, 1:], slots))
 
 
 def _spread(state: State, rows: Tensor, slots: Tensor) -> Tensor:
