@@ -84,13 +84,24 @@ def calls(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
 
 
 def written_by(node: fx.Node, declared: Mapping[Callable[..., object], tuple[str, ...]]) -> list[fx.Node]:
-    """The arguments that a call writes in place; ``declared`` names them for every function that writes any."""
-    names = declared.get(node.target, ()) if callable(node.target) else ()
-    if not names:
-        return []
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    values = pytree.tree_leaves([bound.arguments.get(name) for name in names])
+    """The arguments that a call writes in place.
+
+    ``declared`` names them for every function that writes any; the schema of an op says it by itself.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+        names = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    else:
+        names = declared.get(node.target, ()) if callable(node.target) else ()
+        given = _bound(node) if names else {}
+    values = pytree.tree_leaves([given.get(name) for name in names])
     return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of a function by their names."""
+    return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
 
 
 def export_module(

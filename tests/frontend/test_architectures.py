@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ from tests.models import ARCHITECTURES, make_model, ragged_prompts, shared_model
 
 NEW_TOKENS = 16
 PROMPTS = ragged_prompts((3, 17, 8))
-SAMPLED = {"temperature": 1.0, "seed": 3}
+BOTH = [*PROMPTS, *PROMPTS]
+DRAWN: dict[str, Any] = {"temperature": [0.0] * 3 + [1.0] * 3, "seed": [*range(6)]}
+"""Every prompt greedily, and at temperature 1, in one batch."""
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
@@ -23,15 +27,12 @@ def draft_of(dtype: torch.dtype) -> torch.nn.Module:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_do_not_depend_on_drafts(architecture: str, dtype: torch.dtype) -> None:
     model = make_model(architecture, dtype=dtype)
-    plain = compiled(model, "none")
-    greedy = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).new_tokens
-    sampled = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **SAMPLED).new_tokens
+    expected = compiled(model, "none").generate(BOTH, max_new_tokens=NEW_TOKENS, **DRAWN).new_tokens
+    greedy, sampled = expected[: len(PROMPTS)], expected[len(PROMPTS) :]
     assert_same_tokens(model, PROMPTS, greedy, reference_greedy(model, PROMPTS, NEW_TOKENS))
     assert any(not torch.equal(a, b) for a, b in zip(greedy, sampled, strict=True))
     for draft in (None, draft_of(dtype)):
         for k in (1, 4, 7):
             decoder = compiled(model, "ngram", k, draft)
-            out = decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS).new_tokens
-            assert_same_tokens(model, PROMPTS, out, greedy)
-            out = decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **SAMPLED).new_tokens
-            assert_same_tokens(model, PROMPTS, out, sampled)
+            out = decoder.generate(BOTH, max_new_tokens=NEW_TOKENS, **DRAWN).new_tokens
+            assert_same_tokens(model, BOTH, out, expected)
