@@ -54,14 +54,17 @@ class Crossovers:
 
 
 HOPPER = Crossovers(
-    linear={(6144, 4096): (), (4096, 4096): (1024,), (4096, 14336): (), (128256, 4096): (256, 257)},
-    gated={(28672, 4096): ()},
-    experts={(128, 1536, 2048): (), (128, 2048, 768): ()},
-)
-"""H100 and H200. ``linear`` and ``gated`` are from one run of ``bench linears target=llama-3-8b-shape`` on an H200 at
-commit 4f5e340 (1 to 2,048 rows), of which those entries stand here where the library was at least 5% faster.
-``experts`` is from "Experts" in docs/performance.md (commit 9f05ff4; up to 2,048 rows of 128 experts). Other shapes
-were not measured."""
+    linear={
+        (6144, 4096): (), (4096, 4096): (1024,), (4096, 14336): (), (128256, 4096): (256, 257),
+        (3072, 2048): (), (2048, 2048): (2048,), (2048, 8192): (512,), (128256, 2048): (128, 257),
+        (5120, 2048): (256, 513), (2048, 4096): (512,), (151936, 2048): (128, 257, 2048),
+    },
+    gated={(28672, 4096): (), (16384, 2048): ()},
+    experts={(128, 1536, 2048): (4096, 4097), (128, 2048, 768): ()},
+)  # fmt: skip
+"""H100 and H200, from 1 to 2,048 rows of tokens. An entry stands here where the library was at least 5% faster in one
+run of ``bench linears`` on an H200: for the shapes of llama-3-8b at commit 4f5e340, and for those of llama-3.2-1b and
+qwen3-30b-a3b (whose tokens meet 8 of 128 experts) at commit d805809. Other shapes were not measured."""
 
 
 def crossovers_of(device: torch.device) -> Crossovers | None:

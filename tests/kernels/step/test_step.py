@@ -294,12 +294,15 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     def there(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to(DEVICE, copy=True) for tensor in tensors]
 
+    # Every kernel is launched before anything is compared: a test ends at its first difference, also where kernels are
+    # only compiled.
     found = ROW_SLOTS.form("triton")(*there(slots), block_size=4)
-    assert torch.equal(found.cpu(), ROW_SLOTS.form("reference")(*slots, block_size=4))
-    assert torch.equal(CUT_AT_EOS.form("triton")(*there((emitted, forced, eos_ids))).cpu(), cut)
+    found_cut = CUT_AT_EOS.form("triton")(*there((emitted, forced, eos_ids)))
     moved_state = there(state)
     ADVANCE.form("triton")(*moved_state, *there(given), there(drafts), *there(limits))
     ADVANCE.form("reference")(*state, *given, drafts, *limits)
+    assert torch.equal(found.cpu(), ROW_SLOTS.form("reference")(*slots, block_size=4))
+    assert torch.equal(found_cut.cpu(), cut)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(moved_state, state, strict=True))
 
 
