@@ -115,25 +115,34 @@ def check_slots(run: Run) -> None:
 
 
 def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
-    """Slots of every cache write of the draft: the catch-up call, with mask rows or followed by K - 1 calls."""
-    if not run.program.drafter.models:
+    """Slots of every cache write of the draft: the catch-up call of every module, with mask rows or followed by calls
+    of one row for the other drafts.
+
+    With several modules, a call runs again what lies before the window, as many rows as there are further modules.
+    """
+    modules = len(run.program.drafter.models)
+    if not modules:
         return []
-    masks = run.k - 1 if run.parallel else 0
+    masks, again = run.k - 1 if run.parallel else 0, modules - 1
     # Positions that the accepted prefix ends before: one more is run by a drafter that is not shifted.
     ends = [s + run.real_rows(n + 1) for s, n in zip(step.start, step.num_emitted, strict=True)]
     active = [n > 0 for n in step.num_emitted]
-    caught_up = [range(s, e + masks if a else s) for s, e, a in zip(step.start, ends, active, strict=True)]
-    calls = [_slots(run, caught_up, run.real_rows(step.width + 1) + masks)]
-    for offset in range(0 if run.parallel else run.k - 1):
+    caught_up = [
+        range(s - again, e + masks) if a else range(0) for s, e, a in zip(step.start, ends, active, strict=True)
+    ]
+    calls = [_slots(run, caught_up, run.real_rows(step.width + 1) + masks + again)] * modules
+    for offset in range(0 if run.parallel else run.k - modules):
         calls.append(_slots(run, [range(e + offset, e + offset + a) for e, a in zip(ends, active, strict=True)], 1))
     return [call for call in calls for _ in range(2 * run.program.drafter.model.num_layers)]
 
 
 def _slots(run: Run, positions: Sequence[range], width: int) -> list[list[int]]:
-    """Slots ``[B, width]`` of rows at ``positions``, -1 for what lies past them or past the sequence's end."""
+    """Slots ``[B, width]`` of rows at ``positions``: -1 past them, before the sequence, and past its end."""
     rows = []
     for row, wanted in enumerate(positions):
-        slots = slots_of(run, row, [p for p in wanted if p < run.limits[row]])
+        inside = [p for p in wanted if 0 <= p < run.limits[row]]
+        before = sum(p < 0 for p in wanted)
+        slots = [-1] * before + slots_of(run, row, inside)
         rows.append(slots + [-1] * (width - len(slots)))
     return rows
 

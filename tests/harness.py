@@ -128,7 +128,8 @@ class Run:
 def slot_spy(state: State) -> Iterator[dict[str, list[Tensor]]]:
     """Record the slots of every cache write: under ``target``, ``draft``, or ``other``."""
     seen: dict[str, list[Tensor]] = {"target": [], "draft": [], "other": []}
-    owners = {cache.data_ptr(): name for name in ("target", "draft") for cache in state.get(f"{name}_caches", ())}
+    owners = {cache.data_ptr(): "target" for cache in state.get("target_caches", ())}
+    owners |= {cache.data_ptr(): "draft" for cache in draft_caches(state)}
     original = attention.write_cache
 
     def record(cache: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -137,6 +138,12 @@ def slot_spy(state: State) -> Iterator[dict[str, list[Tensor]]]:
 
     with mock.patch.object(attention, "write_cache", record):
         yield seen
+
+
+def draft_caches(state: State) -> list[Tensor]:
+    """The page pools of all modules of a drafter, in the order of the step's inputs."""
+    names = [name for name in state if name.endswith("_caches") and name != "target_caches"]
+    return [cache for name in names for cache in state[name]]
 
 
 def scattered_table(blocks: Sequence[int], seed: int, guard: int = 0) -> Tensor:
@@ -262,7 +269,7 @@ def _call(
 def _record(run: Run, ran: Ran, accepted: Sequence[list[int]], drafts: Tensor, seen: dict[str, list[Tensor]]) -> Step:
     state = run.state
     logits = state["draft_logits"].clone() if "draft_logits" in state else None
-    caches = tuple(cache.clone() for cache in state.get("draft_caches", ()))
+    caches = tuple(cache.clone() for cache in draft_caches(state))
     history = state["history"].clone() if "history" in state else None
     kept = own_state(run.program, state)
     return Step(*ran, [list(a) for a in accepted], drafts.clone(), logits, caches, history, seen, kept)
@@ -271,7 +278,7 @@ def _record(run: Run, ran: Ran, accepted: Sequence[list[int]], drafts: Tensor, s
 def _poison(run: Run, accepted: Sequence[Sequence[int]]) -> None:
     counts = [run.real_rows(len(tokens)) for tokens in accepted]
     owned = [slot for row, count in enumerate(counts) for slot in slots_of(run, row, range(count))]
-    for cache in run.state["draft_caches"]:
+    for cache in draft_caches(run.state):
         rows = cache.flatten(0, 1)
         keep = rows[owned].clone()
         rows.fill_(torch.nan)
@@ -300,7 +307,7 @@ def fresh_start(
     move = Move([*tokens[:-1], 0], len(tokens) - 1, list(tokens[1:]))
     outputs, _, _ = _call(run.module, state, [move], [tokens[:1]])
     rows = slots_of(other, 0, range(other.real_rows(len(tokens))))
-    caches = [cache.flatten(0, 1)[rows] for cache in state.get("draft_caches", ())]
+    caches = [cache.flatten(0, 1)[rows] for cache in draft_caches(state)]
     logits = state["draft_logits"][0] if "draft_logits" in state else None
     kept = {name: value[0] for name, value in own_state(run.program, state).items()}
     return caches, torch.cat(outputs[1:], dim=1)[0], logits, kept
@@ -488,6 +495,22 @@ def _without_one(rows: Tensor) -> Tensor:
     return torch.where(rows > 1, rows - 1, rows)
 
 
+def _nothing_kept(start: Tensor, num_kept: Tensor, rows: Tensor, *, kept: int) -> Tensor:
+    return step.rerun_positions(start, torch.zeros_like(num_kept), rows, kept=kept)
+
+
+def _kept_one_row_early(kept: Tensor, rows: Tensor, num_emitted: Tensor) -> None:
+    step.keep_rows_(kept, rows, (num_emitted - 1).clamp_min(0))
+
+
+def _same_tokens(tokens: Tensor, num_rows: Tensor, draft: Tensor) -> Tensor:
+    return torch.where(torch.arange(tokens.shape[1]) == num_rows.unsqueeze(1) - 1, draft, tokens)
+
+
+def _draft_left_out(tokens: Tensor, num_rows: Tensor, draft: Tensor) -> Tensor:
+    return tokens.roll(-1, dims=1)
+
+
 BUGS: dict[str, Callable[[Program], int]] = {
     "noise off by one position": lambda p: _replace(p, step.propose_, _late_noise),
     "chained position off by one": lambda p: _replace(p, step.chain_positions, _late_position),
@@ -505,6 +528,11 @@ BUGS: dict[str, Callable[[Program], int]] = {
     "target hidden in the chain": _other_inputs(hidden=_target_hidden),
     "catch-up skips the last row, shifted": _other_inputs(1, num_rows=_function(_without_one, "num_rows")),
     "rejected rows written, shifted": _other_inputs(1, num_rows=_function(_rejected_rows_too, "num_emitted")),
+    # Several modules
+    "provisional rows stay": lambda p: _replace(p, step.rerun_positions, _nothing_kept),
+    "kept one row early": lambda p: _replace(p, step.keep_rows_, _kept_one_row_early),
+    "same tokens for every module": lambda p: _replace(p, step.next_module_tokens, _same_tokens),
+    "modules do not see drafts": lambda p: _replace(p, step.next_module_tokens, _draft_left_out),
     # In parallel
     "rows one position late": _other_inputs(1, positions=_function(lambda p: p + 1, "positions")),
     "another mask token": _changed_masks(mask_token_id=lambda token: token + 1),

@@ -1,6 +1,14 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
 from specgraph.kernels.step.index import select_state
+from specgraph.kernels.step.rerun import (
+    behind_kept,
+    count_kept_,
+    keep_rows_,
+    next_module_tokens,
+    rerun_positions,
+    rerun_rows,
+)
 from specgraph.kernels.step.step import (
     FINAL_WRITES,
     WRITES,
@@ -39,9 +47,11 @@ __all__ = [
     "WRITES",
     "advance_",
     "along_path",
+    "behind_kept",
     "catch_up_rows",
     "chain_positions",
     "count_emitted",
+    "count_kept_",
     "cut_at_eos",
     "cut_rows",
     "draft_inputs",
@@ -50,15 +60,19 @@ __all__ = [
     "gather_state",
     "history_length",
     "keep_point_mass_",
+    "keep_rows_",
     "last_row",
     "lookup_ngrams",
     "nan_rows",
     "needed_rows",
+    "next_module_tokens",
     "next_tokens",
     "positions_and_next",
     "propose_",
     "propose_at_",
     "record_tokens_",
+    "rerun_positions",
+    "rerun_rows",
     "row_positions",
     "row_slots",
     "scatter_state_",

@@ -1,0 +1,291 @@
+"""Multi-token prediction (MTP): one or several small modules that are trained together with a target.
+
+Module ``m`` at row ``p`` reads the token at ``p + m + 1`` and predicts the one at ``p + m + 2``
+(:mod:`specgraph.drafters.mtp_module`). With ``P`` the position of the newest verified token, row ``p`` of module ``m``
+is final once ``p + m + 1 <= P``; its rows ``P - m .. P - 1`` are *provisional*, because they read drafts. So every step
+runs again, always, what may have been provisional: with ``M`` modules, all of them run the ``M - 1`` rows before the
+window's and the accepted rows of the window. A row that becomes final lies among these rows in the step in which that
+happens, whether everything or nothing was accepted. So the keys and values of final rows, and with them all drafts, are
+functions of the accepted tokens alone. What a sequence keeps for this is the target's hidden states of its last
+``M - 1`` rows, the tokens behind them, and how many of these rows there are.
+
+Draft ``j < M`` comes from module ``j`` at row ``P - 1``. Further drafts come from the last module, which goes on at the
+rows ``P, P + 1, ...`` with its own output in the place of a hidden state, like an EAGLE head. These rows are written
+again in the next step before anything else reads them.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2). Gloeckle et al. 2024 (arXiv 2404.19737) introduced the objective.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from specgraph.config import DraftConfig
+from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
+from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
+from specgraph.drafters.step import DraftStep
+from specgraph.frontend.tracing import TracedModel, export_hooked
+from specgraph.ir.graphs import export_module, new_module, replace_tensors, splice
+from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels import step as functions
+from specgraph.kernels.state import Buffer
+
+
+@dataclass
+class MtpDraftConfig(DraftConfig):
+    """Keys of ``draft`` for MTP modules. A value overrides that of the checkpoint's layout; null keeps it."""
+
+    kind: str = "mtp"
+    num_modules: int | None = None
+    """how many modules are used, from the first one on; null: all that the checkpoint holds."""
+
+
+class Mtp(nn.ModuleList):
+    """The modules of a target, in order."""
+
+    @property
+    def options(self) -> MtpOptions:
+        """How they are used."""
+        options: MtpOptions = self[0].options  # type: ignore[assignment]
+        return options
+
+
+@dataclass(frozen=True, eq=False)
+class MtpDrafter(Drafter):
+    """Runs MTP modules.
+
+    Attributes:
+        options: how the modules are used.
+    """
+
+    options: MtpOptions = field(default_factory=MtpOptions)
+
+    kind: ClassVar[str] = "mtp"
+    Config: ClassVar[type[DraftConfig]] = MtpDraftConfig
+    reads: ClassVar[str | None] = "MTP modules"
+    head: ClassVar[type[nn.Module] | None] = Mtp
+
+    @property
+    def name(self) -> str:
+        """``mtp``, with the number of modules."""
+        return f"{self.kind} ({len(self.models)} modules)"
+
+    @property
+    def shifted(self) -> bool:
+        """Row ``t`` of the first module takes token ``t + 1`` and a hidden state."""
+        return True
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about the first module; the others are like it."""
+        return self.models[_name(0)]
+
+    def build(self, step: DraftStep) -> int:
+        """Append one call for every draft, and what keeps the rows that the next step runs again."""
+        count, modules = self.num_speculative_tokens, len(self.models)
+        bound = [self._add_module(step, index) for index in range(modules)]
+        inputs, keep = self._rows(step)
+        fed: fx.Node | None = None
+        for index in range(count):
+            module = min(index, modules - 1)
+            call = step.draft(**{**bound[module], **inputs}, module=_name(module), name=f"draft_{index}")
+            logits = call
+            if self._feeds(module):
+                logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{index}")
+                fed = step.call(operator.getitem, call, 1, name=f"draft_hidden_{index}") if index < count - 1 else None
+            token = step.draw(logits, index, self.model.vocab_size, self.model.dtype)
+            if index < count - 1:
+                inputs |= self._next(step, inputs, index + 1, token, fed)
+        for function, *arguments, options in keep:
+            step.call(function, *arguments, **options)
+        return count
+
+    def _feeds(self, module: int) -> str | None:
+        """What a module's call gives beside the logits: its output at all rows (``rows``), at the last one (``row``),
+        or nothing.
+        """
+        if module < len(self.models) - 1:
+            return "rows" if self.options.family == "chained" else None
+        return "row" if self.num_speculative_tokens > len(self.models) else None
+
+    def _add_module(self, step: DraftStep, index: int) -> dict[str, fx.Node]:
+        """Make module ``index`` callable; returns the state that it asks for."""
+        name = _name(index)
+        parts = [step.take_module(part) for part in _parts(name)]
+        step.add_module(name, _join(*parts, self._feeds(index), self.options, name))
+        return step.bind(name, name)
+
+    def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[tuple[Any, ...]]]:
+        """The rows of the first module, and the calls that keep what the next step runs again."""
+        (hidden,) = step.features()
+        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=self.model.input_ids, name="accepted")
+        rows = {"tokens": tokens, "positions": step.positions, "hidden": step.along_path(hidden, "path_hidden"),
+                "num_rows": step.num_emitted}  # fmt: skip
+        count, keep = len(self.models) - 1, []
+        if count:
+            width = self.model.hidden_size
+            kept_tokens = step.state("kept_tokens", Buffer(("B", count)))
+            kept_hidden = step.state("kept_hidden", Buffer(("B", count, width), self.model.dtype))
+            num_kept = step.state("num_kept", Buffer(("B",)))
+            rows["tokens"] = step.call(functions.behind_kept, kept_tokens, tokens, name="module_tokens")
+            rows["hidden"] = step.call(functions.behind_kept, kept_hidden, rows["hidden"], name="module_hidden")
+            rows["positions"] = step.call(
+                functions.rerun_positions, step.start, num_kept, rows["tokens"], kept=count, name="module_positions"
+            )
+            rows["num_rows"] = step.call(functions.rerun_rows, step.num_emitted, kept=count, name="module_rows")
+            keep = [
+                (functions.keep_rows_, kept_tokens, rows["tokens"], step.num_emitted, {"name": "keep_tokens_"}),
+                (functions.keep_rows_, kept_hidden, rows["hidden"], step.num_emitted, {"name": "keep_hidden_"}),
+                (functions.count_kept_, num_kept, step.num_emitted, {"kept": count, "name": "keep_count_"}),
+            ]
+        rows["row"] = step.call(functions.last_row, rows["num_rows"], name="last")
+        return rows, keep
+
+    def _next(
+        self, step: DraftStep, inputs: dict[str, fx.Node], index: int, token: fx.Node, fed: fx.Node | None
+    ) -> dict[str, fx.Node]:
+        """What the call that makes draft ``index`` takes in the place of the inputs of the call before."""
+        modules = len(self.models)
+        if index < modules:
+            tokens = step.call(
+                functions.next_module_tokens, inputs["tokens"], inputs["num_rows"], token, name=f"tokens_{index}"
+            )
+            return {"tokens": tokens} if fed is None else {"tokens": tokens, "hidden": fed}
+        # The last module goes on one row later.
+        assert fed is not None
+        position = step.call(
+            functions.chain_positions, step.start, step.num_emitted, index - modules, name=f"position_{index}"
+        )
+        return {"tokens": token, "positions": position, "hidden": fed, "num_rows": step.num_emitted}
+
+    # The registry entry
+
+    @classmethod
+    def make(cls, options: MtpDraftConfig, target: Target, given: Any) -> Draft:
+        """Bind loaded modules."""
+        check_place(given, given.module[0].projection.weight, target.info)
+        return Draft(cls.bind(given, target.model, target.traced, options.num_speculative_tokens))
+
+    @classmethod
+    @torch.no_grad()
+    def bind(cls, head: DraftHead, model: PreTrainedModel, traced: TracedModel, num_speculative_tokens: int) -> Draft:
+        """The drafter that runs loaded modules, or the first of them if there are more than drafts."""
+        modules = head.module[: max(1, num_speculative_tokens)]
+        graphs: dict[str, fx.GraphModule] = {}
+        for index, module in enumerate(modules):
+            graphs |= _export(module, model, traced, _name(index))
+        infos = {_name(index): module_info(traced.info) for index in range(len(modules))}
+        return cls(num_speculative_tokens, graphs, infos, head.features, options=modules[0].options)
+
+    @classmethod
+    def random(cls, model: PreTrainedModel, options: MtpDraftConfig) -> DraftHead:
+        """``draft.num_modules`` random modules (1 by default) whose embedding and projection are the target's."""
+        used, count = MtpOptions(), options.num_modules or 1
+        modules = Mtp(MtpModule(model, make_block(model, model.device), used, index) for index in range(count))
+        text: Any = model.config.get_text_config()
+        return DraftHead(modules.eval().requires_grad_(False), cls.feature_layers(text.num_hidden_layers))
+
+
+def _name(index: int) -> str:
+    """The name of a module in the program."""
+    return f"mtp_{index}"
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """The names of the traced parts of a module: its block, its final norm, and its vocabulary projection."""
+    return name, f"{name}_norm", f"{name}_head"
+
+
+def module_info(target: ModelInfo) -> ModelInfo:
+    """Facts about a module of a target."""
+    return replace(target, name="MtpModule", num_layers=1, max_positions=None)
+
+
+class _Body(nn.Module):
+    """What is exported of a module. The names of arguments become those of the graph's inputs."""
+
+    def __init__(self, module: MtpModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        rows: Tensor = self.module(tokens, positions, hidden)
+        return rows
+
+
+class _Norm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+def _export(module: MtpModule, model: PreTrainedModel, traced: TracedModel, name: str) -> dict[str, fx.GraphModule]:
+    """The three parts of a module as graphs.
+
+    The vocabulary projection is the target's traced one, with all that the target does to logits, such as a soft cap;
+    a projection of the module's own takes the place of the target's tensor.
+    """
+    weight = module.projection.weight
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
+    dims = {0: batch, 1: length}
+    tokens = torch.zeros(3, 5, dtype=torch.int64, device=weight.device)
+    positions = torch.arange(5, device=weight.device).expand(3, 5).contiguous()
+    hidden = weight.new_zeros(3, 5, len(weight))
+    body, norm, head = _parts(name)
+    inputs = ("tokens", "positions", "hidden")
+    graphs = {
+        body: export_hooked(_Body(module), (tokens, positions, hidden), dict.fromkeys(inputs, dims), body, "module."),
+        norm: export_module(_Norm(module.norm), (hidden,), {"hidden": dims}, norm),
+        head: _copy(traced.head, head),
+    }
+    own: Any = model.get_output_embeddings()
+    replace_tensors(graphs[head], {id(own.weight): module.lm_head.weight})
+    return graphs
+
+
+def _copy(module: fx.GraphModule, name: str) -> fx.GraphModule:
+    """A copy whose tensors can be replaced without changing the original."""
+    graph, root = fx.Graph(), nn.Module()
+    mapping = {n: graph.placeholder(n.name) for n in module.graph.nodes if n.op == "placeholder"}
+    for node, copied in mapping.items():
+        copied.meta = dict(node.meta)
+    graph.output(splice(graph, root, module, mapping))
+    return new_module(root, graph, name)
+
+
+def _join(
+    body: fx.GraphModule, norm: fx.GraphModule, head: fx.GraphModule, feeds: str | None, options: MtpOptions, name: str
+) -> fx.GraphModule:
+    """One graph of the three parts of a module: rows to the logits of one row, and to what the next call reads."""
+    graph, root = fx.Graph(), nn.Module()
+    mapping = {n: graph.placeholder(n.name) for n in body.graph.nodes if n.op == "placeholder"}
+    for traced, node in mapping.items():
+        node.meta.update({key: traced.meta[key] for key in ("val", "state", "shared") if key in traced.meta})
+    index = graph.placeholder("row")
+    rows = splice(graph, root, body, mapping)
+    normed_rows = feeds == "rows" and options.fed_hidden == "final_norm"
+    if normed_rows:
+        rows = _append(graph, root, norm, rows)
+    last = graph.call_function(functions.take_rows, (rows, index, 1))
+    normed = last if normed_rows else _append(graph, root, norm, last)
+    logits = _append(graph, root, head, normed)
+    fed = {None: None, "rows": rows, "row": normed if options.fed_hidden == "final_norm" else last}[feeds]
+    graph.output(logits if fed is None else (logits, fed))
+    return new_module(root, graph, name)
+
+
+def _append(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, value: fx.Node) -> fx.Node:
+    """Copy a graph of one input to the end of ``graph``; returns its result for ``value``."""
+    (source,) = (n for n in module.graph.nodes if n.op == "placeholder")
+    result: fx.Node = splice(graph, root, module, {source: value})
+    return result

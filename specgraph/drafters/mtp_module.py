@@ -1,0 +1,155 @@
+"""One module of multi-token prediction (MTP), as a module of PyTorch.
+
+Module ``m`` (0, 1, ...) has rows like the target. At row ``p`` it reads the embedding of the token at ``p + m + 1`` and
+a hidden state of row ``p``, norms both, projects the pair to the width of the model, runs one decoder layer of the
+target's own class, and norms the result. The vocabulary projection then predicts the token at ``p + m + 2``.
+
+The decoder layer is run by a model of the target's own base class that has this one layer. So masks, rotary embeddings
+and experts are the model's own, and no architecture is copied.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the modules; :mod:`specgraph.drafters.mtp_layouts` for what
+checkpoints do differently.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specgraph.errors import ConfigError
+
+Hidden = Literal["final_norm", "residual"]
+BLOCK = "block.layers.0."
+"""The names of the decoder layer's parameters begin with this."""
+
+
+@dataclass(frozen=True)
+class MtpOptions:
+    """How modules are used. Published checkpoints and their implementations disagree about each of these.
+
+    Attributes:
+        family: what hidden state module ``m > 0`` reads: ``chained``, the output of module ``m - 1`` at the same row,
+            or ``target``, the target's hidden state, as module 0 does.
+        target_hidden: the target's hidden state behind its final norm (``final_norm``), or before (``residual``).
+        fed_hidden: what is fed to the next module, or back to the last one: the output behind the module's own final
+            norm, or before it.
+        order: which half of the projection's input comes first, ``embedding`` or ``hidden``.
+        rotary_position: the position that rotary embeddings get at row ``p``: the row's, ``p`` (``row``), or that of
+            the token which the module reads there, ``p + m + 1`` (``token``). Only differences count, which are the
+            same within a module.
+        zero_first_embedding: whether the embedding at row 0 is replaced by zeros.
+    """
+
+    family: Literal["chained", "target"] = "chained"
+    target_hidden: Hidden = "final_norm"
+    fed_hidden: Hidden = "final_norm"
+    order: Literal["embedding", "hidden"] = "embedding"
+    rotary_position: Literal["row", "token"] = "row"
+    zero_first_embedding: bool = False
+
+
+class MtpModule(nn.Module):
+    """One module.
+
+    Attributes:
+        embed_tokens: the embedding, often the target's own module.
+        embed_norm, hidden_norm: the norms of the embedding and of the hidden state.
+        projection: ``[H, 2 * H]``.
+        block: a base model of the target's class with one decoder layer, and without an embedding and a norm.
+        norm: the final norm.
+        lm_head: the vocabulary projection ``[V, H]``; often the target's own parameter.
+        index: ``m``.
+    """
+
+    def __init__(self, model: PreTrainedModel, block: PreTrainedModel, options: MtpOptions, index: int) -> None:
+        """Make a module for ``model`` around ``block``, a result of :func:`make_block`.
+
+        Parameters are made on the device of ``block`` and are not initialised, except for ``embed_tokens`` and
+        ``lm_head``, which are those of ``model``.
+        """
+        super().__init__()
+        parts: Any = block
+        size = block.config.get_text_config().hidden_size
+        self.options, self.index = options, index
+        self.embed_tokens = model.get_input_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()
+        self.embed_norm, self.hidden_norm, self.norm = (copy.deepcopy(parts.norm) for _ in range(3))
+        first = next(block.parameters())
+        self.projection = nn.Linear(2 * size, size, bias=False, device=first.device, dtype=first.dtype)
+        parts.norm, parts.embed_tokens = nn.Identity(), nn.Identity()
+        self.block: Any = block
+
+    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """Run the block: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the final norm.
+
+        ``options`` go to the base model of transformers, such as a cache.
+        """
+        embedding = self.embed_tokens(tokens)
+        if self.options.zero_first_embedding:
+            embedding = torch.where(positions.unsqueeze(-1) == 0, torch.zeros_like(embedding), embedding)
+        pair = [self.embed_norm(embedding), self.hidden_norm(hidden)]
+        if self.options.order == "hidden":
+            pair.reverse()
+        if self.options.rotary_position == "token":
+            positions = positions + (self.index + 1)
+        options.setdefault("use_cache", False)
+        rows: Tensor = self.block(
+            inputs_embeds=self.projection(torch.cat(pair, dim=-1)), position_ids=positions, **options
+        ).last_hidden_state
+        return rows
+
+
+def make_block(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
+    """A base model of the target's class with one decoder layer like the target's last one, in the target's dtype.
+
+    Its parameters are initialised as the class does it, on ``device``.
+
+    Raises:
+        ConfigError: the target's base model is not a stack ``layers`` with a ``norm`` behind it, or the layer is not
+            like the target's last one.
+    """
+    base: Any = model.base_model
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList) or not isinstance(base.norm, nn.Module):
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder layers under 'layers' with a 'norm' behind them, so MTP modules "
+            "cannot be made of its layers; use another drafter."
+        )
+    with torch.device(device):
+        block: Any = type(base)._from_config(block_config(model.config.get_text_config()), dtype=base.dtype)
+    last, own = ({name: tuple(p.shape) for name, p in stack.layers[-1].named_parameters()} for stack in (base, block))
+    if last != own:
+        name = next(name for name in {**last, **own} if last.get(name) != own.get(name))
+        raise ConfigError(
+            f"A layer of {type(model).__name__} that is alone differs from its last layer: {name} has the shape "
+            f"{own.get(name)}, not {last.get(name)}. Its layers depend on their number in a way that specgraph does "
+            "not know, so it makes no MTP modules of them; use another drafter."
+        )
+    if hasattr(base, "rotary_emb"):
+        block.rotary_emb = base.rotary_emb
+    made: PreTrainedModel = block
+    return made.eval()
+
+
+def block_config(text: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the configuration of a target for one decoder layer, which is like the target's last layer.
+
+    What is listed by layer keeps the entry of the last layer. A layer without a sliding window is preferred, because
+    the modules of published checkpoints have none where the target has layers of both kinds.
+    """
+    config: Any = copy.deepcopy(text)
+    layers = config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or []
+    chosen = max((i for i, kind in enumerate(types) if kind == "full_attention"), default=layers - 1)
+    lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in n}
+    config.num_hidden_layers = 1
+    for name, values in lists.items():
+        setattr(config, name, [values[chosen]])
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        config.first_k_dense_replace = 0
+    config.vocab_size, config.pad_token_id = 1, None  # the block gets no embedding
+    return config  # type: ignore[no-any-return]

@@ -1,0 +1,98 @@
+"""MTP modules for the tests: random ones for any target, and what they draft by their definition, without a cache.
+
+The definition runs every row of every module again from the first token, through the modules' own decoder layers in
+transformers. Of specgraph's step graph, its kept rows and its caches it knows nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.mtp import Mtp
+from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
+from tests.detectors import NextLogits
+from tests.models import double_model, exact_norms
+
+
+@functools.cache
+def target(architecture: str = "llama") -> PreTrainedModel:
+    return double_model(architecture, 0)
+
+
+CHAINED, FED = MtpOptions(), MtpOptions(family="target")
+OTHER = MtpOptions(fed_hidden="residual", order="hidden", rotary_position="token", zero_first_embedding=True)
+
+
+@functools.cache
+def modules(architecture: str, count: int, options: MtpOptions = CHAINED, own_heads: bool = False) -> DraftHead:
+    """Random modules with different weights, computing in float64 throughout."""
+    model = target(architecture)
+    made = Mtp(MtpModule(model, make_block(model, "cpu"), options, index) for index in range(count))
+    shared = {id(p) for p in model.parameters()}
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in made.named_parameters():
+        if id(parameter) not in shared:
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = noise + (1.0 if "norm" in name else 0.0)
+    if own_heads:
+        for module in made:
+            projection: Any = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+            projection.weight.data = 0.3 * torch.randn(
+                projection.weight.shape, generator=generator, dtype=torch.float64
+            )
+            module.lm_head = projection
+    exact_norms(made)
+    return DraftHead(made.eval().requires_grad_(False), (model.config.num_hidden_layers,))
+
+
+def definition(architecture: str, head: DraftHead) -> NextLogits:
+    """The logits of the next draft, from the accepted tokens and the drafts before it."""
+    model, used, options = target(architecture), head.module, head.module.options
+
+    @functools.cache
+    @torch.no_grad()
+    def hidden_states(tokens: tuple[int, ...]) -> Tensor:
+        out = model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        return out.hidden_states[-1]
+
+    def fed(module: MtpModule, rows: Tensor) -> Tensor:
+        normed: Tensor = module.norm(rows) if options.fed_hidden == "final_norm" else rows
+        return normed
+
+    @functools.cache
+    @torch.no_grad()
+    def rows_of(index: int, text: tuple[int, ...], verified: int) -> tuple[Tensor, Tensor]:
+        """What module ``index`` reads at every row up to the last of ``text``, and what its layers give there."""
+        module, first = used[index], hidden_states(text[:verified][:-1])
+        if index and options.family == "chained":
+            before = used[index - 1]
+            first = fed(before, rows_of(index - 1, text[:-1], verified)[1][:, : verified - 1])
+        hidden = first
+        tokens = torch.tensor([text[index + 1 :]])
+        while True:
+            # Behind the last verified row a module reads its own output.
+            count = hidden.shape[1]
+            out = module(tokens[:, :count], torch.arange(count)[None], hidden)
+            if count == tokens.shape[1]:
+                return hidden, out
+            hidden = torch.cat([hidden, fed(module, out)[:, -1:]], dim=1)
+
+    @torch.no_grad()
+    def one(accepted: tuple[int, ...], drafted: tuple[int, ...]) -> Tensor:
+        index = min(len(drafted), len(used) - 1)
+        rows = rows_of(index, accepted + drafted, len(accepted))[1]
+        projected: Any = model.get_output_embeddings() if used[index].lm_head is None else used[index].lm_head
+        logits: Tensor = projected(used[index].norm(rows[:, -1]))[0]
+        return logits
+
+    def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
+        return torch.stack([one(tuple(a), tuple(d)) for a, d in zip(accepted, drafted, strict=True)])
+
+    return next_logits

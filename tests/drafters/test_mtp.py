@@ -1,0 +1,177 @@
+"""MTP: history, the definition, the slots that are written, planted bugs, equal tokens.
+
+Each planted bug, and what caught it here (``test_planted_bugs_are_caught_but_not_by_tokens`` asserts hits and misses;
+tokens stay equal).
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.bench.models import random_head
+from specgraph.drafters.mtp import MtpDraftConfig
+from specgraph.drafters.mtp_module import MtpOptions
+from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
+from tests.detectors import caught_by, check_fresh_start, check_oracle, check_slots
+from tests.drafters.mtp_formula import CHAINED, FED, OTHER, definition, modules, target
+from tests.dump.test_dump import assert_runs_alike
+from tests.harness import Run, drafting_stage, forced_run, real_run
+from tests.models import make_model, ragged_prompts
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
+PROMPTS = ragged_prompts((3, 9, 2))
+LIMITS = (48, 41, 23)
+
+
+@functools.cache
+def decoder(
+    count: int, k: int, options: MtpOptions = CHAINED, rule: str = "strict", bug: str | None = None,
+    architecture: str = "llama",
+) -> SpeculativeDecoder:  # fmt: skip
+    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
+             "fuse_verify"]  # fmt: skip
+    config = {
+        **CONFIG,
+        "draft": {"kind": "mtp", "num_speculative_tokens": k},
+        "verify": {"rule": rule},
+        "pipeline": {"order": order, "verify": False},
+        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
+    }
+    return specgraph.compile_speculative(target(architecture), config, draft=modules(architecture, count, options))
+
+
+@functools.cache
+def forced(count: int, k: int, options: MtpOptions = CHAINED, rule: str = "strict", bug: str | None = None) -> Run:
+    return forced_run(drafting_stage(decoder(count, k, options, rule, bug)), PROMPTS, LIMITS, seed=0, steps=18)
+
+
+cases = pytest.mark.parametrize(
+    ("count", "k", "options", "rule"),
+    [(1, 1, CHAINED, "strict"), (1, 3, CHAINED, "strict"), (2, 1, CHAINED, "strict"), (2, 2, FED, "strict"),
+     (2, 7, CHAINED, "probabilistic"), (3, 3, CHAINED, "strict"), (3, 3, FED, "probabilistic"), (3, 7, FED, "strict"),
+     (3, 7, CHAINED, "strict"), (3, 5, OTHER, "strict")],
+)  # fmt: skip
+
+
+@cases
+def test_drafts_do_not_depend_on_history(count: int, k: int, options: MtpOptions, rule: str) -> None:
+    check_fresh_start(forced(count, k, options, rule), times=9)
+
+
+@cases
+def test_drafts_are_those_of_the_definition(count: int, k: int, options: MtpOptions, rule: str) -> None:
+    head = modules("llama", count, options)
+    check_oracle(forced(count, k, options, rule), definition("llama", head), rule)
+
+
+@cases
+def test_only_own_and_real_slots_are_written(count: int, k: int, options: MtpOptions, rule: str) -> None:
+    check_slots(forced(count, k, options, rule))
+
+
+@pytest.mark.parametrize(("count", "k"), [(1, 3), (3, 3), (3, 7)])
+def test_histories_accept_none_and_all_and_reach_the_end(count: int, k: int) -> None:
+    run = forced(count, k)
+    assert {0, k} <= set(run.accept_counts)
+    assert len(run.steps[-1].accepted[2]) == LIMITS[2]
+
+
+@pytest.mark.parametrize("options", [CHAINED, FED])
+def test_rejected_rows_are_never_read(options: MtpOptions) -> None:
+    run = forced_run(drafting_stage(decoder(3, 5, options)), PROMPTS, LIMITS, seed=3, poison=True)
+    check_oracle(run, definition("llama", modules("llama", 3, options)), "strict")
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+def test_real_decoding_passes_every_detector(rule: str) -> None:
+    """Prompts shorter than the number of modules, and longer than a chunk."""
+    run = real_run(decoder(3, 4, CHAINED, rule), ragged_prompts((1, 17, 2)), (30, 41, 23))
+    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
+    assert caught_by(run, definition("llama", modules("llama", 3)), rule) == set()
+
+
+BUGS: dict[str, set[str]] = {
+    "provisional rows stay": {"fresh start", "oracle", "slots"},
+    "kept one row early": {"fresh start", "oracle"},
+    "same tokens for every module": {"oracle"},
+    "modules do not see drafts": {"oracle"},
+    "window instead of emitted, shifted": {"oracle"},
+    "chained position off by one": {"oracle", "slots"},
+    "noise off by one position": {"oracle"},
+    "proposals from the row before": {"fresh start", "oracle"},
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
+    oracle = definition("llama", modules("llama", 3))
+    assert caught_by(forced(3, 5, bug=bug), oracle, "strict") == BUGS[bug]
+    assert tokens_of(decoder(3, 5, bug=bug)) == plain_tokens()
+
+
+def tokens_of(tested: SpeculativeDecoder, **changed: Any) -> list[list[int]]:
+    options: dict[str, Any] = {"temperature": [0.0, 0.8, 1.3], "seed": [11, -5, 7], **changed}
+    out = tested.generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **options)
+    return [tokens.tolist() for tokens in out.new_tokens]
+
+
+@functools.cache
+def plain_tokens(architecture: str = "llama") -> list[list[int]]:
+    return tokens_of(compiled(target(architecture), "none", 1, **QUICK))
+
+
+# Equal tokens
+
+
+def test_greedy_tokens_are_those_of_transformers() -> None:
+    found = decoder(3, 3).generate(PROMPTS, max_new_tokens=18)
+    assert_same_tokens(target(), PROMPTS, found.new_tokens, reference_greedy(target(), PROMPTS, 18))
+
+
+@pytest.mark.parametrize(("count", "k", "options"), [(1, 7, CHAINED), (2, 3, FED), (3, 1, CHAINED)])
+def test_seeded_tokens_are_those_without_drafts(count: int, k: int, options: MtpOptions) -> None:
+    assert tokens_of(decoder(count, k, options)) == plain_tokens()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "count", "k"),
+    [("qwen3", 2, 3), ("gemma3_text", 3, 7), ("gpt_oss", 3, 3), ("deepseek_v3", 2, 7), ("glm4_moe", 1, 3)],
+)
+def test_tokens_are_those_of_plain_decoding(architecture: str, count: int, k: int) -> None:
+    """With random modules, as ``bench`` makes them, of the decoder layers of other targets."""
+    model = make_model(architecture, dtype=torch.float64)
+    made = random_head(model, MtpDraftConfig(num_modules=count))
+    tested, plain = compiled(model, "mtp", k, draft=made, **QUICK), compiled(model, "none", 1, **QUICK)
+    assert len(tested.stages["trace"].drafter.models) == min(count, k)
+    for temperature in (0.0, 1.0):
+        options: dict[str, Any] = {"max_new_tokens": 9, "temperature": temperature, "seed": [3, 1, 4]}
+        found, expected = (each.generate(PROMPTS, **options).new_tokens for each in (tested, plain))
+        assert_same_tokens(model, PROMPTS, found, expected)
+
+
+# What a user sees of it
+
+
+def test_every_draft_is_one_call_and_modules_are_not_copied() -> None:
+    program = decoder(3, 7).stages["insert_draft"]
+    called = [node.target for node in program.with_role("draft")]
+    assert called == ["mtp_0", "mtp_1", *["mtp_2"] * 5] and len(program.with_role("drafts")) == 7
+    weights = {id(p) for p in modules("llama", 3).module.parameters()} | {id(p) for p in target().parameters()}
+    assert all(id(p) in weights for name in set(called) for p in program.modules[name].parameters())
+
+
+def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
+    tested = decoder(3, 5, CHAINED, "probabilistic")
+    folder = tested.dump(tmp_path / "graphs")
+    for index, (name, program) in enumerate(tested.stages.items()):
+        if name in ("insert_draft", "fuse_verify"):
+            assert_runs_alike(specgraph.load_dump(folder / f"{index:02d}_{name}"), program)
