@@ -1,7 +1,20 @@
 """MTP: history, the definition, the slots that are written, planted bugs, equal tokens.
 
 Each planted bug, and what caught it here (``test_planted_bugs_are_caught_but_not_by_tokens`` asserts hits and misses;
-tokens stay equal).
+tokens stay equal):
+
+===================================  ===========  ======  ======
+bug                                  fresh start  oracle  slots
+===================================  ===========  ======  ======
+provisional rows stay                caught       caught  caught
+kept one row early                   caught       caught  missed
+same tokens for every module         missed       caught  missed
+modules do not see drafts            caught       caught  missed
+window instead of emitted            missed       caught  missed
+chained position off by one          caught       caught  caught
+noise off by one position            missed       caught  missed
+proposals from the row before        missed       caught  missed
+===================================  ===========  ======  ======
 """
 
 from __future__ import annotations
@@ -103,11 +116,11 @@ BUGS: dict[str, set[str]] = {
     "provisional rows stay": {"fresh start", "oracle", "slots"},
     "kept one row early": {"fresh start", "oracle"},
     "same tokens for every module": {"oracle"},
-    "modules do not see drafts": {"oracle"},
+    "modules do not see drafts": {"fresh start", "oracle"},
     "window instead of emitted, shifted": {"oracle"},
-    "chained position off by one": {"oracle", "slots"},
+    "chained position off by one": {"fresh start", "oracle", "slots"},
     "noise off by one position": {"oracle"},
-    "proposals from the row before": {"fresh start", "oracle"},
+    "proposals from the row before": {"oracle"},
 }
 
 
@@ -165,12 +178,12 @@ def test_every_draft_is_one_call_and_modules_are_not_copied() -> None:
     program = decoder(3, 7).stages["insert_draft"]
     called = [node.target for node in program.with_role("draft")]
     assert called == ["mtp_0", "mtp_1", *["mtp_2"] * 5] and len(program.with_role("drafts")) == 7
-    weights = {id(p) for p in modules("llama", 3).module.parameters()} | {id(p) for p in target().parameters()}
+    weights = {id(p) for p in modules("llama", 3, CHAINED).module.parameters()} | {id(p) for p in target().parameters()}
     assert all(id(p) in weights for name in set(called) for p in program.modules[name].parameters())
 
 
 def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
-    tested = decoder(3, 5, CHAINED, "probabilistic")
+    tested = decoder(2, 3, CHAINED, "probabilistic")
     folder = tested.dump(tmp_path / "graphs")
     for index, (name, program) in enumerate(tested.stages.items()):
         if name in ("insert_draft", "fuse_verify"):
