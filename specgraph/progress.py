@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
+from transformers.utils import logging
 
 _LINE = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """The format of a line where a bar cannot be redrawn. tqdm puts a comma before the note."""
@@ -93,3 +95,16 @@ class _Lines:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+@contextlib.contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """A context that hides transformers' own progress bars unless they are ``wanted`` and can be redrawn."""
+    shown = logging.is_progress_bar_enabled()
+    if not wanted:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

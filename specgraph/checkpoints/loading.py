@@ -63,7 +63,10 @@ class HeadLoader:
             ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and the found
                 shape.
         """
-        expected = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in apart}
+        self.check_shapes({name: tuple(p.shape) for name, p in module.named_parameters() if name not in apart})
+
+    def check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare names and shapes with those that are ``expected``, as :meth:`check` does."""
         missing = [name for name in expected if name not in self.stored and name not in self.borrowed]
         if missing:
             raise ConfigError(
@@ -81,9 +84,14 @@ class HeadLoader:
                 "does not use; correct the configuration or remove them."
             )
 
-    def fill(self, module: nn.Module) -> None:
-        """Read every parameter, convert it to the target's dtype and move it to the target's device."""
+    def fill(self, module: nn.Module, apart: str | None = None) -> None:
+        """Read every parameter, convert it to the target's dtype and move it to the target's device.
+
+        Parameters whose names begin with ``apart`` are left as they are.
+        """
         for name, expected in list(module.named_parameters()):
+            if apart is not None and name.startswith(apart):
+                continue
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, self._parameter(name, expected))
 

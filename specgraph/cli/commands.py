@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.decode_prompts import check_batch_size, decode_prompts, encode
@@ -24,6 +22,7 @@ from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, load_config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.progress import progress_bars
 from specgraph.tables import text_table
 
 if TYPE_CHECKING:
@@ -40,21 +39,8 @@ def run(name: str, cfg: DictConfig) -> dict[str, str]:
     Raises:
         SpecgraphError: the configuration, the model or the prompts were refused.
     """
-    with _progress_bars(sys.stderr.isatty()):
+    with progress_bars(sys.stderr.isatty()):
         return _COMMANDS[name](cfg)
-
-
-@contextlib.contextmanager
-def _progress_bars(wanted: bool) -> Iterator[None]:
-    """A context that hides transformers' own progress bars unless they are ``wanted`` and can be redrawn."""
-    shown = logging.is_progress_bar_enabled()
-    if not wanted:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def generate(cfg: DictConfig) -> dict[str, str]:

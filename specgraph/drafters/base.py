@@ -153,6 +153,14 @@ class Drafter(ABC):
         return None
 
     @classmethod
+    def recognise_inside(cls, files: Files) -> Checkpoint | None:
+        """Like :meth:`recognise`, also where the files hold a whole model that could be a draft model.
+
+        Only the drafter that the configuration names is asked.
+        """
+        return cls.recognise(files)
+
+    @classmethod
     def takes(cls, given: object) -> bool:
         """Whether a loaded draft is for this drafter."""
         return cls.head is not None and isinstance(given, DraftHead) and isinstance(given.module, cls.head)

@@ -51,7 +51,7 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
     Raises:
         ConfigError: the checkpoint cannot be opened or is of an unsupported kind, or the target is not a causal LM.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, draft.kind)
     drafter, given = drafter_class(checkpoint.kind), drafter_options(replace(draft, kind=checkpoint.kind))
     model = None if target is None else without_weights(target, "target")
     info = None if model is None else info_of(model)

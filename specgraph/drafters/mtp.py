@@ -19,17 +19,25 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2). Gloeckle et al. 2024 (arXi
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice
+from specgraph.checkpoints.files import Files, open_files
+from specgraph.checkpoints.loading import shared_notes
 from specgraph.config import DraftConfig
+from specgraph.config.draft import at_least_one
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
+from specgraph.drafters.mtp_layouts import LAYOUTS, recognise, with_overrides
+from specgraph.drafters.mtp_loading import check_modules, load_module, own_folder, used_modules
 from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
 from specgraph.drafters.step import DraftStep
+from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import TracedModel, export_hooked
 from specgraph.ir.graphs import export_module, new_module, replace_tensors, splice
 from specgraph.ir.model_info import ModelInfo
@@ -44,6 +52,34 @@ class MtpDraftConfig(DraftConfig):
     kind: str = "mtp"
     num_modules: int | None = None
     """how many modules are used, from the first one on; null: all that the checkpoint holds."""
+    family: str | None = None
+    """the hidden state that further modules read: chained (the output of the module before) or target."""
+    target_hidden: str | None = None
+    """the target's hidden state behind its final norm (final_norm) or before it (residual)."""
+    fed_hidden: str | None = None
+    """what a module feeds on: its output behind its own final norm (final_norm) or before it (residual)."""
+    order: str | None = None
+    """the first half of the projection's input: embedding or hidden."""
+    rotary_position: str | None = None
+    """the position of rotary embeddings: that of the row (row) or of the token that is read there (token)."""
+    zero_first_embedding: bool | None = None
+    """the embedding at row 0 is replaced by zeros."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a value that the drafter does not allow."""
+        at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
+        at_least_one("draft.num_modules", self.num_modules)
+        hidden = ("final_norm", "residual")
+        allowed = {"family": ("chained", "target"), "target_hidden": hidden, "fed_hidden": hidden,
+                   "order": ("embedding", "hidden"), "rotary_position": ("row", "token")}  # fmt: skip
+        for name, values in allowed.items():
+            given = getattr(self, name)
+            if given is not None and given not in values:
+                raise ConfigError(f"draft.{name} is {given!r}; it is one of {', '.join(values)}, or null.")
+
+
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""The keys by which configurations give the number of modules."""
 
 
 class Mtp(nn.ModuleList):
@@ -167,16 +203,78 @@ class MtpDrafter(Drafter):
     # The registry entry
 
     @classmethod
+    def recognise(cls, files: Files) -> Checkpoint | None:
+        """Recognise files that hold MTP modules and no target."""
+        whole = any(re.match(r"model\.(layers\.0|embed_tokens)\.", name) for name in files.tensors)
+        return None if whole else cls.recognise_inside(files)
+
+    @classmethod
+    def recognise_inside(cls, files: Files) -> Checkpoint | None:
+        """Recognise MTP modules, also among the tensors of a target."""
+        layout = recognise(files.config, files.tensors)
+        return None if layout is None else Checkpoint.of(files, cls.kind, layout.name, "mtp")
+
+    @classmethod
+    def choices(cls, checkpoint: Checkpoint, options: MtpDraftConfig, target_layers: int | None) -> tuple[Choice, ...]:
+        """The number of modules, and how they are used."""
+        layout = LAYOUTS[checkpoint.layout]
+        used, sources = with_overrides(layout, own_options(options))
+        count = len(used_modules(checkpoint, options.num_modules))
+        from_ = "tensors" if options.num_modules is None else "draft.num_modules"
+        choices = (Choice(name, value, sources[name]) for name, value in vars(used).items())
+        return (Choice("num_modules", count, from_), *choices)
+
+    @classmethod
+    def check_fit(
+        cls, checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
+    ) -> None:
+        """Compare names and shapes; nothing is read."""
+        check_modules(checkpoint, used_modules(checkpoint, options.num_modules), model, info)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
+    ) -> DraftHead:
+        """Read the modules that are used.
+
+        Raises:
+            ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found
+                shape.
+        """
+        stored = used_modules(checkpoint, options.num_modules)
+        check_modules(checkpoint, stored, model, info)
+        used, _ = with_overrides(LAYOUTS[checkpoint.layout], own_options(options))
+        loaded = Mtp(load_module(checkpoint, index, own, used, model, info) for index, own in stored.items())
+        return DraftHead(loaded, (cls.hidden_layer(used, info.num_layers),))
+
+    @staticmethod
+    def hidden_layer(options: MtpOptions, num_layers: int) -> int:
+        """The index ``k`` of the target's hidden state ``hs[k]`` that modules read."""
+        return num_layers if options.target_hidden == "final_norm" else num_layers + 1
+
+    @classmethod
     def make(cls, options: MtpDraftConfig, target: Target, given: Any) -> Draft:
-        """Bind loaded modules."""
+        """Bind loaded modules, or load them: from a checkpoint, or from the target's own.
+
+        Raises:
+            ConfigError: there is no checkpoint of the target, it holds no modules, or they do not fit.
+        """
+        notes: tuple[str, ...] = ()
+        checkpoint = own_modules(target.model) if given is None else given
+        if isinstance(checkpoint, Checkpoint):
+            given = cls.load(checkpoint, options, target.model, target.info)
+            notes = (checkpoint.about, *shared_notes(checkpoint, given.module, target.model))
         check_place(given, given.module[0].projection.weight, target.info)
-        return Draft(cls.bind(given, target.model, target.traced, options.num_speculative_tokens))
+        bound = cls.bind(given, target.model, target.traced, options.num_speculative_tokens)
+        return Draft(bound, notes=notes)
 
     @classmethod
     @torch.no_grad()
-    def bind(cls, head: DraftHead, model: PreTrainedModel, traced: TracedModel, num_speculative_tokens: int) -> Draft:
+    def bind(
+        cls, head: DraftHead, model: PreTrainedModel, traced: TracedModel, num_speculative_tokens: int
+    ) -> MtpDrafter:
         """The drafter that runs loaded modules, or the first of them if there are more than drafts."""
-        modules = head.module[: max(1, num_speculative_tokens)]
+        modules: Any = head.module[: max(1, num_speculative_tokens)]
         graphs: dict[str, fx.GraphModule] = {}
         for index, module in enumerate(modules):
             graphs |= _export(module, model, traced, _name(index))
@@ -186,10 +284,34 @@ class MtpDrafter(Drafter):
     @classmethod
     def random(cls, model: PreTrainedModel, options: MtpDraftConfig) -> DraftHead:
         """``draft.num_modules`` random modules (1 by default) whose embedding and projection are the target's."""
-        used, count = MtpOptions(), options.num_modules or 1
-        modules = Mtp(MtpModule(model, make_block(model, model.device), used, index) for index in range(count))
+        used = replace(MtpOptions(), **{name: v for name, v in own_options(options).items() if v is not None})
+        blocks = (make_block(model, model.device).requires_grad_(False) for _ in range(options.num_modules or 1))
+        modules = Mtp(MtpModule(model, block, used, index) for index, block in enumerate(blocks))
         text: Any = model.config.get_text_config()
-        return DraftHead(modules.eval().requires_grad_(False), cls.feature_layers(text.num_hidden_layers))
+        return DraftHead(modules.eval(), (cls.hidden_layer(used, text.num_hidden_layers),))
+
+
+def own_options(options: MtpDraftConfig) -> dict[str, Any]:
+    """The options of :class:`~specgraph.drafters.mtp_module.MtpOptions` that a user gave; None where not."""
+    return {item.name: getattr(options, item.name) for item in fields(MtpOptions)}
+
+
+def own_modules(model: PreTrainedModel) -> Checkpoint:
+    """The modules in the checkpoint that a model was loaded from.
+
+    Raises:
+        ConfigError: it has no checkpoint on this machine, or that holds none.
+    """
+    files = open_files(own_folder(model))
+    found = MtpDrafter.recognise_inside(files)
+    if found is None:
+        declared = next((key for key in COUNT_KEYS if files.config.get(key)), None)
+        why = f", although its config.json has {declared}={files.config[declared]}" if declared else ""
+        raise ConfigError(
+            f"{files.path} holds no MTP modules{why}; give a checkpoint that does by draft=... or draft.model, or use "
+            "another drafter."
+        )
+    return found
 
 
 def _name(index: int) -> str:

@@ -76,8 +76,8 @@ class MtpModule(nn.Module):
         parts: Any = block
         size = block.config.get_text_config().hidden_size
         self.options, self.index = options, index
-        self.embed_tokens = model.get_input_embeddings()
-        self.lm_head: Any = model.get_output_embeddings()
+        self.embed_tokens: Any = _borrowed(model.get_input_embeddings())
+        self.lm_head: Any = _borrowed(model.get_output_embeddings())
         self.embed_norm, self.hidden_norm, self.norm = (copy.deepcopy(parts.norm) for _ in range(3))
         first = next(block.parameters())
         self.projection = nn.Linear(2 * size, size, bias=False, device=first.device, dtype=first.dtype)
@@ -104,14 +104,23 @@ class MtpModule(nn.Module):
         return rows
 
 
+def _borrowed(module: nn.Module) -> nn.Module:
+    """A module that has the same parameters, and can get others and another mode without changing ``module``."""
+    borrowed = copy.copy(module)
+    borrowed._parameters = dict(module._parameters)
+    return borrowed
+
+
 def make_block(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """A base model of the target's class with one decoder layer like the target's last one, in the target's dtype.
+    """A base model of the target's class with one decoder layer, in the target's dtype.
+
+    The layer is like the target's layer :func:`like_layer`.
 
     Its parameters are initialised as the class does it, on ``device``.
 
     Raises:
-        ConfigError: the target's base model is not a stack ``layers`` with a ``norm`` behind it, or the layer is not
-            like the target's last one.
+        ConfigError: the target's base model is not a stack ``layers`` with a ``norm`` behind it, or a layer
+            that is alone differs from those in the stack.
     """
     base: Any = model.base_model
     if not isinstance(getattr(base, "layers", None), nn.ModuleList) or not isinstance(base.norm, nn.Module):
@@ -121,11 +130,12 @@ def make_block(model: PreTrainedModel, device: torch.device | str) -> PreTrained
         )
     with torch.device(device):
         block: Any = type(base)._from_config(block_config(model.config.get_text_config()), dtype=base.dtype)
-    last, own = ({name: tuple(p.shape) for name, p in stack.layers[-1].named_parameters()} for stack in (base, block))
+    like = base.layers[like_layer(model.config.get_text_config())]
+    last, own = ({name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in (like, block.layers[0]))
     if last != own:
         name = next(name for name in {**last, **own} if last.get(name) != own.get(name))
         raise ConfigError(
-            f"A layer of {type(model).__name__} that is alone differs from its last layer: {name} has the shape "
+            f"A layer of {type(model).__name__} that is alone differs from the one it is like: {name} has the shape "
             f"{own.get(name)}, not {last.get(name)}. Its layers depend on their number in a way that specgraph does "
             "not know, so it makes no MTP modules of them; use another drafter."
         )
@@ -136,15 +146,12 @@ def make_block(model: PreTrainedModel, device: torch.device | str) -> PreTrained
 
 
 def block_config(text: PretrainedConfig) -> PretrainedConfig:
-    """A copy of the configuration of a target for one decoder layer, which is like the target's last layer.
+    """A copy of the configuration of a target for one decoder layer, which is like layer :func:`like_layer`.
 
-    What is listed by layer keeps the entry of the last layer. A layer without a sliding window is preferred, because
-    the modules of published checkpoints have none where the target has layers of both kinds.
+    What is listed by layer keeps the entry of that layer.
     """
     config: Any = copy.deepcopy(text)
-    layers = config.num_hidden_layers
-    types = getattr(config, "layer_types", None) or []
-    chosen = max((i for i, kind in enumerate(types) if kind == "full_attention"), default=layers - 1)
+    layers, chosen = config.num_hidden_layers, like_layer(text)
     lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in n}
     config.num_hidden_layers = 1
     for name, values in lists.items():
@@ -152,4 +159,15 @@ def block_config(text: PretrainedConfig) -> PretrainedConfig:
     if getattr(config, "first_k_dense_replace", None) is not None:
         config.first_k_dense_replace = 0
     config.vocab_size, config.pad_token_id = 1, None  # the block gets no embedding
+    config.bos_token_id = config.eos_token_id = None
     return config  # type: ignore[no-any-return]
+
+
+def like_layer(text: Any) -> int:
+    """The number of the target's layer that modules are like: the last one.
+
+    If layers differ in how they attend, it is the last one that attends to everything, as in published checkpoints.
+    """
+    types = getattr(text, "layer_types", None) or []
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    return full[-1] if full else int(text.num_hidden_layers) - 1

@@ -43,13 +43,21 @@ def drafter_classes() -> list[type[Drafter]]:
     return sorted(map(drafter_class, drafter_kinds()), key=lambda cls: cls.fallback)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, kind: str | None = None) -> Checkpoint:
     """Open the folder or the weights file of a draft, and recognise it.
+
+    Args:
+        path: the folder or the file.
+        kind: the drafter that the configuration names, which is asked first. It may find what it runs in the files of
+            a whole model.
 
     Raises:
         ConfigError: files are missing or damaged, or the draft is of a kind that is not supported, which is named.
     """
     files, classes = open_files(path), drafter_classes()
+    asked = None if kind is None else drafter_class(kind).recognise_inside(files)
+    if asked is not None:
+        return asked
     for cls in classes:
         unsupported = name_unsupported(files) if cls.fallback else None
         if unsupported is not None:
@@ -93,7 +101,7 @@ def with_draft(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
     if "." in kind:
         return config, given
     if isinstance(given, str | Path) and Path(given).exists():
-        given = open_checkpoint(given)
+        given = open_checkpoint(given, kind)
     return replace(config, draft=replace(config.draft, kind=_kind_of(given))), given
 
 

@@ -44,7 +44,8 @@ class TracedModel:
 
     ``body(tokens, positions) -> hidden`` takes int64 ``[B, T]`` twice and returns the input ``[B, T, H]`` of the head.
     In its graph, the node whose ``meta["hidden_state"]`` is ``k`` holds ``hs[k]``, the residual stream that enters
-    layer ``k``. ``hs[0]`` are the embeddings, and the last one is taken after the final norm. The other graph,
+    layer ``k``. ``hs[0]`` are the embeddings. With ``L`` layers, ``hs[L]`` is taken after the final norm, and what
+    enters this norm is ``hs[L + 1]``, if the base model has it under the name ``norm``. The other graph,
     ``head(hidden) -> logits``, turns ``[B, R, H]`` into ``[B, R, V]``. Both hold the model's own parameters and no
     copies.
     """
@@ -201,11 +202,27 @@ class _Forward(nn.Module):
         super().__init__()
         self.model = model
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.norm: Any = getattr(model.base_model, "norm", None)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         place = {"position_ids": positions} if self.takes_positions else {}
-        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **place)
-        return (out.logits, *out.hidden_states)
+        with _inputs_of(self.norm) as entered:
+            out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **place)
+        return (out.logits, *out.hidden_states, *entered[-1:])
+
+
+@contextlib.contextmanager
+def _inputs_of(module: nn.Module | None) -> Iterator[list[Tensor]]:
+    """The first arguments with which ``module`` is called while the context lasts, in order."""
+    seen: list[Tensor] = []
+    if module is None:
+        yield seen
+        return
+    handle = module.register_forward_pre_hook(lambda _, args: seen.extend(args[:1]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def check_is_causal_lm(model: object) -> None:
@@ -243,7 +260,7 @@ def trace(model: PreTrainedModel) -> TracedModel:
     graph, parameter = unlift(exported, "model."), next(model.parameters())
     move_foreign_nodes(graph, parameter.device)
     _check_calls(graph.graph, calls, type(model).__name__)
-    body, head = _split(graph, type(model).__name__)
+    body, head = _split(graph, layers, type(model).__name__)
     vocab = head_output(head).shape[-1]
     info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
                      parameter.device, limit)  # fmt: skip
@@ -345,13 +362,13 @@ def _check_calls(graph: fx.Graph, calls: list[AttentionCall], name: str) -> None
         )
 
 
-def _split(module: fx.GraphModule, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the graph at the last hidden state. The part before it is the body, and the part after it is the head."""
+def _split(module: fx.GraphModule, layers: int, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut the graph behind the final norm. The part before it is the body, and the part after it is the head."""
     outputs: Any = module.graph.output_node().args[0]
     logits, *hidden_states = outputs
     for index, node in enumerate(hidden_states):
         node.meta.setdefault("hidden_state", index)
-    last = hidden_states[-1]
+    last = hidden_states[layers]
     body = _subgraph(module, last, [n for n in module.graph.nodes if n.op == "placeholder"], "body")
     head = _subgraph(module, logits, [last], "head")
     if any(node.op == "placeholder" and node.name not in {"hidden"} for node in head.graph.nodes):

@@ -17,8 +17,7 @@ from tests.checkpoints.layouts import DRAFT_VOCAB, VOCAB, Written
 from tests.checkpoints.running import load, target
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "mtp": ({"speculators_model_type": "mtp"}, ["mtp_layers.0.input_proj.weight"], "a mtp head"),
-    "mtp by its tensors": ({"model_type": "qwen3"}, ["mtp.fc.weight"], "an MTP head"),
+    "mtp of another form": ({"model_type": "deepseek_v4"}, ["mtp.0.e_proj.weight"], "an MTP head"),
     "dflash": ({"dflash_config": {}}, ["fc.weight"], "a DFlash head"),
     "dflash by its tensors": ({}, ["fc.weight", "hidden_norm.weight"], "a DFlash head"),
     "dspark": ({"speculators_model_type": "dspark"}, ["fc.weight"], "a dspark head"),

@@ -53,14 +53,23 @@ def modules(architecture: str, count: int, options: MtpOptions = CHAINED, own_he
 
 
 def definition(architecture: str, head: DraftHead) -> NextLogits:
+    """:func:`drafted_logits` for one of the targets of the tests."""
+    return drafted_logits(target(architecture), head)
+
+
+def drafted_logits(model: PreTrainedModel, head: DraftHead) -> NextLogits:
     """The logits of the next draft, from the accepted tokens and the drafts before it."""
-    model, used, options = target(architecture), head.module, head.module.options
+    used, options = head.module, head.module.options
 
     @functools.cache
     @torch.no_grad()
     def hidden_states(tokens: tuple[int, ...]) -> Tensor:
-        out = model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        return out.hidden_states[-1]
+        base: Any = model.base_model
+        entered: list[Tensor] = []
+        hook = base.norm.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+        normed: Tensor = base(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
+        hook.remove()
+        return normed if options.target_hidden == "final_norm" else entered[0]
 
     def fed(module: MtpModule, rows: Tensor) -> Tensor:
         normed: Tensor = module.norm(rows) if options.fed_hidden == "final_norm" else rows
@@ -88,8 +97,7 @@ def definition(architecture: str, head: DraftHead) -> NextLogits:
     def one(accepted: tuple[int, ...], drafted: tuple[int, ...]) -> Tensor:
         index = min(len(drafted), len(used) - 1)
         rows = rows_of(index, accepted + drafted, len(accepted))[1]
-        projected: Any = model.get_output_embeddings() if used[index].lm_head is None else used[index].lm_head
-        logits: Tensor = projected(used[index].norm(rows[:, -1]))[0]
+        logits: Tensor = used[index].lm_head(used[index].norm(rows[:, -1]))[0]
         return logits
 
     def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:

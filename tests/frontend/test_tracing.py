@@ -41,7 +41,11 @@ def test_graph_computes_every_hidden_state_and_the_logits(architecture: str, sha
         traced = trace(model)
         body = HiddenStates(traced.body)
         logits = traced.head(body.run(tokens, positions))
-    assert sorted(body.seen) == list(range(traced.info.num_layers + 1))
+    layers = traced.info.num_layers
+    entered = body.seen.pop(layers + 1, None)
+    assert sorted(body.seen) == list(range(layers + 1)) and (entered is not None) == hasattr(model.base_model, "norm")
+    if entered is not None:
+        torch.testing.assert_close(model.base_model.norm(entered), body.seen[layers], rtol=1e-5, atol=1e-5)
     # Norms, rotary and routers stay in float32 inside a float64 model.
     for index, state in body.seen.items():
         torch.testing.assert_close(state, expected.hidden_states[index], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,165 @@
+"""How published checkpoints store MTP modules, and how each of them is used.
+
+The modules lie in the target's own checkpoint, beside the tensors that transformers loads, or in one of their own. A
+layout says which tensors belong to which module, what they are called here
+(:class:`~specgraph.drafters.mtp_module.MtpModule`), and how the modules are used. Implementations disagree about that;
+:attr:`Layout.sources` names the one that each option is taken from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specgraph.checkpoints.files import StoredTensor
+from specgraph.drafters.mtp_module import BLOCK, MtpOptions
+
+Names = tuple[tuple[str, str], ...]
+Modules = dict[int, dict[str, StoredTensor]]
+"""The tensors of modules by the names of their parameters, by module."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One way to store modules.
+
+    Attributes:
+        name: of the models that use it.
+        prefix: how the names of the modules' tensors begin; ``{index}`` stands for the number of the module, and only
+            the first module has tensors if it is missing.
+        names: how ``rest`` begins for a tensor outside of the decoder layer, and the name of that parameter here.
+        options: how the modules are used.
+        sources: where each option was found, by its name.
+        behind_layers: modules are numbered on behind the target's layers.
+        sign: what the name of some tensor must contain, where the names do not tell two layouts apart otherwise.
+    """
+
+    name: str
+    prefix: str
+    names: Names
+    options: MtpOptions
+    sources: Mapping[str, str] = field(default_factory=dict)
+    behind_layers: bool = False
+    sign: str = ""
+
+    def find(self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Modules:
+        """The tensors of every module, by their names here."""
+        first = num_layers(config) if self.behind_layers else 0
+        pattern = re.compile(re.escape(self.prefix).replace(r"\{index\}", r"(?P<index>\d+)"))
+        found: Modules = {}
+        for name, tensor in tensors.items() if first is not None else ():
+            match = pattern.match(name)
+            index = -1 if match is None else int(match.groupdict().get("index") or 0) - (first or 0)
+            if match is not None and index >= 0:
+                found.setdefault(index, {})[self._name(name[match.end() :])] = tensor
+        return dict(sorted(found.items()))
+
+    def shown(self, config: Mapping[str, Any], index: int, name: str) -> str:
+        """The name that a file has for the parameter ``name`` of module ``index``."""
+        number = index + (num_layers(config) or 0) if self.behind_layers else index
+        rest = next((file + name.removeprefix(own) for file, own in self.names if name.startswith(own)), None)
+        return self.prefix.format(index=number) + (name.removeprefix(BLOCK) if rest is None else rest)
+
+    def _name(self, rest: str) -> str:
+        for begins, name in self.names:
+            if rest.startswith(begins):
+                return name + rest.removeprefix(begins)
+        return BLOCK + rest
+
+
+def num_layers(config: Mapping[str, Any]) -> int | None:
+    """The number of the target's decoder layers, by its ``config.json``; None if that does not say."""
+    text = config.get("text_config")
+    value = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    return value if isinstance(value, int) else None
+
+
+_DEEPSEEK: Names = (
+    ("embed_tokens.", "embed_tokens."), ("enorm.", "embed_norm."), ("hnorm.", "hidden_norm."),
+    ("eh_proj.", "projection."), ("shared_head.norm.", "norm."), ("shared_head.head.", "lm_head."),
+)  # fmt: skip
+_BEHIND = "model.layers.{index}."
+_ALL_VLLM = dict.fromkeys(
+    ("family", "target_hidden", "fed_hidden", "order", "rotary_position", "zero_first_embedding"), "vLLM 0.33"
+)
+
+STEP = Layout(
+    "step",
+    _BEHIND,
+    (*_DEEPSEEK[:-1], ("shared_head.output.", "lm_head."), ("transformer.", BLOCK)),
+    MtpOptions(target_hidden="residual", fed_hidden="residual"),
+    {**_ALL_VLLM, "target_hidden": "vLLM 0.33 and SGLang", "fed_hidden": "vLLM 0.33 (transformers: final_norm)"},
+    behind_layers=True,
+    sign=".transformer.",
+)
+DEEPSEEK = Layout(
+    "deepseek",
+    _BEHIND,
+    _DEEPSEEK,
+    MtpOptions(zero_first_embedding=True),
+    {
+        **_ALL_VLLM,
+        "target_hidden": "vLLM 0.33 and SGLang (llama.cpp: residual)",
+        "fed_hidden": "vLLM 0.33 (deepseek_mtp; its glm4_moe_mtp: residual)",
+        "rotary_position": "vLLM 0.33 and SGLang (transformers: token)",
+        "zero_first_embedding": "vLLM 0.33 (transformers: no)",
+    },
+    behind_layers=True,
+)
+QWEN3_NEXT = Layout(
+    "qwen3_next",
+    "mtp.",
+    (
+        ("fc.", "projection."), ("pre_fc_norm_embedding.", "embed_norm."), ("pre_fc_norm_hidden.", "hidden_norm."),
+        ("norm.", "norm."), ("layers.0.", BLOCK),
+    ),
+    MtpOptions(),
+    {**_ALL_VLLM, "target_hidden": "vLLM 0.33, SGLang and llama.cpp"},
+)  # fmt: skip
+MIMO = Layout(
+    "mimo",
+    "model.mtp_layers.{index}.",
+    (
+        ("token_layernorm.", "embed_norm."), ("hidden_layernorm.", "hidden_norm."), ("input_proj.", "projection."),
+        ("final_layernorm.", "norm."),
+    ),
+    MtpOptions(order="hidden", zero_first_embedding=True),
+    _ALL_VLLM,
+)  # fmt: skip
+MIMO_V2 = Layout(
+    "mimo_v2",
+    "model.mtp.layers.{index}.",
+    (
+        *_DEEPSEEK[1:4], ("final_layernorm.", "norm."),
+        ("pre_mlp_layernorm.", f"{BLOCK}post_attention_layernorm."),
+    ),
+    MtpOptions(family="target"),
+    {**_ALL_VLLM, "family": "SGLang 0.5.23 (vLLM 0.33 uses the first module alone)"},
+)  # fmt: skip
+SPECULATORS = Layout(
+    "speculators",
+    "mtp_layers.{index}.",
+    MIMO.names,
+    MtpOptions(),
+    dict.fromkeys(_ALL_VLLM, "speculators"),
+)
+LAYOUTS = {layout.name: layout for layout in (SPECULATORS, MIMO, MIMO_V2, QWEN3_NEXT, STEP, DEEPSEEK)}
+"""In the order in which they are tried: Step's names would pass for those of DeepSeek."""
+
+
+def recognise(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Layout | None:
+    """The layout of the modules among ``tensors``; None if there are none."""
+    for layout in LAYOUTS.values():
+        projections = any("projection.weight" in module for module in layout.find(config, tensors).values())
+        if projections and any(layout.sign in name for name in tensors):
+            return layout
+    return None
+
+
+def with_overrides(layout: Layout, given: Mapping[str, Any]) -> tuple[MtpOptions, dict[str, str]]:
+    """The options of a layout with those that a user gave (None: the layout's), and where each was found."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    sources = {**layout.sources, **{name: f"draft.{name}" for name in chosen}}
+    return replace(layout.options, **chosen), sources

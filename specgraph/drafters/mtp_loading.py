@@ -1,0 +1,125 @@
+"""Loads MTP modules from a checkpoint: all names and shapes are compared before any tensor is read.
+
+The decoder layer of a module is loaded by transformers, which knows how published tensors of a model type become the
+parameters of its classes (experts are stored one by one, for example). The rest has the same form in files as here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
+
+from specgraph.checkpoints.checkpoint import Checkpoint
+from specgraph.checkpoints.files import StoredTensor
+from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
+from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules
+from specgraph.drafters.mtp_module import BLOCK, MtpModule, MtpOptions, block_config, make_block
+from specgraph.errors import ConfigError
+from specgraph.ir.model_info import ModelInfo
+from specgraph.progress import progress_bars
+
+IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
+"""Tensors that are computed and not read."""
+
+
+def own_folder(model: PreTrainedModel) -> Path:
+    """The folder of the checkpoint that a model was loaded from, on this machine.
+
+    Raises:
+        ConfigError: there is none, or the model was made from a configuration.
+    """
+    name = model.name_or_path
+    if name and Path(name).is_dir():
+        return Path(name)
+    try:
+        found = cached_file(name, "config.json", local_files_only=True) if name else None
+    except OSError:
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"draft=mtp takes the modules out of the target's own checkpoint, and there is no folder of the name "
+            f"{name!r} on this machine; give the folder that holds them by draft=... or draft.model."
+        )
+    return Path(found).parent
+
+
+def used_modules(checkpoint: Checkpoint, wanted: int | None) -> Modules:
+    """The modules of a checkpoint that are used: all, or the first ``wanted``.
+
+    Raises:
+        ConfigError: there are fewer, or one is missing.
+    """
+    found = LAYOUTS[checkpoint.layout].find(checkpoint.config, checkpoint.tensors)
+    count = max(found) + 1
+    missing = [index for index in range(count) if index not in found]
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.path} has tensors of the MTP module {count - 1} and none of module {missing[0]}; download it "
+            f"again, or set draft.num_modules to {missing[0]}."
+            if missing[0]
+            else f"{checkpoint.path} has no tensors of the first MTP module; download it again."
+        )
+    if wanted is not None and wanted > count:
+        raise ConfigError(f"draft.num_modules is {wanted}, but {checkpoint.path} holds {count}; lower it.")
+    return {index: found[index] for index in range(count if wanted is None else wanted)}
+
+
+def check_modules(checkpoint: Checkpoint, modules: Modules, model: PreTrainedModel, info: ModelInfo) -> None:
+    """Compare the names and shapes of the modules' tensors with those that the target's own layer class needs.
+
+    Raises:
+        ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
+    """
+    block = make_block(model, "meta")
+    expected = _expected(MtpModule(model, block, MtpOptions(), 0))
+    for index, stored in modules.items():
+        _loader(checkpoint, index, stored, model, info).check_shapes(expected)
+
+
+def load_module(
+    checkpoint: Checkpoint, index: int, stored: Mapping[str, StoredTensor], options: MtpOptions, model: PreTrainedModel,
+    info: ModelInfo,
+) -> MtpModule:  # fmt: skip
+    """Read one module that :func:`check_modules` has passed, on the target's device and in its dtype."""
+    base: Any = model.base_model
+    tensors = {f"layers.0.{name.removeprefix(BLOCK)}": stored[name].read() for name in stored if name.startswith(BLOCK)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.match(name)}
+    # A base model needs these two. Neither remains: the norm is filled below, and the block gets no embedding.
+    tensors |= {"norm.weight": stored["norm.weight"].read(), EMBEDDING: torch.zeros(1, info.hidden_size)}
+    with progress_bars(False):
+        block: Any = type(base).from_pretrained(
+            None, config=block_config(model.config.get_text_config()), state_dict=tensors, dtype=info.dtype
+        )
+    if hasattr(base, "rotary_emb"):
+        block.rotary_emb = base.rotary_emb
+    module = MtpModule(model, block.to(info.device).requires_grad_(False), options, index)
+    _loader(checkpoint, index, stored, model, info).fill(module, apart=BLOCK)
+    return module.eval()
+
+
+def _expected(module: MtpModule) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that a checkpoint must have for ``module``, as published checkpoints name them."""
+    block: Any = module.block
+    tensors = {name: tensor for name, tensor in block.state_dict().items() if name.startswith("layers.")}
+    published = revert_weight_conversion(block, tensors)
+    expected = {BLOCK + name.removeprefix("layers.0."): tuple(tensor.shape) for name, tensor in published.items()}
+    own = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    return {name: shape for name, shape in own.items() if not name.startswith(BLOCK)} | expected
+
+
+def _loader(
+    checkpoint: Checkpoint, index: int, stored: Mapping[str, StoredTensor], model: PreTrainedModel, info: ModelInfo
+) -> HeadLoader:
+    layout: Layout = LAYOUTS[checkpoint.layout]
+    return HeadLoader(
+        checkpoint, stored, TargetTensors.of(model, info), "an MTP module of this layout", (EMBEDDING, PROJECTION),
+        IGNORED, lambda name: layout.shown(checkpoint.config, index, name),
+    )  # fmt: skip
