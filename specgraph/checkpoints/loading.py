@@ -8,7 +8,7 @@ the target's own tensor and not a copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,13 +131,18 @@ class HeadLoader:
         return ", ".join(self.shown(name) for name in names[:3]) + more
 
 
-def shared_notes(checkpoint: Checkpoint, module: nn.Module, model: PreTrainedModel) -> tuple[str, ...]:
-    """For the report, one line for every tensor of a loaded head that is the target's own tensor."""
+def shared_notes(
+    stored: Container[str], module: nn.Module, model: PreTrainedModel, called: str = "draft"
+) -> tuple[str, ...]:
+    """For the report, one line for every tensor of a loaded head that is the target's own tensor.
+
+    ``stored`` are the names of those parameters that the checkpoint has, and ``called`` is what the head is called.
+    """
     owned = {id(parameter): name for name, parameter in model.named_parameters()}
     notes = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in owned:
-            why = "" if name in checkpoint.tensors else " (the checkpoint has none)"
+            why = "" if name in stored else " (the checkpoint has none)"
             size = f"{parameter.nbytes:,} bytes{why}"
-            notes.append(f"shared while loading: draft.{name} is target.{owned[id(parameter)]}, {size}")
+            notes.append(f"shared while loading: {called}.{name} is target.{owned[id(parameter)]}, {size}")
     return tuple(notes)

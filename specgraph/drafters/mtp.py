@@ -18,6 +18,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2). Gloeckle et al. 2024 (arXi
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from dataclasses import dataclass, field, fields, replace
@@ -263,7 +264,9 @@ class MtpDrafter(Drafter):
         checkpoint = own_modules(target.model) if given is None else given
         if isinstance(checkpoint, Checkpoint):
             given = cls.load(checkpoint, options, target.model, target.info)
-            notes = (checkpoint.about, *shared_notes(checkpoint, given.module, target.model))
+            stored = used_modules(checkpoint, options.num_modules)
+            shared = (shared_notes(stored[i], m, target.model, _name(i)) for i, m in enumerate(given.module))
+            notes = (checkpoint.about, *itertools.chain.from_iterable(shared))
         check_place(given, given.module[0].projection.weight, target.info)
         bound = cls.bind(given, target.model, target.traced, options.num_speculative_tokens)
         return Draft(bound, notes=notes)

@@ -116,7 +116,7 @@ def test_a_copy_of_the_targets_tensor_is_not_brought_to_its_device(
     assert head.module.lm_head.weight is not model.lm_head.weight
     size = f"{layouts.VOCAB * layouts.HIDDEN * 8:,} bytes"
     note = f"shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, {size}"
-    assert shared_notes(checkpoint, head.module, model) == ((note,) if shared else ())
+    assert shared_notes(checkpoint.tensors, head.module, model) == ((note,) if shared else ())
 
 
 def test_an_identity_map_is_no_map(tmp_path: Path) -> None:

@@ -32,4 +32,4 @@ def test_a_head_on_a_gpu(change: bool, tmp_path: Path) -> None:
     assert (head.module.embed_tokens.weight is model.model.embed_tokens.weight) is not change
     assert torch.equal(head.module.embed_tokens.weight.cpu(), copied)
     shared = "shared while loading: draft.embed_tokens.weight is target.model.embed_tokens.weight, "
-    assert any(note.startswith(shared) for note in shared_notes(checkpoint, head.module, model)) is not change
+    assert any(note.startswith(shared) for note in shared_notes(checkpoint.tensors, head.module, model)) is not change
