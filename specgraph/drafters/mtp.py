@@ -21,7 +21,9 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,16 +33,25 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
+from specgraph.checkpoints.writing import write_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.config.draft import at_least_one
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
-from specgraph.drafters.mtp_layouts import LAYOUTS, recognise, with_overrides
-from specgraph.drafters.mtp_loading import check_modules, load_module, own_folder, used_modules
-from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
+from specgraph.drafters.mtp_graphs import export, join, module_info, module_name, part_names
+from specgraph.drafters.mtp_layouts import LAYOUTS, OPTIONS, recognise, with_overrides
+from specgraph.drafters.mtp_loading import (
+    block_settings,
+    check_modules,
+    load_module,
+    own_folder,
+    published,
+    used_modules,
+)
+from specgraph.drafters.mtp_module import Mtp, MtpModule, MtpOptions, make_block
+from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
-from specgraph.frontend.tracing import TracedModel, export_hooked
-from specgraph.ir.graphs import export_module, new_module, replace_tensors, splice
+from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
@@ -66,6 +77,8 @@ class MtpDraftConfig(DraftConfig):
     zero_first_embedding: bool | None = None
     """the embedding at row 0 is replaced by zeros."""
 
+    trains: ClassVar[tuple[str, ...]] = ("mtp",)
+
     def check(self) -> None:
         """Raise ``ConfigError`` for a value that the drafter does not allow."""
         at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
@@ -81,16 +94,6 @@ class MtpDraftConfig(DraftConfig):
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """The keys by which configurations give the number of modules."""
-
-
-class Mtp(nn.ModuleList):
-    """The modules of a target, in order."""
-
-    @property
-    def options(self) -> MtpOptions:
-        """How they are used."""
-        options: MtpOptions = self[0].options  # type: ignore[assignment]
-        return options
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +124,7 @@ class MtpDrafter(Drafter):
     @property
     def model(self) -> ModelInfo:
         """Facts about the first module; the others are like it."""
-        return self.models[_name(0)]
+        return self.models[module_name(0)]
 
     def build(self, step: DraftStep) -> int:
         """Append one call for every draft, and what keeps the rows that the next step runs again."""
@@ -131,7 +134,7 @@ class MtpDrafter(Drafter):
         fed: fx.Node | None = None
         for index in range(count):
             module = min(index, modules - 1)
-            call = step.draft(**{**bound[module], **inputs}, module=_name(module), name=f"draft_{index}")
+            call = step.draft(**{**bound[module], **inputs}, module=module_name(module), name=f"draft_{index}")
             logits = call
             if self._feeds(module):
                 logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{index}")
@@ -153,9 +156,9 @@ class MtpDrafter(Drafter):
 
     def _add_module(self, step: DraftStep, index: int) -> dict[str, fx.Node]:
         """Make module ``index`` callable; returns the state that it asks for."""
-        name = _name(index)
-        parts = [step.take_module(part) for part in _parts(name)]
-        step.add_module(name, _join(*parts, self._feeds(index), self.options, name))
+        name = module_name(index)
+        parts = [step.take_module(part) for part in part_names(name)]
+        step.add_module(name, join(*parts, self._feeds(index), self.options, name))
         return step.bind(name, name)
 
     def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[tuple[Any, ...]]]:
@@ -219,7 +222,7 @@ class MtpDrafter(Drafter):
     def choices(cls, checkpoint: Checkpoint, options: MtpDraftConfig, target_layers: int | None) -> tuple[Choice, ...]:
         """The number of modules, and how they are used."""
         layout = LAYOUTS[checkpoint.layout]
-        used, sources = with_overrides(layout, own_options(options))
+        used, sources = with_overrides(layout, checkpoint.config, own_options(options))
         count = len(used_modules(checkpoint, options.num_modules))
         from_ = "tensors" if options.num_modules is None else "draft.num_modules"
         choices = (Choice(name, value, sources[name]) for name, value in vars(used).items())
@@ -244,7 +247,7 @@ class MtpDrafter(Drafter):
         """
         stored = used_modules(checkpoint, options.num_modules)
         check_modules(checkpoint, stored, model, info)
-        used, _ = with_overrides(LAYOUTS[checkpoint.layout], own_options(options))
+        used, _ = with_overrides(LAYOUTS[checkpoint.layout], checkpoint.config, own_options(options))
         loaded = Mtp(load_module(checkpoint, index, own, used, model, info) for index, own in stored.items())
         return DraftHead(loaded, (cls.hidden_layer(used, info.num_layers),))
 
@@ -265,7 +268,7 @@ class MtpDrafter(Drafter):
         if isinstance(checkpoint, Checkpoint):
             given = cls.load(checkpoint, options, target.model, target.info)
             stored = used_modules(checkpoint, options.num_modules)
-            shared = (shared_notes(stored[i], m, target.model, _name(i)) for i, m in enumerate(given.module))
+            shared = (shared_notes(stored[i], m, target.model, module_name(i)) for i, m in enumerate(given.module))
             notes = (checkpoint.about, *itertools.chain.from_iterable(shared))
         check_place(given, given.module[0].projection.weight, target.info)
         bound = cls.bind(given, target.model, target.traced, options.num_speculative_tokens)
@@ -280,9 +283,41 @@ class MtpDrafter(Drafter):
         modules: Any = head.module[: max(1, num_speculative_tokens)]
         graphs: dict[str, fx.GraphModule] = {}
         for index, module in enumerate(modules):
-            graphs |= _export(module, model, traced, _name(index))
-        infos = {_name(index): module_info(traced.info) for index in range(len(modules))}
+            graphs |= export(module, model, traced, module_name(index))
+        infos = {module_name(index): module_info(traced.info) for index in range(len(modules))}
         return cls(num_speculative_tokens, graphs, infos, head.features, options=modules[0].options)
+
+    @classmethod
+    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
+        """Untrained modules, as many as the plan has layers, that pass on the hidden state which they read."""
+        text: Any = plan.model.config.get_text_config()
+        check_plan(plan, cls.feature_layers(text.num_hidden_layers))
+        used, modules = MtpOptions(family=plan.family), []  # type: ignore[arg-type]
+        for index in range(plan.layers.num_hidden_layers):
+            block: Any = make_block(plan.model, plan.model.device)
+            module = MtpModule(plan.model, block.float(), used, index)
+            module.start_from_hidden()
+            modules.append(module)
+        return DraftHead(Mtp(modules), plan.features)
+
+    @classmethod
+    def save_head(
+        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
+        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
+    ) -> Path:  # fmt: skip
+        """Write the modules in the speculators layout.
+
+        That layout holds one module. Further ones are numbered on, and ``mtp_options`` says how they are used.
+        """
+        config = {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "num_nextn_predict_layers": len(head.module),
+            OPTIONS: vars(head.module.options),
+            "transformer_layer_config": block_settings(head.module[0]),
+            "base_model_name_or_path": target_name,
+        }
+        return write_checkpoint(folder, config, published(head.module, LAYOUTS["speculators"], shared))
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MtpDraftConfig) -> DraftHead:
@@ -317,100 +352,15 @@ def own_modules(model: PreTrainedModel) -> Checkpoint:
     return found
 
 
-def _name(index: int) -> str:
-    """The name of a module in the program."""
-    return f"mtp_{index}"
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    """The names of the traced parts of a module: its block, its final norm, and its vocabulary projection."""
-    return name, f"{name}_norm", f"{name}_head"
-
-
-def module_info(target: ModelInfo) -> ModelInfo:
-    """Facts about a module of a target."""
-    return replace(target, name="MtpModule", num_layers=1, max_positions=None)
-
-
-class _Body(nn.Module):
-    """What is exported of a module. The names of arguments become those of the graph's inputs."""
-
-    def __init__(self, module: MtpModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        rows: Tensor = self.module(tokens, positions, hidden)
-        return rows
-
-
-class _Norm(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self.norm(hidden)
-        return normed
-
-
-def _export(module: MtpModule, model: PreTrainedModel, traced: TracedModel, name: str) -> dict[str, fx.GraphModule]:
-    """The three parts of a module as graphs.
-
-    The vocabulary projection is the target's traced one, with all that the target does to logits, such as a soft cap;
-    a projection of the module's own takes the place of the target's tensor.
-    """
-    weight = module.projection.weight
-    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
-    dims = {0: batch, 1: length}
-    tokens = torch.zeros(3, 5, dtype=torch.int64, device=weight.device)
-    positions = torch.arange(5, device=weight.device).expand(3, 5).contiguous()
-    hidden = weight.new_zeros(3, 5, len(weight))
-    body, norm, head = _parts(name)
-    inputs = ("tokens", "positions", "hidden")
-    graphs = {
-        body: export_hooked(_Body(module), (tokens, positions, hidden), dict.fromkeys(inputs, dims), body, "module."),
-        norm: export_module(_Norm(module.norm), (hidden,), {"hidden": dims}, norm),
-        head: _copy(traced.head, head),
-    }
-    own: Any = model.get_output_embeddings()
-    replace_tensors(graphs[head], {id(own.weight): module.lm_head.weight})
-    return graphs
-
-
-def _copy(module: fx.GraphModule, name: str) -> fx.GraphModule:
-    """A copy whose tensors can be replaced without changing the original."""
-    graph, root = fx.Graph(), nn.Module()
-    mapping = {n: graph.placeholder(n.name) for n in module.graph.nodes if n.op == "placeholder"}
-    for node, copied in mapping.items():
-        copied.meta = dict(node.meta)
-    graph.output(splice(graph, root, module, mapping))
-    return new_module(root, graph, name)
-
-
-def _join(
-    body: fx.GraphModule, norm: fx.GraphModule, head: fx.GraphModule, feeds: str | None, options: MtpOptions, name: str
-) -> fx.GraphModule:
-    """One graph of the three parts of a module: rows to the logits of one row, and to what the next call reads."""
-    graph, root = fx.Graph(), nn.Module()
-    mapping = {n: graph.placeholder(n.name) for n in body.graph.nodes if n.op == "placeholder"}
-    for traced, node in mapping.items():
-        node.meta.update({key: traced.meta[key] for key in ("val", "state", "shared") if key in traced.meta})
-    index = graph.placeholder("row")
-    rows = splice(graph, root, body, mapping)
-    normed_rows = feeds == "rows" and options.fed_hidden == "final_norm"
-    if normed_rows:
-        rows = _append(graph, root, norm, rows)
-    last = graph.call_function(functions.take_rows, (rows, index, 1))
-    normed = last if normed_rows else _append(graph, root, norm, last)
-    logits = _append(graph, root, head, normed)
-    fed = {None: None, "rows": rows, "row": normed if options.fed_hidden == "final_norm" else last}[feeds]
-    graph.output(logits if fed is None else (logits, fed))
-    return new_module(root, graph, name)
-
-
-def _append(graph: fx.Graph, root: nn.Module, module: fx.GraphModule, value: fx.Node) -> fx.Node:
-    """Copy a graph of one input to the end of ``graph``; returns its result for ``value``."""
-    (source,) = (n for n in module.graph.nodes if n.op == "placeholder")
-    result: fx.Node = splice(graph, root, module, {source: value})
-    return result
+def check_plan(plan: HeadPlan, features: tuple[int, ...]) -> None:
+    """Refuse settings of a training run that do not exist for modules of the target's own layers."""
+    text: Any = plan.model.config.get_text_config()
+    if plan.vocabulary is not None:
+        raise ConfigError("MTP modules draft the whole vocabulary; leave head.draft_vocab_size out.")
+    if plan.features != features:
+        raise ConfigError(f"MTP modules read the target's last hidden state, hs[{features[0]}]; leave "
+                          "head.feature_layers out.")  # fmt: skip
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        own, given = getattr(text, name, None), getattr(plan.layers, name)
+        if own is not None and own != given:
+            raise ConfigError(f"MTP modules have the target's own layers; leave head.{name}={given} out.")

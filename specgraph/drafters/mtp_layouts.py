@@ -76,6 +76,8 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
     return value if isinstance(value, int) else None
 
 
+OPTIONS = "mtp_options"
+"""The key of ``config.json`` under which ``train`` notes how modules are used."""
 _DEEPSEEK: Names = (
     ("embed_tokens.", "embed_tokens."), ("enorm.", "embed_norm."), ("hnorm.", "hidden_norm."),
     ("eh_proj.", "projection."), ("shared_head.norm.", "norm."), ("shared_head.head.", "lm_head."),
@@ -158,8 +160,15 @@ def recognise(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
     return None
 
 
-def with_overrides(layout: Layout, given: Mapping[str, Any]) -> tuple[MtpOptions, dict[str, str]]:
-    """The options of a layout with those that a user gave (None: the layout's), and where each was found."""
+def with_overrides(
+    layout: Layout, config: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[MtpOptions, dict[str, str]]:
+    """How modules are used, and where each option was found.
+
+    An option is the one that a user gave (None: not given), or else that of :data:`OPTIONS` in ``config.json``, which
+    ``train`` writes, or else the layout's.
+    """
     chosen = {name: value for name, value in given.items() if value is not None}
-    sources = {**layout.sources, **{name: f"draft.{name}" for name in chosen}}
-    return replace(layout.options, **chosen), sources
+    written = {name: value for name, value in (config.get(OPTIONS) or {}).items() if name in given}
+    sources = {**layout.sources, **dict.fromkeys(written, OPTIONS), **{name: f"draft.{name}" for name in chosen}}
+    return replace(layout.options, **{**written, **chosen}), sources

@@ -7,11 +7,12 @@ parameters of its classes (experts are stored one by one, for example). The rest
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
@@ -20,6 +21,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
+from specgraph.checkpoints.writing import without_shared
 from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules
 from specgraph.drafters.mtp_module import BLOCK, MtpModule, MtpOptions, block_config, make_block
 from specgraph.errors import ConfigError
@@ -105,12 +107,33 @@ def load_module(
     return module.eval()
 
 
-def _expected(module: MtpModule) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that a checkpoint must have for ``module``, as published checkpoints name them."""
+def published(modules: Iterable[MtpModule], layout: Layout, shared: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors of modules by the names of a layout, without those of ``shared``, which are the target's own."""
+    found: dict[str, Tensor] = {}
+    for index, module in enumerate(modules):
+        own = without_shared(dict(module.named_parameters(remove_duplicate=False)), shared)
+        own = {name: tensor for name, tensor in own.items() if not name.startswith(BLOCK)}
+        found |= {layout.shown({}, index, name): t for name, t in (own | _published_block(module)).items()}
+    return found
+
+
+def _published_block(module: MtpModule) -> dict[str, Tensor]:
+    """The tensors of a module's decoder layer as published checkpoints hold them."""
     block: Any = module.block
     tensors = {name: tensor for name, tensor in block.state_dict().items() if name.startswith("layers.")}
-    published = revert_weight_conversion(block, tensors)
-    expected = {BLOCK + name.removeprefix("layers.0."): tuple(tensor.shape) for name, tensor in published.items()}
+    reverted: dict[str, Tensor] = revert_weight_conversion(block, tensors)
+    return {BLOCK + name.removeprefix("layers.0."): tensor for name, tensor in reverted.items()}
+
+
+def block_settings(module: MtpModule) -> dict[str, Any]:
+    """The configuration of a module's decoder layer, for ``config.json``."""
+    settings: dict[str, Any] = module.block.config.to_diff_dict()
+    return settings
+
+
+def _expected(module: MtpModule) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that a checkpoint must have for ``module``, as published checkpoints name them."""
+    expected = {name: tuple(tensor.shape) for name, tensor in _published_block(module).items()}
     own = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     return {name: shape for name, shape in own.items() if not name.startswith(BLOCK)} | expected
 

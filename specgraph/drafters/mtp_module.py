@@ -14,13 +14,15 @@ checkpoints do differently.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from specgraph.drafters.shifted import chain_mask
 from specgraph.errors import ConfigError
 
 Hidden = Literal["final_norm", "residual"]
@@ -83,6 +85,13 @@ class MtpModule(nn.Module):
         self.projection = nn.Linear(2 * size, size, bias=False, device=first.device, dtype=first.dtype)
         parts.norm, parts.embed_tokens = nn.Identity(), nn.Identity()
         self.block: Any = block
+
+    @torch.no_grad()
+    def start_from_hidden(self) -> None:
+        """Initialise the projection so that it passes the hidden state on."""
+        size = len(self.projection.weight)
+        begin = 0 if self.options.order == "hidden" else size
+        self.projection.weight[:, begin : begin + size].copy_(torch.eye(size))
 
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
         """Run the block: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the final norm.
@@ -171,3 +180,55 @@ def like_layer(text: Any) -> int:
     types = getattr(text, "layer_types", None) or []
     full = [index for index, kind in enumerate(types) if kind == "full_attention"]
     return full[-1] if full else int(text.num_hidden_layers) - 1
+
+
+class Mtp(nn.ModuleList):
+    """The modules of a target, in order."""
+
+    draft_to_target = None
+    """All of the target's tokens are drafted."""
+
+    @property
+    def options(self) -> MtpOptions:
+        """How the modules are used."""
+        options: MtpOptions = self[0].options  # type: ignore[assignment]
+        return options
+
+    # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
+
+    def step_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Logits ``[R, V]`` of rows ``[R, H]`` that :meth:`unroll` gave for draft number ``step``."""
+        module: Any = self[min(step, len(self) - 1)]
+        logits: Tensor = module.lm_head(module.norm(hidden))
+        return logits
+
+    def unroll(
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
+    ) -> Iterator[Tensor]:
+        """For draft 0, 1, ... of every position of a text, the rows ``[B, S, H]`` from which decoding would draw it.
+
+        Step ``i`` runs module ``i`` at every row ``t``, with the token ``x[t+1+i]``. Further steps run the last module
+        one position later each, with its own output of the step before. Their row ``t`` sees the keys of the last
+        module's own step up to ``t``, and the keys of its own chain.
+
+        Args:
+            tokens: int64 ``[B, S]``.
+            features: the target's hidden state ``[B, S, H]``.
+            steps: the number of drafts.
+            mask_token_id: None, since modules do not draft in parallel.
+        """
+        (first,), last, length = features, len(self) - 1, tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device).unsqueeze(0)
+        mask = chain_mask(length, max(1, steps - last), tokens.device)[..., -length:, :]
+        hidden, cache = first, DynamicCache()
+        for step in range(steps):
+            module: Any = self[min(step, last)]
+            beyond = max(0, step - last)
+            chain = {"past_key_values": cache, "attention_mask": mask[..., : (beyond + 1) * length]}
+            read = first if self.options.family == "target" and step <= last else hidden
+            rows = module(tokens.roll(-1 - step, dims=1), positions + beyond, read, **(chain if step >= last else {}))
+            yield rows
+            hidden = module.norm(rows) if self.options.fed_hidden == "final_norm" else rows
+
+    def match_scale(self, hidden: Tensor) -> None:
+        """Do nothing, because the hidden state that a module reads is normed."""

@@ -21,6 +21,7 @@ class HeadPlan:
         vocabulary: int64 ``[Vd]``, the target ids that the head can draft, ascending; None for all.
         mask_token_id: the mask token of a head that drafts in parallel.
         steps: the number of drafts that the head is trained for.
+        family: an option of MTP, see :class:`~specgraph.drafters.mtp_module.MtpOptions`.
         norm_before_residual: an option of EAGLE-3, see :class:`~specgraph.drafters.eagle3_module.Eagle3Config`.
     """
 
@@ -30,6 +31,7 @@ class HeadPlan:
     vocabulary: Tensor | None = None
     mask_token_id: int | None = None
     steps: int = 1
+    family: str = "chained"
     norm_before_residual: bool = False
 
     @property

@@ -235,7 +235,9 @@ def test_a_projection_that_differs_in_one_element_stays(change: float, tmp_path:
     module = decoder.stages["insert_draft"].modules["mtp_1"]
     assert any(p is projection for p in module.parameters()) == (change == 0.0)
     reason = "" if change == 0.0 else " (the checkpoint has none)"
-    note = f"shared while loading: mtp_{int(change == 0.0)}.lm_head.weight is target.lm_head.weight, 25,856 bytes{reason}"
+    note = (
+        f"shared while loading: mtp_{int(change == 0.0)}.lm_head.weight is target.lm_head.weight, 25,856 bytes{reason}"
+    )
     assert note in decoder.report()
     assert model.get_output_embeddings().weight is projection and projection.requires_grad
     near = "near miss at mtp_1.lm_head.weight: 1 of 3232 elements differ from lm_head.lm_head.weight, by at most 0.001"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specgraph.drafters.base import Drafter
 
 MODEL_TYPES = ("llama", "qwen3")
+FAMILIES = ("chained", "target")
 
 
 @dataclass
@@ -22,7 +23,9 @@ class HeadConfig:
     """The head. Its width, embedding and vocabulary projection are the target's; null takes the target's value."""
 
     layers: int = 1
-    """The number of decoder layers; for medusa, of residual blocks in every head."""
+    """The number of decoder layers; for medusa, of residual blocks in every head; for mtp, of modules."""
+    family: str = "chained"
+    """mtp: the hidden state that further modules read, chained (the output of the module before) or target."""
     model_type: str = "llama"
     """The kind of decoder layers, llama or qwen3 (which norms queries and keys)."""
     intermediate_size: int | None = None
@@ -160,6 +163,8 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
         raise ConfigError(f"draft={cfg.algorithm} cannot be trained: use draft={' or draft='.join(trained_by())}.")
     if cfg.head.model_type not in MODEL_TYPES:
         raise ConfigError(f"head.model_type={cfg.head.model_type!r} is not known: use {' or '.join(MODEL_TYPES)}.")
+    if cfg.head.family not in FAMILIES:
+        raise ConfigError(f"head.family={cfg.head.family!r} is not known: use {' or '.join(FAMILIES)}.")
     check_numbers(cfg, _MAY_BE_ZERO)
     for key in ("decay", "keep", "keep_least"):
         if getattr(cfg.chain, key) > 1:

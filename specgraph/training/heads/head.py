@@ -39,6 +39,7 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
         vocabulary=_vocabulary(cfg.head.draft_vocab_size, len(projection), documents),
         mask_token_id=_mask_token(cfg.head.mask_token_id, pad_id, len(embedding)),
         steps=cfg.chain.steps,
+        family=cfg.head.family,
         norm_before_residual=cfg.head.norm_before_residual,
     )
     return drafter.new_head(cfg.algorithm, plan)
@@ -55,6 +56,8 @@ def start_from(head: nn.Module, folder: str) -> None:
     if not path.is_file():
         raise ConfigError(f"head.init={folder}: there is no model.safetensors; give the folder of a trained head.")
     saved = load_file(path)
+    if not any(name in saved for name, parameter in head.named_parameters() if parameter.requires_grad):
+        raise ConfigError(f"head.init={folder} holds no tensor of this kind of head; leave head.init out.")
     for name, parameter in head.named_parameters():
         if name not in saved or not parameter.requires_grad:
             continue

@@ -1,0 +1,86 @@
+"""Training of MTP modules: the rows that are trained are those of decoding, and what is saved is what is loaded."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specgraph
+from specgraph.drafters.mtp import MtpDraftConfig, MtpDrafter
+from specgraph.drafters.registry import open_checkpoint
+from specgraph.errors import ConfigError
+from specgraph.training.heads import run as training_run
+from specgraph.training.heads import train_head
+from specgraph.training.heads.config import HeadConfig
+from specgraph.training.heads.head import bf16_copy
+from specgraph.training.heads.teacher import Teacher
+from tests.checkpoints.running import info
+from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
+from tests.drafters.mtp_formula import CHAINED, FED, OTHER, definition, modules, target
+from tests.drafters.test_eagle import run_of, small_target, tokenizer
+from tests.models import ragged_prompts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [CHAINED, FED, OTHER])
+def test_what_is_trained_is_what_is_drafted(options: Any) -> None:
+    """The logits of every step and position are those behind the same text, where all drafts before were right."""
+    head, text = modules("llama", 3, options), ragged_prompts((12,), seed=7)[0]
+    features = target()(text[None], output_hidden_states=True, use_cache=False).hidden_states[-1]
+    expected, ids = definition("llama", head), text.tolist()
+    for step, rows in enumerate(head.module.unroll(text[None], (features,), 6, None)):
+        for row in range(len(ids) - 2 - step):
+            found: Tensor = head.module.step_logits(rows[0, row], step)
+            known = expected([ids[: row + 2]], [ids[row + 2 : row + 2 + step]])[0]
+            torch.testing.assert_close(found, known, rtol=0.0, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["chained", "target"])
+def test_training_lowers_the_loss_and_the_saved_modules_are_the_trained_ones(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, saved = small_target(), []
+    before = {name: (p.clone(), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
+    monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
+    config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(layers=2, family=family), eval_drafts=3)
+    config.chain.steps = 3
+    report = train_head(model, tokenizer(), config)
+    losses = [loss for _, loss in report.progress.losses]
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(p, before[name][0]) and p.dtype == before[name][2] for name, p in model.named_parameters())
+    checkpoint = open_checkpoint(tmp_path / "head")
+    assert (checkpoint.kind, checkpoint.layout) == ("mtp", "speculators")
+    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {torch.bfloat16}
+    assert not any("embed" in name or "lm_head" in name for name in checkpoint.tensors)
+    choices = {c.name: (c.value, c.source) for c in MtpDrafter.choices(checkpoint, MtpDraftConfig(), 2)}
+    assert choices["num_modules"] == (2, "tensors") and choices["family"] == (family, "mtp_options")
+    loaded = MtpDrafter.load(checkpoint, MtpDraftConfig(), model, info(model)).module
+    for (name, own), (_, trained) in zip(loaded.named_parameters(), saved[-1].module.named_parameters(), strict=True):
+        assert torch.equal(own, trained.to(own.dtype)), name
+    tested = specgraph.compile_speculative(model, CONFIG, draft=tmp_path / "head")
+    prompts = [torch.tensor([3, 4, 9, 5]), torch.tensor([6])]
+    found = tested.generate(prompts, max_new_tokens=9).new_tokens
+    assert_same_tokens(model, prompts, found, reference_greedy(model, prompts, 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draft_vocab_size": 20}, "MTP modules draft the whole vocabulary; leave head.draft_vocab_size out."),
+        ({"feature_layers": [1]}, "read the target's last hidden state, hs[2]; leave head.feature_layers out."),
+        ({"intermediate_size": 8}, "have the target's own layers; leave head.intermediate_size=8 out."),
+        ({"family": "both"}, "head.family='both' is not known: use chained or target."),
+    ],
+)
+def test_settings_that_modules_do_not_have(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(**changes))
+    with pytest.raises(ConfigError) as raised:
+        train_head(small_target(), tokenizer(), config)
+    assert words in str(raised.value)
