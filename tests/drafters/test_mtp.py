@@ -20,6 +20,7 @@ proposals from the row before        missed       caught  missed
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,18 @@ def test_tokens_are_those_of_plain_decoding(architecture: str, count: int, k: in
         options: dict[str, Any] = {"max_new_tokens": 9, "temperature": temperature, "seed": [3, 1, 4]}
         found, expected = (each.generate(PROMPTS, **options).new_tokens for each in (tested, plain))
         assert_same_tokens(model, PROMPTS, found, expected)
+
+
+def test_lowered_modules_give_the_same_tokens() -> None:
+    """Through the kernels; a module becomes a pair of norms, six products and one attention, with its norms joined to the products."""
+    model = make_model("llama", dtype=torch.float64)
+    head = random_head(model, MtpDraftConfig(num_modules=3))
+    eager, lowered = (compiled(model, "mtp", 5, head, lowering={"name": name}) for name in ("eager", "gpu"))
+    assert tokens_of(eager) == tokens_of(lowered) == tokens_of(compiled(model, "none", 1, **QUICK))
+    nodes = lowered.stages["lower_kernels"].modules["mtp_1"].graph.nodes
+    counts = Counter(str(node.target).removesuffix(".default") for node in nodes)
+    assert counts["specgraph.rms_norm_pair"] == counts["specgraph.rotary_attention"] == 1
+    assert counts["specgraph.linear"] + counts["specgraph.linear_norm"] == 6 and not counts["aten.linear"]
 
 
 # What a user sees of it

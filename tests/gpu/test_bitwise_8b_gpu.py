@@ -40,7 +40,8 @@ def prompts() -> list[Tensor]:
 def decoder(kind: str, k: int = 1) -> SpeculativeDecoder:
     """The two last ones are kept: all their caches would not fit beside each other."""
     gc.collect()
-    head = random_head(target(), load_config(kind).draft) if kind in ("eagle3", "peagle") else None
+    given = {"draft": {"kind": "mtp", "num_modules": 3}} if kind == "mtp" else kind
+    head = random_head(target(), load_config(given).draft) if kind in ("eagle3", "peagle", "mtp") else None
     draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if head else {"kind": kind})
     config = {"draft": draft, "debug": {"self_check": False}, "max_length": 1024}
     return specgraph.compile_speculative(target(), config, draft=head)
@@ -66,7 +67,8 @@ def plain(temperature: float) -> Found:
     [
         ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("eagle3", 3, [63]), ("eagle3", 3, list(range(32))),
         ("eagle3", 8, list(range(SEQUENCES))), ("peagle", 7, [1]), ("peagle", 7, list(range(SEQUENCES))),
-        ("ngram", 4, list(range(SEQUENCES))),
+        ("ngram", 4, list(range(SEQUENCES))), ("mtp", 3, list(range(SEQUENCES))), ("mtp", 7, list(range(24, 32))),
+        ("mtp", 5, [62]),
         *(("eagle3", k, list(range(8 * k - 8, 8 * k))) for k in (1, 2, 4, 5, 6, 7)),
     ],
     ids=lambda value: f"batch {len(value)}" if isinstance(value, list) else None,

@@ -72,7 +72,7 @@ def assert_same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor,
     [
         ("none", 1, 24, 8), ("none", 1, 3, 1), ("eagle3", 3, 100, 50), ("eagle3", 8, 64, 64), ("eagle3", 1, 16, 16),
         ("eagle3", 7, 3, 1), ("peagle", 5, 100, 64), ("peagle", 2, 16, 5), ("ngram", 4, 100, 50), ("draft", 6, 33, 33),
-        ("eagle", 5, 50, 50), ("medusa", 5, 33, 33),
+        ("eagle", 5, 50, 50), ("medusa", 5, 33, 33), ("mtp", 5, 100, 50), ("mtp", 3, 64, 64), ("mtp", 2, 3, 1),
     ],
 )  # fmt: skip
 def test_speculation_changes_no_bit(kind: str, k: int, count: int, batch: int, temperature: float) -> None:
