@@ -186,7 +186,7 @@ def test_several_modules_are_those_of_transformers(architecture: str) -> None:
     tokens = ragged_prompts((11,), seed=4)[0]
     hidden = model(tokens[None, :-1], output_hidden_states=True, use_cache=False).hidden_states[-1]
     drafts, logits, _ = theirs(
-        input_ids=tokens[None, 1:], last_hidden_states=hidden, attention_mask=None,
+        input_ids=tokens[None, 1:], last_hidden_states=hidden, attention_mask=torch.ones(1, len(tokens) - 1),
         position_ids=torch.arange(1, len(tokens))[None], mtp_cache=cache_utils.MtpCache(config=theirs.config),
     )  # fmt: skip
     expected = drafted_logits(model, head)
