@@ -134,7 +134,7 @@ class MtpDrafter(Drafter):
         fed: fx.Node | None = None
         for index in range(count):
             module = min(index, modules - 1)
-            call = step.draft(**{**bound[module], **inputs}, module=module_name(module), name=f"draft_{index}")
+            call = step.draft_by(module_name(module), **{**bound[module], **inputs}, name=f"draft_{index}")
             logits = call
             if self._feeds(module):
                 logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{index}")
@@ -157,8 +157,8 @@ class MtpDrafter(Drafter):
     def _add_module(self, step: DraftStep, index: int) -> dict[str, fx.Node]:
         """Make module ``index`` callable; returns the state that it asks for."""
         name = module_name(index)
-        parts = [step.take_module(part) for part in part_names(name)]
-        step.add_module(name, join(*parts, self._feeds(index), self.options, name))
+        body, norm, head = map(step.take_module, part_names(name))
+        step.add_module(name, join(body, norm, head, self._feeds(index), self.options, name))
         return step.bind(name, name)
 
     def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[tuple[Any, ...]]]:

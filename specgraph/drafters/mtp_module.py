@@ -169,7 +169,8 @@ def block_config(text: PretrainedConfig) -> PretrainedConfig:
         config.first_k_dense_replace = 0
     config.vocab_size, config.pad_token_id = 1, None  # the block gets no embedding
     config.bos_token_id = config.eos_token_id = None
-    return config  # type: ignore[no-any-return]
+    made: PretrainedConfig = config
+    return made
 
 
 def like_layer(text: Any) -> int:
@@ -191,7 +192,8 @@ class Mtp(nn.ModuleList):
     @property
     def options(self) -> MtpOptions:
         """How the modules are used."""
-        options: MtpOptions = self[0].options  # type: ignore[assignment]
+        first: Any = self[0]
+        options: MtpOptions = first.options
         return options
 
     # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it

@@ -91,8 +91,12 @@ class DraftStep:
         """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
         return self.program.call(target, *args, name=name, **kwargs)
 
-    def draft(self, /, *args: Any, name: str, module: str = "draft", **kwargs: Any) -> fx.Node:
-        """Append a draft call: one of the module ``draft``, or of another one that the drafter has added."""
+    def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a call of the module ``draft``."""
+        return self.draft_by("draft", *args, name=name, **kwargs)
+
+    def draft_by(self, module: str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a draft call of another module, which the drafter has added under this name."""
         return self.program.call(module, *args, name=name, role="draft", **kwargs)
 
     def features(self) -> list[fx.Node]:
