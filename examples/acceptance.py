@@ -25,6 +25,7 @@ DRAFTS: dict[str, Path | None] = {
     "peagle": MODELS / "peagle",
     "eagle": MODELS / "eagle",
     "medusa": MODELS / "medusa",
+    "mtp": MODELS / "mtp",
     "ngram": None,
 }
 K = 5

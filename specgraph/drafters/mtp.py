@@ -11,7 +11,8 @@ functions of the accepted tokens alone. What a sequence keeps for this is the ta
 
 Draft ``j < M`` comes from module ``j`` at row ``P - 1``. Further drafts come from the last module, which goes on at the
 rows ``P, P + 1, ...`` with its own output in the place of a hidden state, like an EAGLE head. These rows are written
-again in the next step before anything else reads them.
+again in the next step before anything else reads them. With ``draft.beyond=turns`` the modules draft in turns instead,
+all at row ``P - 1``, which every step then runs again, too.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2). Gloeckle et al. 2024 (arXiv 2404.19737) introduced the objective.
 """
@@ -51,7 +52,6 @@ from specgraph.drafters.mtp_module import Mtp, MtpModule, MtpOptions, make_block
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
-from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
@@ -64,6 +64,9 @@ class MtpDraftConfig(DraftConfig):
     kind: str = "mtp"
     num_modules: int | None = None
     """how many modules are used, from the first one on; null: all that the checkpoint holds."""
+    beyond: str = "continue"
+    """what makes drafts beyond the number of modules: the last module at the rows that follow (continue), or all
+    modules in turns at the last row (turns)."""
     family: str | None = None
     """the hidden state that further modules read: chained (the output of the module before) or target."""
     target_hidden: str | None = None
@@ -84,12 +87,19 @@ class MtpDraftConfig(DraftConfig):
         at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
         at_least_one("draft.num_modules", self.num_modules)
         hidden = ("final_norm", "residual")
-        allowed = {"family": ("chained", "target"), "target_hidden": hidden, "fed_hidden": hidden,
-                   "order": ("embedding", "hidden"), "rotary_position": ("row", "token")}  # fmt: skip
+        allowed = {
+            "beyond": ("continue", "turns"),
+            "family": ("chained", "target"),
+            "target_hidden": hidden,
+            "fed_hidden": hidden,
+            "order": ("embedding", "hidden"),
+            "rotary_position": ("row", "token"),
+        }
         for name, values in allowed.items():
             given = getattr(self, name)
             if given is not None and given not in values:
-                raise ConfigError(f"draft.{name} is {given!r}; it is one of {', '.join(values)}, or null.")
+                null = "" if name == "beyond" else ", or null"
+                raise ConfigError(f"draft.{name} is {given!r}; it is one of {', '.join(values)}{null}.")
 
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -102,9 +112,11 @@ class MtpDrafter(Drafter):
 
     Attributes:
         options: how the modules are used.
+        beyond: what makes the drafts beyond the number of modules, see :class:`MtpDraftConfig`.
     """
 
     options: MtpOptions = field(default_factory=MtpOptions)
+    beyond: str = "continue"
 
     kind: ClassVar[str] = "mtp"
     Config: ClassVar[type[DraftConfig]] = MtpDraftConfig
@@ -114,7 +126,8 @@ class MtpDrafter(Drafter):
     @property
     def name(self) -> str:
         """``mtp``, with the number of modules."""
-        return f"{self.kind} ({len(self.models)} modules)"
+        count = len(self.models)
+        return f"{self.kind} ({count} module{'s' if count > 1 else ''})"
 
     @property
     def shifted(self) -> bool:
@@ -133,7 +146,7 @@ class MtpDrafter(Drafter):
         inputs, keep = self._rows(step)
         fed: fx.Node | None = None
         for index in range(count):
-            module = min(index, modules - 1)
+            module = self._module_of(index)
             call = step.draft_by(module_name(module), **{**bound[module], **inputs}, name=f"draft_{index}")
             logits = call
             if self._feeds(module):
@@ -146,13 +159,26 @@ class MtpDrafter(Drafter):
             step.call(function, *arguments, **options)
         return count
 
+    @property
+    def num_kept(self) -> int:
+        """``R``, the number of rows before the window's that every step runs again."""
+        turns = self.beyond == "turns" and self.num_speculative_tokens > len(self.models)
+        return max(len(self.models) - 1, int(turns))
+
+    def _module_of(self, index: int) -> int:
+        """The module that makes draft ``index``."""
+        modules = len(self.models)
+        return index % modules if self.beyond == "turns" else min(index, modules - 1)
+
     def _feeds(self, module: int) -> str | None:
         """What a module's call gives beside the logits: its output at all rows (``rows``), at the last one (``row``),
         or nothing.
         """
+        chained = self.options.family == "chained"
         if module < len(self.models) - 1:
-            return "rows" if self.options.family == "chained" else None
-        return "row" if self.num_speculative_tokens > len(self.models) else None
+            return "rows" if chained else None
+        read = chained or self.beyond == "continue"
+        return "row" if read and self.num_speculative_tokens > len(self.models) else None
 
     def _add_module(self, step: DraftStep, index: int) -> dict[str, fx.Node]:
         """Make module ``index`` callable; returns the state that it asks for."""
@@ -167,7 +193,7 @@ class MtpDrafter(Drafter):
         tokens = step.call(functions.next_tokens, step.emitted, vocab_size=self.model.input_ids, name="accepted")
         rows = {"tokens": tokens, "positions": step.positions, "hidden": step.along_path(hidden, "path_hidden"),
                 "num_rows": step.num_emitted}  # fmt: skip
-        count, keep = len(self.models) - 1, []
+        count, keep = self.num_kept, []
         if count:
             width = self.model.hidden_size
             kept_tokens = step.state("kept_tokens", Buffer(("B", count)))
@@ -197,11 +223,12 @@ class MtpDrafter(Drafter):
                 functions.next_module_tokens, inputs["tokens"], inputs["num_rows"], token, name=f"tokens_{index}"
             )
             return {"tokens": tokens} if fed is None else {"tokens": tokens, "hidden": fed}
-        # The last module goes on one row later.
-        assert fed is not None
-        position = step.call(
-            functions.chain_positions, step.start, step.num_emitted, index - modules, name=f"position_{index}"
-        )
+        turns = self.beyond == "turns"
+        # Taking turns, modules stay at the row P - 1. Else the last module goes on at the rows P, P + 1, ...
+        offset = -1 if turns else index - modules
+        position = step.call(functions.chain_positions, step.start, step.num_emitted, offset, name=f"position_{index}")
+        if fed is None:
+            fed = step.call(functions.take_rows, inputs["hidden"], inputs["row"], 1, name=f"last_hidden_{index}")
         return {"tokens": token, "positions": position, "hidden": fed, "num_rows": step.num_emitted}
 
     # The registry entry
@@ -271,21 +298,20 @@ class MtpDrafter(Drafter):
             shared = (shared_notes(stored[i], m, target.model, module_name(i)) for i, m in enumerate(given.module))
             notes = (checkpoint.about, *itertools.chain.from_iterable(shared))
         check_place(given, given.module[0].projection.weight, target.info)
-        bound = cls.bind(given, target.model, target.traced, options.num_speculative_tokens)
+        bound = cls.bind(given, target, options.num_speculative_tokens, options.beyond)
         return Draft(bound, notes=notes)
 
     @classmethod
     @torch.no_grad()
-    def bind(
-        cls, head: DraftHead, model: PreTrainedModel, traced: TracedModel, num_speculative_tokens: int
-    ) -> MtpDrafter:
+    def bind(cls, head: DraftHead, target: Target, num_speculative_tokens: int, beyond: str = "continue") -> MtpDrafter:
         """The drafter that runs loaded modules, or the first of them if there are more than drafts."""
         modules: Any = head.module[: max(1, num_speculative_tokens)]
         graphs: dict[str, fx.GraphModule] = {}
         for index, module in enumerate(modules):
-            graphs |= export(module, model, traced, module_name(index))
-        infos = {module_name(index): module_info(traced.info) for index in range(len(modules))}
-        return cls(num_speculative_tokens, graphs, infos, head.features, options=modules[0].options)
+            graphs |= export(module, target.model, target.traced, module_name(index))
+        infos = {module_name(index): module_info(target.info) for index in range(len(modules))}
+        options = modules[0].options
+        return cls(num_speculative_tokens, graphs, infos, head.features, options=options, beyond=beyond)
 
     @classmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.mtp import Mtp
@@ -52,12 +52,14 @@ def modules(architecture: str, count: int, options: MtpOptions = CHAINED, own_he
     return DraftHead(made.eval().requires_grad_(False), (model.config.num_hidden_layers,))
 
 
-def definition(architecture: str, head: DraftHead) -> NextLogits:
+def definition(architecture: str, head: DraftHead, beyond: str = "continue") -> NextLogits:
     """:func:`drafted_logits` for one of the targets of the tests."""
-    return drafted_logits(target(architecture), head)
+    return drafted_logits(target(architecture), head, beyond)
 
 
-def drafted_logits(model: PreTrainedModel, head: DraftHead) -> NextLogits:
+def drafted_logits(  # noqa: C901 (functions that share their caches)
+    model: PreTrainedModel, head: DraftHead, beyond: str = "continue"
+) -> NextLogits:
     """The logits of the next draft, from the accepted tokens and the drafts before it."""
     used, options = head.module, head.module.options
 
@@ -93,10 +95,35 @@ def drafted_logits(model: PreTrainedModel, head: DraftHead) -> NextLogits:
                 return hidden, out
             hidden = torch.cat([hidden, fed(module, out)[:, -1:]], dim=1)
 
+    @functools.cache
+    @torch.no_grad()
+    def in_turn(drafted: int, text: tuple[int, ...], verified: int) -> tuple[Tensor, Tensor]:
+        """What draft number ``drafted`` reads and gives at the last row, if modules take turns there."""
+        row, count = verified - 2, len(used)
+        if drafted < count:
+            hidden, out = rows_of(drafted, text[: verified + drafted], verified)
+            return hidden[:, -1:], out[:, -1:]
+        module, before = used[drafted % count], used[(drafted - 1) % count]
+        cache = DynamicCache()
+        # The rows before are those of the module's own call, and the last one is the new one.
+        index = drafted % count
+        regular = rows_of(index, text[: verified + index], verified)[0]
+        module(torch.tensor([text[index + 1 : verified + index]]), torch.arange(row + 1)[None], regular,
+               past_key_values=cache)  # fmt: skip
+        hidden = regular[:, -1:]
+        if options.family == "chained":
+            hidden = fed(before, in_turn(drafted - 1, text[:-1], verified)[1])
+        mask = torch.ones(1, 1, 1, row + 2, dtype=torch.bool).index_fill(3, torch.tensor([row]), False)
+        token, place = torch.tensor([text[verified + drafted - 1 :]]), torch.tensor([[row]])
+        return hidden, module(token, place, hidden, past_key_values=cache, attention_mask=mask)
+
     @torch.no_grad()
     def one(accepted: tuple[int, ...], drafted: tuple[int, ...]) -> Tensor:
         index = min(len(drafted), len(used) - 1)
-        rows = rows_of(index, accepted + drafted, len(accepted))[1]
+        if beyond == "turns":
+            index, rows = len(drafted) % len(used), in_turn(len(drafted), accepted + drafted, len(accepted))[1]
+        else:
+            rows = rows_of(index, accepted + drafted, len(accepted))[1]
         logits: Tensor = used[index].lm_head(used[index].norm(rows[:, -1]))[0]
         return logits
 

@@ -92,6 +92,19 @@ def test_only_own_and_real_slots_are_written(count: int, k: int, options: MtpOpt
     check_slots(forced(count, k, options, rule))
 
 
+@pytest.mark.parametrize(("count", "options"), [(1, CHAINED), (2, CHAINED), (3, FED)])
+def test_modules_that_take_turns_leave_nothing_behind(count: int, options: MtpOptions) -> None:
+    config = {**CONFIG, "draft": {"kind": "mtp", "num_speculative_tokens": 5, "beyond": "turns"}, **QUICK}
+    head = modules("llama", count, options)
+    tested = specgraph.compile_speculative(target(), config, draft=head)
+    called = [node.target for node in tested.stages["insert_draft"].with_role("draft")]
+    assert called == [f"mtp_{index % count}" for index in range(5)]
+    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
+    check_fresh_start(run)
+    check_oracle(run, definition("llama", head, "turns"), "strict")
+    assert tokens_of(tested) == plain_tokens()
+
+
 @pytest.mark.parametrize(("count", "k"), [(1, 3), (3, 3), (3, 7)])
 def test_histories_accept_none_and_all_and_reach_the_end(count: int, k: int) -> None:
     run = forced(count, k)
@@ -173,7 +186,7 @@ def test_tokens_are_those_of_plain_decoding(architecture: str, count: int, k: in
 
 
 def test_lowered_modules_give_the_same_tokens() -> None:
-    """Through the kernels; a module becomes a pair of norms, six products and one attention, with its norms joined to the products."""
+    """Through the kernels; a module becomes a pair of norms, six products with norms, and one attention."""
     model = make_model("llama", dtype=torch.float64)
     head = random_head(model, MtpDraftConfig(num_modules=3))
     eager, lowered = (compiled(model, "mtp", 5, head, lowering={"name": name}) for name in ("eager", "gpu"))
