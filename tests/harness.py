@@ -495,12 +495,12 @@ def _without_one(rows: Tensor) -> Tensor:
     return torch.where(rows > 1, rows - 1, rows)
 
 
-def _nothing_kept(start: Tensor, num_kept: Tensor, rows: Tensor, *, kept: int) -> Tensor:
-    return step.rerun_positions(start, torch.zeros_like(num_kept), rows, kept=kept)
+def _nothing_kept(kept_tokens: Tensor, kept_hidden: Tensor, num_kept: Tensor, *rest: Tensor) -> Any:
+    return step.rerun(kept_tokens, kept_hidden, torch.zeros_like(num_kept), *rest)
 
 
-def _kept_one_row_early(kept: Tensor, rows: Tensor, num_emitted: Tensor) -> None:
-    step.keep_rows_(kept, rows, (num_emitted - 1).clamp_min(0))
+def _kept_one_row_early(*state: Tensor) -> None:
+    step.keep_rows_(*state[:-1], (state[-1] - 1).clamp_min(0))
 
 
 def _same_tokens(tokens: Tensor, num_rows: Tensor, draft: Tensor) -> Tensor:
@@ -529,7 +529,7 @@ BUGS: dict[str, Callable[[Program], int]] = {
     "catch-up skips the last row, shifted": _other_inputs(1, num_rows=_function(_without_one, "num_rows")),
     "rejected rows written, shifted": _other_inputs(1, num_rows=_function(_rejected_rows_too, "num_emitted")),
     # Several modules
-    "provisional rows stay": lambda p: _replace(p, step.rerun_positions, _nothing_kept),
+    "provisional rows stay": lambda p: _replace(p, step.rerun, _nothing_kept),
     "kept one row early": lambda p: _replace(p, step.keep_rows_, _kept_one_row_early),
     "same tokens for every module": lambda p: _replace(p, step.next_module_tokens, _same_tokens),
     "modules do not see drafts": lambda p: _replace(p, step.next_module_tokens, _draft_left_out),

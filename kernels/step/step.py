@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, fx
 
 import specgraph.kernels.step.index
-import specgraph.kernels.step.ngram  # noqa: F401  (declares the ops)
+import specgraph.kernels.step.ngram
+import specgraph.kernels.step.rerun  # noqa: F401  (declares the ops)
 from specgraph.kernels.sampling.sample import sample_draft
 from specgraph.kernels.step.after_verify import Settled
+from specgraph.kernels.step.rerun import RerunRows
 
 WRITES: dict[Callable[..., object], tuple[str, ...]] = {}
 """The parameters that a function writes in place."""
@@ -208,6 +210,38 @@ def settle(
         tokens, window, start, num_forced, eos_ids, accepted_rows, shifted=shifted, vocab_size=vocab_size, chain=chain
     )
     return settled
+
+
+def rerun(
+    kept_tokens: Tensor, kept_hidden: Tensor, num_kept: Tensor, tokens: Tensor, hidden: Tensor, start: Tensor,
+    num_emitted: Tensor,
+) -> RerunRows:  # fmt: skip
+    """The rows that all modules of a drafter run: kept ones, and behind them those of the window, from one launch.
+
+    :class:`~specgraph.kernels.step.rerun.Rerun` has the arguments.
+    """
+    rows: RerunRows = torch.ops.specgraph.rerun(kept_tokens, kept_hidden, num_kept, tokens, hidden, start, num_emitted)
+    return rows
+
+
+def next_module_tokens(tokens: Tensor, num_rows: Tensor, draft: Tensor) -> Tensor:
+    """What the next module takes, ``[B, W]``: at each row the token that the last one took one row later.
+
+    At the last of the ``num_rows`` ``[B]`` rows of ``tokens`` ``[B, W]`` this is the new ``draft`` ``[B, 1]``.
+    """
+    shifted: Tensor = torch.ops.specgraph.next_module_tokens(tokens, num_rows, draft)
+    return shifted
+
+
+@writes("kept_tokens", "kept_hidden", "num_kept")
+def keep_rows_(
+    kept_tokens: Tensor, kept_hidden: Tensor, num_kept: Tensor, tokens: Tensor, hidden: Tensor, num_emitted: Tensor
+) -> None:
+    """Keep the last accepted rows of what :func:`rerun` gave, for the next step to run again.
+
+    :class:`~specgraph.kernels.step.rerun.KeepRows` has the arguments.
+    """
+    torch.ops.specgraph.keep_rows(kept_tokens, kept_hidden, num_kept, tokens, hidden, num_emitted)
 
 
 def gather_state(rows: Tensor, buffers: list[Tensor], fills: list[float]) -> list[Tensor]:

@@ -155,8 +155,8 @@ class MtpDrafter(Drafter):
             token = step.draw(logits, index, self.model.vocab_size, self.model.dtype)
             if index < count - 1:
                 inputs |= self._next(step, inputs, index + 1, token, fed)
-        for function, *arguments, options in keep:
-            step.call(function, *arguments, **options)
+        if keep:
+            step.call(functions.keep_rows_, *keep, step.num_emitted, name="keep_rows_")
         return count
 
     @property
@@ -187,31 +187,29 @@ class MtpDrafter(Drafter):
         step.add_module(name, join(body, norm, head, self._feeds(index), self.options, name))
         return step.bind(name, name)
 
-    def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[tuple[Any, ...]]]:
-        """The rows of the first module, and the calls that keep what the next step runs again."""
+    def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[fx.Node]]:
+        """The rows of the first module, and what is kept of them by which state, for :func:`keep_rows_`."""
         (hidden,) = step.features()
         tokens = step.call(functions.next_tokens, step.emitted, vocab_size=self.model.input_ids, name="accepted")
         rows = {"tokens": tokens, "positions": step.positions, "hidden": step.along_path(hidden, "path_hidden"),
                 "num_rows": step.num_emitted}  # fmt: skip
-        count, keep = self.num_kept, []
-        if count:
-            width = self.model.hidden_size
-            kept_tokens = step.state("kept_tokens", Buffer(("B", count)))
-            kept_hidden = step.state("kept_hidden", Buffer(("B", count, width), self.model.dtype))
-            num_kept = step.state("num_kept", Buffer(("B",)))
-            rows["tokens"] = step.call(functions.behind_kept, kept_tokens, tokens, name="module_tokens")
-            rows["hidden"] = step.call(functions.behind_kept, kept_hidden, rows["hidden"], name="module_hidden")
-            rows["positions"] = step.call(
-                functions.rerun_positions, step.start, num_kept, rows["tokens"], kept=count, name="module_positions"
-            )
-            rows["num_rows"] = step.call(functions.rerun_rows, step.num_emitted, kept=count, name="module_rows")
-            keep = [
-                (functions.keep_rows_, kept_tokens, rows["tokens"], step.num_emitted, {"name": "keep_tokens_"}),
-                (functions.keep_rows_, kept_hidden, rows["hidden"], step.num_emitted, {"name": "keep_hidden_"}),
-                (functions.count_kept_, num_kept, step.num_emitted, {"kept": count, "name": "keep_count_"}),
-            ]
-        rows["row"] = step.call(functions.last_row, rows["num_rows"], name="last")
-        return rows, keep
+        if not self.num_kept:
+            return rows | {"row": step.call(functions.last_row, step.num_emitted, name="last")}, []
+        kept = self._kept(step)
+        again = step.call(functions.rerun, *kept, tokens, rows["hidden"], step.start, step.num_emitted, name="again")
+        names = ("tokens", "hidden", "positions", "num_rows", "row")
+        rows = {name: step.call(operator.getitem, again, i, name=f"module_{name}") for i, name in enumerate(names)}
+        return rows, [*kept, rows["tokens"], rows["hidden"]]
+
+    def _kept(self, step: DraftStep) -> list[fx.Node]:
+        """The state: what the first module takes at the last rows, and how many of these there are."""
+        count, model = self.num_kept, self.model
+        buffers = {
+            "kept_tokens": Buffer(("B", count)),
+            "kept_hidden": Buffer(("B", count, model.hidden_size), model.dtype),
+            "num_kept": Buffer(("B",)),
+        }
+        return [step.state(name, buffer) for name, buffer in buffers.items()]
 
     def _next(
         self, step: DraftStep, inputs: dict[str, fx.Node], index: int, token: fx.Node, fed: fx.Node | None

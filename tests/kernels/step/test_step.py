@@ -265,6 +265,7 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
         "record_tokens_": (),
         "scatter_state_": ("buffers",),
         "keep_point_mass_": ("point_mass",),
+        "keep_rows_": ("kept_tokens", "kept_hidden", "num_kept"),
         "propose_": ("draft_logits",),
         "propose_at_": ("draft_logits",),
         "advance_": ("next_window", "start", "num_rows", "num_forced"),
