@@ -12,5 +12,6 @@ import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
 import specgraph.kernels.sampling.sample
 import specgraph.kernels.step
+import specgraph.kernels.step.block
 import specgraph.kernels.step.results
 import specgraph.kernels.verify  # noqa: F401
