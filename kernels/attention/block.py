@@ -6,8 +6,8 @@ target has verified, it keeps keys and values. For a *block* of ``T`` rows at th
 
     out[t] = sum over s of softmax(scale * q[t] . k[s]) * v[s]
 
-The keys are those of the context at positions below ``P`` and those of the block itself. The block's own keys and values
-are arguments and are never cached. ``q`` is ``[B, Hq, T, D]``, ``k`` is ``[B, Hkv, T, D]``, ``v`` is
+The keys are those of the context at positions below ``P`` and those of the block itself. The block's own keys and
+values are arguments and are never cached. ``q`` is ``[B, Hq, T, D]``, ``k`` is ``[B, Hkv, T, D]``, ``v`` is
 ``[B, Hkv, T, Dv]``, and the result is ``[B, T, Hq, Dv]`` in the dtype of ``q``.
 
 - ``specgraph::keep_context`` and ``specgraph::block_attention`` stand in a module while it is traced. The first marks
@@ -48,8 +48,8 @@ from specgraph.kernels.state import STATEFUL, Stateful
 def sees(positions: Tensor, keys: Tensor, given: BlockAttention | PagedBlockAttention) -> Tensor:
     """Which keys the rows of a block see: bool ``[B, T, S]``.
 
-    ``positions`` ``[B, T]`` are those of the rows, and ``keys`` ``[B, S]`` those of context and block. All keys in front
-    of the block are of the context, and all others of the block.
+    ``positions`` ``[B, T]`` are those of the rows, and ``keys`` ``[B, S]`` those of context and block. All keys in
+    front of the block are of the context, and all others of the block.
     """
     first = positions[:, :1, None]
     distance = positions.unsqueeze(2) - keys.unsqueeze(1)
@@ -186,13 +186,13 @@ def _read_arguments(arguments: Sequence[Any], state: Sequence[Any], places: Sequ
 STATEFUL[torch.ops.specgraph.keep_context.default] = Stateful(
     torch.ops.specgraph.write_context.default,
     ("k_cache", "v_cache"),
-    lambda operands, block_size: attention.page_pools(*operands, block_size),
+    attention.page_pools,
     _write_arguments,
     reads=False,
 )
 STATEFUL[torch.ops.specgraph.block_attention.default] = Stateful(
     torch.ops.specgraph.paged_block_attention.default,
     ("k_cache", "v_cache"),
-    lambda operands, block_size: attention.page_pools(*operands[1:3], block_size),
+    lambda operands, block_size: attention.page_pools(operands[1:3], block_size),
     _read_arguments,
 )

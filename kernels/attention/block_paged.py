@@ -108,10 +108,9 @@ def block_attention_kernel(
     start = tl.load(positions + batch * T).to(tl.int32)
     # A row sees the context as a causal row at this position would. Where the window is counted from the first row of
     # the block, and where there is none, that is the last position of the context.
+    position = tl.where(real, start - 1, -1)
     if WINDOW > 0 and not ANCHORED:
         position = tl.where(real, start + row, -1)
-    else:
-        position = tl.where(real, start - 1, -1)
     low, end, first, last, pieces_per_unit, first_work_unit, work_units, programs = divide_context(
         position, real, max_pieces, PIECE, RUN, WINDOW
     )
@@ -235,8 +234,8 @@ def paged_block_attention_triton(given: PagedBlockAttention, *, tiling: Tiling |
         HEADS=groups, GROUP=heads // groups, **sizes, BLOCK_SIZE=block_size, PIECE=tiling.piece, RUN=tiling.run,
         BLOCK_K=tiling.block_keys, BLOCK_R=tile_rows, NEW=max(16, triton.next_power_of_2(rows)),
         WINDOW=given.window or 0, CAUSAL=given.causal, ANCHORED=given.anchored, SINKS=given.sinks is not None,
-        ROTARY=cos is not None, SPLIT=split > 1,
-        STAGES=tiling.num_stages or paged.num_stages(tiling.block_keys, sizes, q.dtype), OFFSET=paged.offset_type(*caches),
+        ROTARY=cos is not None, SPLIT=split > 1, OFFSET=paged.offset_type(*caches),
+        STAGES=tiling.num_stages or paged.num_stages(tiling.block_keys, sizes, q.dtype),
         PAGES=paged.pages_of(tiling.piece, block_size), PDL=pdl, **_launch(pdl),
     )  # fmt: skip
     return out

@@ -109,8 +109,8 @@ def attend_piece(
 ):  # fmt: skip
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``position`` over the keys in ``[begin, end)``.
 
-    ``begin`` is a multiple of ``BLOCK_K``. Rows are in front of ``end``, unless ``BEHIND``. Returns the running maximum, the normaliser and the weighted values
-    ``[DVP, BLOCK_R]``.
+    ``begin`` is a multiple of ``BLOCK_K``. Rows are in front of ``end``, unless ``BEHIND``. Returns the running
+    maximum, the normaliser and the weighted values ``[DVP, BLOCK_R]``.
 
     The caller has read all ``pages`` of the piece. If the loop read each page itself, the address of a block's keys
     would depend on that read, and the keys could be requested only when the block before them is done.

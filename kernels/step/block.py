@@ -41,7 +41,8 @@ def block_rows(
     Args:
         emitted: int64 ``[B, T]``, of which the first ``num_emitted`` ``[B]`` were emitted. The last of these is the
             anchor. A sequence that emitted nothing gets some token, and its block is not used.
-        start: int64 ``[B]``, the position of the last token that was known before; the anchor's is ``num_emitted`` more.
+        start: int64 ``[B]``, the position of the last token that was known before; the anchor's is ``num_emitted``
+            more.
         num_emitted: int64 ``[B]``.
         mask_token_id: the token of the rows behind the anchor.
         count: the number of these rows.

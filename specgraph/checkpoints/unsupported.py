@@ -27,9 +27,9 @@ def _declared(config: Mapping[str, Any]) -> str | None:
     for name in architectures(config):
         if name == "Eagle3DeepseekV2ForCausalLM":
             return f"an EAGLE-3 head with MLA attention ({name})"
-        for part, words in (("DFlash", "a DFlash"), ("DSpark", "a DSpark"), ("MTP", "an MTP")):
+        for part, words in (("DFlash", "a variant of DFlash"), ("DSpark", "a DSpark head"), ("MTP", "an MTP head")):
             if part in name:
-                return f"{words} head ({name})"
+                return f"{words} ({name})"
     return None
 
 

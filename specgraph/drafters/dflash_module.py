@@ -8,7 +8,7 @@ Source: DFlash (z-lab, 2026), ``dflash/model.py``; the variants are those of spe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,13 +94,13 @@ class DFlashLayer(nn.Module):
 
     def _rotated(self, x: Tensor, norm: str, angles: Angles) -> Tensor:
         """Heads ``[B, H, T, D]`` of ``x``, normed if the layer has that norm, and rotated."""
-        normed = getattr(self.self_attn, norm, nn.Identity())(x.unflatten(2, (-1, self.self_attn.head_dim)))
+        normed = getattr(self.self_attn, norm, nn.Identity())(x.view(*x.shape[:2], -1, self.self_attn.head_dim))
         heads, (cos, sin) = normed.transpose(1, 2), angles
         rotated: Tensor = heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
         return rotated
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.self_attn.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.self_attn.head_dim).transpose(1, 2)
 
 
 class DFlash(nn.Module):
@@ -134,8 +134,8 @@ class DFlash(nn.Module):
 
     def keep(self, context: Tensor, positions: Tensor) -> None:
         """Keep keys and values of all layers for rows ``[B, T, H]`` of the context at ``positions`` ``[B, T]``."""
-        angles = self.rotary(context, positions)
-        for layer in self.layers:
+        angles, layers = self.rotary(context, positions), cast(list[DFlashLayer], self.layers)
+        for layer in layers:
             layer.keep(context, angles)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
