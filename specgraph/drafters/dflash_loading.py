@@ -129,14 +129,15 @@ def _mask_token(reader: Reader, overrides: Any) -> int:
 def _masks(reader: Reader, count: int, overrides: Any) -> tuple[BlockMask, ...]:
     """What the rows of a block see, for each layer.
 
-    ``layer_types`` names the layers with a sliding window. In the layout of z-lab, ``use_swa`` gives all layers one,
+    ``layer_types`` names the layers with a sliding window, unless ``use_sliding_window`` is false. In the layout of z-lab, ``use_swa`` gives all layers one,
     and rows then see each other in both directions; else ``is_causal``, ``causal`` or ``causal_head`` decides for all
     layers, and where none of them is set, layers with a window are causal. In the layout of speculators, layers with a
     window are causal unless ``sliding_window_non_causal`` is set, and the window is counted from the anchor.
     """
     own = reader.checkpoint.layout == "speculators"
     everywhere = not own and reader.flag("use_swa", False)
-    types = list(layer_settings(reader.checkpoint).get("layer_types") or [])
+    settings = layer_settings(reader.checkpoint)
+    types = [] if settings.get("use_sliding_window") is False else list(settings.get("layer_types") or [])
     sliding = [everywhere or kind == "sliding_attention" for kind in (types + [None] * count)[:count]]
     window = _window(reader, everywhere) if any(sliding) else None
     causal = False if everywhere else _causal(reader, own)

@@ -94,13 +94,13 @@ class DFlashLayer(nn.Module):
 
     def _rotated(self, x: Tensor, norm: str, angles: Angles) -> Tensor:
         """Heads ``[B, H, T, D]`` of ``x``, normed if the layer has that norm, and rotated."""
-        normed = getattr(self.self_attn, norm, nn.Identity())(x.view(*x.shape[:2], -1, self.self_attn.head_dim))
+        normed = getattr(self.self_attn, norm, nn.Identity())(torch.unflatten(x, 2, (-1, self.self_attn.head_dim)))
         heads, (cos, sin) = normed.transpose(1, 2), angles
         rotated: Tensor = heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
         return rotated
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.self_attn.head_dim).transpose(1, 2)
+        return torch.unflatten(x, 2, (-1, self.self_attn.head_dim)).transpose(1, 2)
 
 
 class DFlash(nn.Module):

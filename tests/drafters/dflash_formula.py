@@ -112,7 +112,8 @@ class Given:
 
 
 def _sliding() -> dict[str, Any]:
-    return {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    return {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
+            "use_sliding_window": True}  # fmt: skip
 
 
 MASK_EMBEDDING = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(9))
