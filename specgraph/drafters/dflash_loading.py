@@ -129,10 +129,11 @@ def _mask_token(reader: Reader, overrides: Any) -> int:
 def _masks(reader: Reader, count: int, overrides: Any) -> tuple[BlockMask, ...]:
     """What the rows of a block see, for each layer.
 
-    ``layer_types`` names the layers with a sliding window, unless ``use_sliding_window`` is false. In the layout of z-lab, ``use_swa`` gives all layers one,
-    and rows then see each other in both directions; else ``is_causal``, ``causal`` or ``causal_head`` decides for all
-    layers, and where none of them is set, layers with a window are causal. In the layout of speculators, layers with a
-    window are causal unless ``sliding_window_non_causal`` is set, and the window is counted from the anchor.
+    ``layer_types`` names the layers with a sliding window, unless ``use_sliding_window`` is false. In the layout of
+    z-lab, ``use_swa`` gives all layers one, and rows then see each other in both directions; else ``is_causal``,
+    ``causal`` or ``causal_head`` decides for all layers, and where none of them is set, layers with a window are
+    causal. In the layout of speculators, layers with a window are causal unless ``sliding_window_non_causal`` is set,
+    and the window is counted from the anchor.
     """
     own = reader.checkpoint.layout == "speculators"
     everywhere = not own and reader.flag("use_swa", False)

@@ -582,3 +582,22 @@ def test_bench_with_a_random_head(capsys: pytest.CaptureFixture[str], monkeypatc
                "pipeline.verify=false", "debug.self_check=false"]  # fmt: skip
     assert main(["bench", "target=tiny-shape", "draft=dflash", *options]) == 0
     assert "dflash (random)" in capsys.readouterr().out
+
+
+def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
+    """Rotations are in the ops of the head, and drafts stay the same."""
+    model = make_model("llama", dtype=torch.float64, num_hidden_layers=4)
+    checkpoint = open_checkpoint(save("windows everywhere", tmp_path))
+    made = DFlashDrafter.load(checkpoint, DFlashDraftConfig(), model, info(model))
+    config = {**CONFIG, **QUICK, "draft": {"kind": "dflash", "num_speculative_tokens": 3}}
+    decoders = [specgraph.compile_speculative(model, {**config, "lowering": {"name": name}}, draft=made)
+                for name in ("eager", "gpu")]  # fmt: skip
+    eager, lowered = (each.generate(PROMPTS, max_new_tokens=14, temperature=[0.0, 0.8, 1.3], seed=[1, 2, 3],
+                                    eos_token_id=[]) for each in decoders)  # fmt: skip
+    assert all(map(torch.equal, eager.new_tokens, lowered.new_tokens))
+    assert eager.stats.emitted_per_step == lowered.stats.emitted_per_step
+    modules = decoders[1].stages["index_rows"].modules
+    for name, op in (("draft_context", "write_context"), ("draft", "paged_block_attention")):
+        found = [str(node.target) for node in modules[name].graph.nodes]
+        assert sum(op in each for each in found) == 2 and "aten.cat.default" not in found
+        assert not [each for each in found if each.startswith(("aten.linear", "aten.mean", "aten.rsqrt"))]
