@@ -16,7 +16,9 @@ Source: DFlash (z-lab, 2026); layouts of z-lab and of speculators.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +32,7 @@ from specgraph.config import DraftConfig, ParallelDraftConfig
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
 from specgraph.drafters.dflash_loading import default_features, load_head, read_options
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
+from specgraph.drafters.dflash_saving import save_head
 from specgraph.drafters.plan import plain_layer
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
@@ -161,6 +164,14 @@ class DFlashDrafter(Drafter):
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
         """Those that a head of five layers reads by default, limited to those that the target has."""
         return tuple(sorted({min(max(k, 1), num_layers) for k in default_features(RANDOM_LAYERS, num_layers)}))
+
+    @classmethod
+    def save_head(
+        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
+        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
+    ) -> Path:  # fmt: skip
+        """Write the head in the layout of z-lab."""
+        return save_head(head, folder, target_name=target_name, shared=shared)
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:

@@ -559,6 +559,37 @@ def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
             assert_runs_alike(specgraph.load_dump(folder / f"{index:02d}_{name}"), program)
 
 
+SAVED = ["z-lab", "reduced vocabulary, own embedding, biases", "mask embedding", "causal", "windows everywhere",
+         "one layer without norms", "speculators"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_is_saved_is_what_is_loaded(name: str, tmp_path: Path) -> None:
+    given = head(name)
+    folder = DFlashDrafter.save_head(given, tmp_path, target_name="target", algorithm="dflash",
+                                     num_speculative_tokens=3, shared=target().parameters())  # fmt: skip
+    stored = GIVEN[name].written.tensors.keys() - {"t2d"}
+    assert open_checkpoint(folder).layout == "z-lab" and open_checkpoint(folder).tensors.keys() == stored
+    again = load(folder)
+    assert (again.features, again.mask_token_id) == (given.features, given.mask_token_id)
+    for field in ("masks", "block_size", "draft_vocab_size", "target_hidden_size", "num_features"):
+        assert getattr(again.module.config, field) == getattr(given.module.config, field)
+    assert torch.equal(again.module.rotary.inv_freq, given.module.rotary.inv_freq)
+    for (key, tensor), (other, expected) in zip(again.module.named_parameters(), given.module.named_parameters(),
+                                                strict=True):  # fmt: skip
+        assert key == other and torch.equal(tensor, expected)
+    ids = [each.module.draft_to_target for each in (again, given)]
+    assert ids[0] is ids[1] is None or torch.equal(*ids)
+
+
+def test_what_the_layout_cannot_express_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target_name": "target", "algorithm": "dflash", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="has one window, counted from each row, and layers that are all causal or"):
+        DFlashDrafter.save_head(head("speculators, sliding"), tmp_path, **options)
+    with pytest.raises(ConfigError, match=r"names outputs of layers, and cannot express a head that reads hs\[0\]"):
+        DFlashDrafter.save_head(replace(head("z-lab"), features=(0, 3)), tmp_path, **options)
+
+
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target().save_pretrained(tmp_path / "target")
     save("mask embedding", tmp_path / "head")
