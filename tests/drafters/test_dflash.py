@@ -632,3 +632,9 @@ def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
         found = [str(node.target) for node in modules[name].graph.nodes]
         assert sum(op in each for each in found) == 2 and "aten.cat.default" not in found
         assert not [each for each in found if each.startswith(("aten.linear", "aten.mean", "aten.rsqrt"))]
+        # One product gives keys and values of all layers for the context. In the block, each layer has five: queries,
+        # keys with values, the output, and two of the MLP; and one is the projection of the vocabulary.
+        products = {"draft_context": 1, "draft": 2 * 5 + 1}
+        assert sum(each.startswith("specgraph.linear") for each in found) == products[name]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made.module.parameters()}
+    assert sum(kept.values()) == sum(t.nbytes for t in made.module.parameters())
