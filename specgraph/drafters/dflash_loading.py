@@ -25,6 +25,7 @@ from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.vocabulary import read_vocabulary
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
+from specgraph.drafters.eagle3 import default_features as eagle3_features
 from specgraph.drafters.shifted import fill_head
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
@@ -84,8 +85,7 @@ def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | No
     reader = Reader(checkpoint, part="dflash_config", id_keys=("target_layer_ids", *ID_KEYS))
     _refuse_variants(reader)
     shape = read_layers(reader, set(checkpoint.tensors), overrides.rope_theta)
-    reader = replace(reader, default_features=partial(default_features, shape.num_layers),
-                     default_source="default: evenly spaced from hs[2] to hs[L - 2]")  # fmt: skip
+    reader = _with_defaults(reader, shape.num_layers)
     return HeadOptions(
         **vars(shape),
         features=reader.features(overrides.feature_layers, target_layers, True),
@@ -94,6 +94,14 @@ def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | No
         mask_token_id=_mask_token(reader, overrides),
         sources=tuple(reader.sources),
     )
+
+
+def _with_defaults(reader: Reader, num_draft_layers: int) -> Reader:
+    """The reader with the hidden states that heads of this layout read if their configuration names none."""
+    if reader.checkpoint.layout == "speculators":
+        return replace(reader, default_features=eagle3_features, default_source="default: 2, L // 2, L - 3")
+    return replace(reader, default_features=partial(default_features, num_draft_layers),
+                   default_source="default: evenly spaced from hs[2] to hs[L - 2]")  # fmt: skip
 
 
 def _refuse_variants(reader: Reader) -> None:
@@ -107,10 +115,14 @@ def _refuse_variants(reader: Reader) -> None:
 
 
 def _block_size(reader: Reader) -> int:
-    size, path = read_size(reader.checkpoint, "block_size"), reader.checkpoint.path
-    if size < 2:
-        raise ConfigError(f"block_size of {path} is {size}, which leaves no token to draft; it must be 2 or more.")
-    return int(reader.note("block_size", size, "config.json"))
+    """The rows of a trained block; newer files have it in ``dflash_config``."""
+    own = reader.nested.get("block_size")
+    size = read_size(reader.checkpoint, "block_size") if own is None else own
+    if not isinstance(size, int) or size < 2:
+        raise ConfigError(
+            f"block_size of {reader.checkpoint.path} is {size!r}, which leaves no token to draft; it must be 2 or more."
+        )
+    return int(reader.note("block_size", size, "config.json" if own is None else reader.part))
 
 
 def _mask_token(reader: Reader, overrides: Any) -> int:

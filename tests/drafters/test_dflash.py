@@ -157,6 +157,10 @@ def test_options_say_where_they_come_from(tmp_path: Path) -> None:
     assert found["sliding_window_non_causal"] == (False, "config.json")
     assert found["rope_theta"] == (500.0, "transformer_layer_config.rope_theta")
     assert options(z_lab(tensors(), is_causal=True))["causal"] == (True, "is_causal")
+    newer = options(z_lab(tensors(), {"block_size": 5}, block_size=None))
+    assert newer["block_size"] == (5, "dflash_config")
+    unnamed = options(speculators(tensors(features=3), aux_hidden_state_layer_ids=None), 36)
+    assert unnamed["feature_layers"] == ("hs[2], hs[18], hs[33]", "default: 2, L // 2, L - 3")
 
 
 def test_default_features_are_those_of_z_lab() -> None:
