@@ -136,7 +136,7 @@ class DFlashDrafter(Drafter):
         notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
             checkpoint, given = given, cls.load(given, options, target.model, target.info)
-            notes = (checkpoint.about, *shared_notes(checkpoint, given.module, target.model))
+            notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
         check_place(given, given.module.lm_head.weight, target.info)
         return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
 
