@@ -5,11 +5,13 @@ ask what there is, such as benchmarks and tests of all ops, import this one firs
 """
 
 import specgraph.kernels.attention.attention
+import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
 import specgraph.kernels.sampling.sample
 import specgraph.kernels.step
+import specgraph.kernels.step.block
 import specgraph.kernels.step.results
 import specgraph.kernels.verify  # noqa: F401

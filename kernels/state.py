@@ -106,12 +106,14 @@ class Stateful:
         buffers: from the operands' values, as tracing found them, and the tokens per page to the buffers it asks for.
         arguments: from the traced op's arguments, the nodes of its buffers, and the nodes ``(slots, block_table,
             positions)`` of the call's rows to the stateful op's positional arguments.
+        reads: whether the op reads the rows of its context, which ``bench`` counts. An op that only writes does not.
     """
 
     op: Callable[..., Any]
     names: tuple[str, ...]
     buffers: Callable[[Sequence[Tensor], int], tuple[Buffer, ...]]
     arguments: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+    reads: bool = True
 
 
 STATEFUL: dict[Callable[..., Any], Stateful] = {}

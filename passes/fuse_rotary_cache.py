@@ -4,6 +4,9 @@ That op rotates queries and keys, writes keys and values to the cache, and atten
 transformers' llama, ``x * cos + rotate_half(x) * sin`` over the whole head. Other rotations (partial, interleaved) stay
 as they are and are reported as near misses.
 
+The ops of a block drafter, ``paged_block_attention`` and ``write_context``, take the angles themselves: they get the
+values before the rotation, and ``cos`` and ``sin``.
+
 The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
 ``rotary_angles``, even if the rotation that reads them was not recognised.
 """
@@ -19,7 +22,8 @@ import torch
 from torch import fx
 
 import specgraph.kernels.attention.attention
-import specgraph.kernels.attention.rotary  # noqa: F401  (both register ops)
+import specgraph.kernels.attention.block
+import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
@@ -37,6 +41,8 @@ from specgraph.passes.patterns import (
 )
 
 PAGED = torch.ops.specgraph.paged_attention.default
+ROTATING = {torch.ops.specgraph.paged_block_attention.default: 2, torch.ops.specgraph.write_context.default: 1}
+"""The ops that take angles themselves, and how many of their first arguments they rotate."""
 ANGLES = torch.ops.specgraph.rotary_angles.default
 CONVERSIONS = (*CASTS, aten.to.device)
 BROADCASTS = (aten.unsqueeze.default, aten.expand.default, *CONVERSIONS)
@@ -54,10 +60,14 @@ class FuseRotaryCache(LoweringPass):
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""
         attention = rewrite(program, PAGED, _fuse)
+        blocks = [rewrite(program, op, _give_angles) for op in ROTATING]
         angles = rewrite(program, aten.cos.default, _fuse_angles)
-        misses = (*attention.near_misses, *angles.near_misses)
-        notes = (f"{attention.matches} x rotary_attention", f"{angles.matches} x rotary_angles")
-        return PassResult(attention.matches + angles.matches, near_misses=misses, notes=notes)
+        parts = (attention, *blocks, angles)
+        names = ("rotary_attention", *(f"rotation in {op._opname}" for op in ROTATING), "rotary_angles")
+        notes = tuple(f"{part.matches} x {name}" for part, name in zip(parts, names, strict=True)
+                      if part.matches or part in (attention, angles))  # fmt: skip
+        misses = tuple(miss for part in parts for miss in part.near_misses)
+        return PassResult(sum(part.matches for part in parts), near_misses=misses, notes=notes)
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
@@ -73,6 +83,20 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     inputs = node.all_input_nodes
     node.replace_all_uses_with(keep_meta(fused, node))
     graph.erase_node(node)
+    for value in inputs:
+        erase_unused(graph, value)
+
+
+def _give_angles(graph: fx.Graph, node: fx.Node) -> None:
+    """Let an op of a block drafter rotate what was rotated before it."""
+    count = ROTATING[node.target]  # type: ignore[index]
+    rotated = [_unrotated(value) for value in node.args[:count]]
+    if len({(cos, sin) for _, cos, sin in rotated}) > 1:
+        raise Mismatch("queries and keys are rotated by different angles")
+    _, cos, sin = rotated[0]
+    inputs = node.all_input_nodes
+    node.args = (*(x for x, _, _ in rotated), *node.args[count:])
+    node.kwargs = {**node.kwargs, "cos": cos, "sin": sin}
     for value in inputs:
         erase_unused(graph, value)
 

@@ -5,7 +5,7 @@ The pass knows no kind of layer. An op that has a stateful form (:data:`~specgra
 buffers that form asks for and what its arguments are. A module's signature grows from ``(tokens, positions)`` to
 ``(tokens, positions, num_rows, block_table, max_length, caches)``; ``caches`` is one tuple of all buffers, layer after
 layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position is 0 or more and below
-``max_length``.
+``max_length``. A module that writes no rows gets neither slots nor the inputs that only these are computed from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-import specgraph.kernels.attention.attention  # noqa: F401  (registers the op and its stateful form)
+import specgraph.kernels.attention.attention
+import specgraph.kernels.attention.block  # noqa: F401  (both register ops and their stateful forms)
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import new_module
 from specgraph.ir.program import Program
@@ -77,6 +78,9 @@ class InsertKVCache(Pass):
         for layer, node in enumerate(nodes):
             buffers += self._replace(graph, node, (caches, len(buffers), layer), (slots, block_table, positions))
         caches.meta["state"] = tuple(buffers)
+        for node in (slots, num_rows, block_table, max_length):
+            if not node.users:
+                graph.erase_node(node)
         graph.lint()
         module.recompile()
 

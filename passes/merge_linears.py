@@ -3,13 +3,17 @@
 Their weights are copied into one tensor, one after the other, and the model's own parameters become views of that
 tensor. So the memory does not double, the model still works, and a second decoder of the same model finds the weights
 merged already. A weight that something else reads as well, such as a tied embedding, is not merged.
+
+Linear layers of several modules may share weights, as those of a block drafter do: one module computes keys and values
+of the context with them, and another one those of a block. The first module decides the order of the weights in
+memory. In the others, the layers whose weights then follow each other become one.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +26,8 @@ from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import aten, weight, weight_name
 
 LINEAR = aten.linear.default
+ELSEWHERE = "a weight is read elsewhere, too"
+"""Why linear layers are not merged whose weights other nodes read."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +40,34 @@ class MergeLinears(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""
-        readers = _readers(program)
+        readers, placed = _readers(program), set[int]()
         matches, misses = 0, []
         for name, module in program.modules.items():
             for group in _groups(module):
                 reason = _refusal(module, group, readers)
-                if reason is None:
-                    _merge(module, group)
-                    matches += 1
-                else:
-                    misses.append(NearMiss(f"{name}.{group[0].name}", reason))
+                parts = [] if reason is not None else _parts(module, group, placed)
+                for part in parts:
+                    placed.update(map(id, _tensors(module, part)))
+                    _merge(module, part)
+                matches += len(parts)
+                if not parts:
+                    misses.append(NearMiss(f"{name}.{group[0].name}", reason or ELSEWHERE))
             module.recompile()
         return PassResult(matches, near_misses=tuple(misses))
 
 
-def _readers(program: Program) -> dict[int, int]:
-    """How many nodes read each tensor, over all modules."""
-    counts: dict[int, int] = defaultdict(int)
+def _readers(program: Program) -> dict[int, Counter[object]]:
+    """How many nodes read each tensor: for each module that has linear layers which do, their number; and under None
+    the number of all other nodes.
+    """
+    counts: dict[int, Counter[object]] = defaultdict(Counter)
     for module in program.modules.values():
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                counts[id(get_attribute(module, node.target))] += len(node.users)
+                linears = sum(user.target is LINEAR and user.args[0] is not node for user in node.users)
+                found = counts[id(get_attribute(module, node.target))]
+                found[module] += linears
+                found[None] += len(node.users) - linears
     return counts
 
 
@@ -67,7 +80,34 @@ def _groups(module: fx.GraphModule) -> list[list[fx.Node]]:
     return [group for group in by_input.values() if len(group) > 1]
 
 
-def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, int]) -> str | None:
+def _tensors(module: fx.GraphModule, group: list[fx.Node]) -> list[Tensor]:
+    """The weights and biases of linear layers."""
+    weights = [get_attribute(module, str(node.args[1].target)) for node in group]  # type: ignore[union-attr]
+    return [*weights, *(b for b in (_bias(module, node) for node in group) if b is not None)]
+
+
+def _parts(module: fx.GraphModule, group: list[fx.Node], placed: set[int]) -> list[list[fx.Node]]:
+    """The linear layers of ``group`` that are merged with each other.
+
+    These are all of them, unless another module has ``placed`` a weight already: then those that follow each other.
+    """
+    if not any(id(tensor) in placed for tensor in _tensors(module, group)):
+        return [group]
+    parts: list[list[fx.Node]] = [[]]
+    for node in group:
+        parts += [] if _follow(module, [*parts[-1], node]) else [[]]
+        parts[-1].append(node)
+    return [part for part in parts if len(part) > 1]
+
+
+def _follow(module: fx.GraphModule, group: list[fx.Node]) -> bool:
+    """Whether the weights of linear layers follow each other in memory, and their biases do."""
+    tensors = _tensors(module, group)
+    halves = tensors[: len(group)], tensors[len(group) :]
+    return all(_adjacent(half) is not None for half in halves if half)
+
+
+def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, Counter[object]]) -> str | None:
     """The reason why the linear layers of ``group`` cannot be merged; None if they can."""
     weights = [get_attribute(module, str(node.args[1].target)) for node in group]  # type: ignore[union-attr]
     biases = [_bias(module, node) for node in group]
@@ -75,9 +115,9 @@ def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, in
         return "the weights differ in dtype or device"
     if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
         return "some have a bias and some have none"
-    for tensor in (*weights, *(b for b in biases if b is not None)):
-        if readers[id(tensor)] > 1:
-            return "a weight is read elsewhere, too"
+    for tensor in _tensors(module, group):
+        if readers[id(tensor)][module] > 1 or readers[id(tensor)][None]:
+            return ELSEWHERE
         if tensor.is_inference():
             return "the weights were made in inference mode and cannot become views"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -87,7 +88,16 @@ class RotaryAttention:
     softcap: float | None = None
 
 
-def check_dense(given: Attention | PagedAttention | RotaryAttention) -> None:
+class Heads(Protocol):
+    """What every op of attention takes: ``q``, ``k`` and ``v`` ``[B, H, T, D]``, and ``sinks`` ``[Hq]`` or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
+def check_dense(given: Heads) -> None:
     """Refuse heads that do not fit each other."""
     q, k, v, sinks = given.q, given.k, given.v, given.sinks
     require(q.dim() == 4 and k.dim() == 4 and v.dim() == 4, lambda: "q, k and v must be [B, H, T, D]")
@@ -103,8 +113,8 @@ def check_paged(given: PagedAttention | RotaryAttention) -> None:
     """Refuse heads, caches and places that do not fit each other."""
     check_dense(given)
     rows = (given.q.shape[0], given.q.shape[2])
-    _check_cache("k_cache", given.k_cache, given.k)
-    _check_cache("v_cache", given.v_cache, given.v)
+    check_cache("k_cache", given.k_cache, given.k)
+    check_cache("v_cache", given.v_cache, given.v)
     slots, positions, table = given.slots, given.positions, given.block_table
     require(slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(slots.shape)}")
     require(positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(positions.shape)}")
@@ -115,17 +125,19 @@ def check_rotary(given: RotaryAttention) -> None:
     """Refuse heads without halves, and angles that do not fit."""
     q = given.q
     require(q.shape[3] % 2 == 0, lambda: f"a head of {q.shape[3]} has no halves to rotate")
-    _check_angles("cos", given.cos, q)
-    _check_angles("sin", given.sin, q)
+    check_angles("cos", given.cos, q)
+    check_angles("sin", given.sin, q)
 
 
-def _check_angles(name: str, angles: Tensor, q: Tensor) -> None:
+def check_angles(name: str, angles: Tensor, q: Tensor) -> None:
+    """Refuse angles that do not fit rows ``q`` ``[B, H, T, D]``."""
     require(angles.dim() == 3, lambda: f"{name} must be [B, T, D]")
     require(angles.shape[1:] == (q.shape[2], q.shape[3]), lambda: f"{name} must agree with q in T and D")
     require(angles.shape[0] in (1, q.shape[0]), lambda: f"{name} must be for B sequences or for one")
 
 
-def _check_cache(name: str, cache: Tensor, new: Tensor) -> None:
+def check_cache(name: str, cache: Tensor, new: Tensor) -> None:
+    """Refuse a cache that does not fit the rows ``new`` ``[B, H, T, D]`` of it."""
     wanted = (new.shape[1], new.shape[3])
     require(cache.dim() == 4 and cache.shape[2:] == wanted, lambda: f"{name} must end in {wanted}")
     require(cache.dtype == new.dtype, lambda: f"{name} must have the dtype of the rows written to it")

@@ -211,9 +211,9 @@ ROTARY_ATTENTION = declare(
 )
 
 
-def _page_pools(operands: Sequence[Tensor], block_size: int) -> tuple[Buffer, ...]:
-    """A pool of keys and one of values, ``[N, block_size, Hkv, D]``, for ``q``, ``k``, ``v`` ``[B, H, T, D]``."""
-    return tuple(page_pool(block_size, int(x.shape[1]), int(x.shape[3]), dtype=x.dtype) for x in operands[1:3])
+def page_pools(rows: Sequence[Tensor], block_size: int) -> tuple[Buffer, ...]:
+    """A pool of keys and one of values, ``[N, block_size, Hkv, D]``, for rows ``k`` and ``v`` ``[B, Hkv, T, D]``."""
+    return tuple(page_pool(block_size, int(x.shape[1]), int(x.shape[3]), dtype=x.dtype) for x in rows)
 
 
 def _paged_arguments(arguments: Sequence[Any], state: Sequence[Any], places: Sequence[Any]) -> tuple[Any, ...]:
@@ -222,5 +222,8 @@ def _paged_arguments(arguments: Sequence[Any], state: Sequence[Any], places: Seq
 
 
 STATEFUL[torch.ops.specgraph.attention.default] = Stateful(
-    torch.ops.specgraph.paged_attention.default, ("k_cache", "v_cache"), _page_pools, _paged_arguments
+    torch.ops.specgraph.paged_attention.default,
+    ("k_cache", "v_cache"),
+    lambda operands, block_size: page_pools(operands[1:3], block_size),
+    _paged_arguments,
 )

@@ -86,7 +86,7 @@ def write_cache_kernel(
 
 
 @triton.jit
-def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+def load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """Read ``PAGES`` entries of the block table, from the page of position ``begin`` on, up to position ``end``."""
     index = begin // BLOCK_SIZE + tl.arange(0, PAGES)
     return tl.maximum(tl.load(table + index, mask=index * BLOCK_SIZE < end, other=0), 0).to(tl.int32)
@@ -94,23 +94,23 @@ def _load_pages(table, begin, end, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr
 
 @triton.jit
 def _slots_of(pages, begin, key_position, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """The slots of positions whose pages :func:`_load_pages` has read, as int32, which multiplies faster than int64."""
+    """The slots of positions whose pages :func:`load_pages` has read, as int32, which multiplies faster than int64."""
     # The last block may reach past the end of a piece, hence the modulo.
     index = (key_position // BLOCK_SIZE - begin // BLOCK_SIZE) % PAGES
     return tl.gather(pages, index, 0) * BLOCK_SIZE + key_position % BLOCK_SIZE
 
 
 @triton.jit
-def _attend_piece(
+def attend_piece(
     query, position, k_cache, v_cache, pages, begin, end, k_slot, v_slot, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, OFFSET: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
     """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` at ``position`` over the keys in ``[begin, end)``.
 
-    ``begin`` is a multiple of ``BLOCK_K``. Returns the running maximum, the normaliser and the weighted values
-    ``[DVP, BLOCK_R]``.
+    ``begin`` is a multiple of ``BLOCK_K``. Rows are in front of ``end``, unless ``BEHIND``. Returns the running
+    maximum, the normaliser and the weighted values ``[DVP, BLOCK_R]``.
 
     The caller has read all ``pages`` of the piece. If the loop read each page itself, the address of a block's keys
     would depend on that read, and the keys could be requested only when the block before them is done.
@@ -126,13 +126,15 @@ def _attend_piece(
         slot = _slots_of(pages, begin, key_position, BLOCK_SIZE, PAGES).to(OFFSET)[:, None]
         keys = tl.load(k_cache + slot * k_slot + dim, mask=in_range & (dim < D), other=0.0)
         values = tl.load(v_cache + slot * v_slot + value_dim, mask=in_range & (value_dim < DV), other=0.0)
+        if BEHIND:
+            key_position = tl.where(key_position < end, key_position, 0x7FFFFFFF)  # behind every row
         scores = score(query, keys, position, key_position, cap, WINDOW, SOFTCAP, True, False)
         row_max, partial_sums, acc = add_block(scores, values, row_max, partial_sums, acc, scale, False)
     return row_max, sum_of_keys(partial_sums, BLOCK_K, BLOCK_R, False), acc
 
 
 @triton.jit
-def _piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
+def piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
     """The first position of a piece that is read.
 
     With a window this is the block that holds the first visible position.
@@ -186,9 +188,9 @@ def decode_attention_kernel(
         return
 
     first_piece = tl.maximum((first_work_unit + program) * pieces_per_unit, first)
-    begin = _piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
+    begin = piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
     table = block_table + batch * table_b
-    pages = _load_pages(table, begin, tl.where(program < programs, end, 0), BLOCK_SIZE, PAGES)
+    pages = load_pages(table, begin, tl.where(program < programs, end, 0), BLOCK_SIZE, PAGES)
     k_cache_head = k_cache + head * k_head
     v_cache_head = v_cache + head * v_head
     if WRITE > 0:
@@ -221,7 +223,7 @@ def decode_attention_kernel(
         for piece in range(
             loop_bound(tl.maximum((first_work_unit + work_unit) * pieces_per_unit, first)), loop_bound(past)
         ):
-            piece_max, piece_sum, piece_acc = _attend_piece(
+            piece_max, piece_sum, piece_acc = attend_piece(
                 query, position, k_cache_head, v_cache_head, pages,
                 begin, tl.minimum(end, (piece + 1) * PIECE), k_slot, v_slot, scale, cap,
                 D, DV, DP, DVP, BLOCK_SIZE, PAGES, BLOCK_K, BLOCK_R, WINDOW, SOFTCAP, STAGES, OFFSET,
@@ -232,8 +234,8 @@ def decode_attention_kernel(
             next_piece = tl.where(
                 piece + 1 < past, piece + 1, (first_work_unit + work_unit + programs) * pieces_per_unit
             )
-            begin = _piece_begin(next_piece, low, PIECE, BLOCK_K, WINDOW)
-            pages = _load_pages(table, begin, end, BLOCK_SIZE, PAGES)
+            begin = piece_begin(next_piece, low, PIECE, BLOCK_K, WINDOW)
+            pages = load_pages(table, begin, end, BLOCK_SIZE, PAGES)
         if SPLIT and programs > 1:
             index = task * max_work_units + work_unit
             store_work_unit(partials, index, real, unit_max, unit_sum, unit_acc, DVP, BLOCK_R)

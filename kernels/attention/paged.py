@@ -117,11 +117,11 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
         return q.new_empty(batch, rows, heads, value_dim)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     slots, block_table, positions = (x.contiguous() for x in (given.slots, given.block_table, given.positions))
-    sizes = {"D": dim, "DV": value_dim, "DP": _padded(dim), "DVP": _padded(value_dim), "HEADS": groups}
+    sizes = {**widths(k, v), "HEADS": groups}
     pdl = supports_pdl(q.device)
     modes = {"ROTARY": angles is not None, "PDL": pdl}
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
-    cos, sin, *angle_strides = _angles(angles)
+    cos, sin, *angle_strides = angles_of(angles)
     caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
@@ -142,10 +142,10 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     constants = {
         "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "PIECE": tiling.piece, "RUN": tiling.run,
         "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None, "STAGES": tiling.num_stages or _num_stages(tiling.block_keys, sizes, q.dtype),
-        "OFFSET": tl.int32 if max(_extent(cache) for cache in caches) < 2**31 else tl.int64,
+        "SINKS": sinks is not None, "STAGES": tiling.num_stages or num_stages(tiling.block_keys, sizes, q.dtype),
+        "OFFSET": offset_type(*caches),
     }  # fmt: skip
-    factors = _score_factors(scale, softcap)
+    factors = score_factors(scale, softcap)
     if prefill:
         prefill_attention_kernel[(triton.cdiv(pairs, PREFILL_PAIRS), sequences)](
             q, cos, sin, *caches, slots, block_table, positions, sinks, out,
@@ -156,7 +156,7 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
 
     tile_rows = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
     tiles = triton.cdiv(pairs, tile_rows)
-    pieces, split, work_units = _shares(tiles * sequences, capacity, tiling)
+    pieces, split, work_units = shares(tiles * sequences, capacity, tiling)
     partials = None
     if split > 1:
         size = tiles * sequences * work_units * (sizes["DVP"] + 2) * tile_rows
@@ -165,12 +165,12 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
         q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
         *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, work_units, *factors,
         BLOCK_R=tile_rows, WRITE=0 if write_first else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
-        PAGES=_pages(tiling.piece, caches[0].shape[1]), **constants, **sizes, **modes, **options,
+        PAGES=pages_of(tiling.piece, caches[0].shape[1]), **constants, **sizes, **modes, **options,
     )  # fmt: skip
     return out
 
 
-def _shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
+def shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
     """The pieces in the longest context that ``capacity`` holds, the programs that share it, and its work units."""
     pieces = triton.cdiv(capacity, tiling.piece)
     split = max(1, min(pieces, tiling.split or PROGRAMS // tasks)) if tasks <= MAX_COUNTERS else 1
@@ -178,9 +178,13 @@ def _shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:
     return pieces, split, max(split, triton.cdiv(pieces, tiling.run))
 
 
-def _padded(dim: int) -> int:
-    """The width of a tile that holds a head: a power of two, and at least the 16 that ``tl.dot`` needs."""
-    return max(16, _power_of_two(dim))
+def widths(k: Tensor, v: Tensor) -> dict[str, int]:
+    """The widths of keys and values ``[B, H, T, D]``, and of the tiles that hold them.
+
+    A tile's width is a power of two, and at least the 16 that ``tl.dot`` needs.
+    """
+    dim, value_dim = k.shape[3], v.shape[3]
+    return {"D": dim, "DV": value_dim, "DP": max(16, _power_of_two(dim)), "DVP": max(16, _power_of_two(value_dim))}
 
 
 def _power_of_two(n: int) -> int:
@@ -188,12 +192,17 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def offset_type(*caches: Tensor) -> Any:
+    """The type in which offsets into the caches are computed: int32, which multiplies faster, if it holds all."""
+    return tl.int32 if max(_extent(cache) for cache in caches) < 2**31 else tl.int64
+
+
 def _extent(x: Tensor) -> int:
     """The distance from the first element of ``x`` to the last one in memory, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
+def angles_of(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
     """``cos`` and ``sin`` ``[B or 1, T, D]`` and their strides per sequence and per row."""
     if angles is None:
         return None, None, 0, 0
@@ -203,7 +212,7 @@ def _angles(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
 
 
-def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """The factor that makes a score an exponent of 2, and the factor inside the soft cap.
 
     Without a cap a score is a product of query and key, and the second factor is 0. With a cap it is the hyperbolic
@@ -244,12 +253,12 @@ def suits_prefill(pairs: int, sequences: int, value_dim: int, dtype: torch.dtype
     return not few and dtype.itemsize == 2 and value_dim >= 64
 
 
-def _pages(piece: int, block_size: int) -> int:
+def pages_of(piece: int, block_size: int) -> int:
     """A number of pages, a power of two, that holds a piece wherever it begins."""
     return _power_of_two(piece // block_size if piece % block_size == 0 else piece // block_size + 2)
 
 
-def _num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
+def num_stages(block_keys: int, sizes: dict[str, int], dtype: torch.dtype) -> int:
     """The number of blocks of keys and values in shared memory, one of them in use: up to three, in 128 KiB.
 
     float32 has one: products without tensor cores run out of registers when further blocks are being loaded.

@@ -17,7 +17,7 @@ from torch import fx
 
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.program import Program
-from specgraph.kernels.state import Buffer, buffers_of
+from specgraph.kernels.state import STATEFUL, Buffer, buffers_of
 
 STAGE = "insert_verify"
 """The last stage before passes join or fuse anything."""
@@ -90,9 +90,13 @@ def cache_bytes(module: fx.GraphModule, context: float) -> float:
 
 
 def _rows_seen(caches: fx.Node, index: int, context: float) -> float:
-    """The number of rows that an op reads from the buffer that it takes: the context, or its sliding window."""
+    """The number of rows that an op reads from the buffer that it takes: the context, or its sliding window.
+
+    An op that only writes reads none.
+    """
     items = (item for item in caches.users if item.args[1:] == (index,))
-    windows = [user.kwargs.get("window") for item in items for user in item.users]
+    writers = [form.op for form in STATEFUL.values() if not form.reads]
+    windows = [user.kwargs.get("window") for item in items for user in item.users if user.target not in writers]
     return max((context if window is None else min(context, float(window)) for window in windows), default=0.0)  # type: ignore[arg-type]
 
 

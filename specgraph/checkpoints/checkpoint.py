@@ -12,6 +12,8 @@ from specgraph.errors import ConfigError
 
 MASK_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
 """The keys under which configurations name the mask token. The first key that has a value counts."""
+PARTS = ("eagle_config", "dflash_config")
+"""The parts of configurations that hold the keys of one kind of head."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key in the configuration, or else in its ``eagle_config``."""
-    nested = config.get("eagle_config")
-    value = config.get(key)
-    return nested.get(key) if value is None and isinstance(nested, dict) else value
+    """The value of a key in the configuration, or else in one of its :data:`PARTS`."""
+    places = [config, *(part for name in PARTS if isinstance(part := config.get(name), dict))]
+    return next((place[key] for place in places if place.get(key) is not None), None)

@@ -20,8 +20,8 @@ from torch import Tensor
 from specgraph.errors import ConfigError
 
 PICKLES = (".bin", ".pt", ".pth")
-NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-"""How the names of pickles begin that training leaves beside the weights."""
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "mask_embedding")
+"""How the names of pickles begin that lie beside the weights: what training leaves, and a file of DFlash heads."""
 ALLOWED = "the folder of a checkpoint (config.json beside *.safetensors, *.bin or *.pt) or one weights file in it"
 
 _DTYPES = {
@@ -150,7 +150,7 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _open_pickle(file: Path) -> dict[str, StoredTensor]:
-    loaded = _load_pickle(file)
+    loaded = load_pickle(file)
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict):
@@ -165,7 +165,7 @@ def _open_pickle(file: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _load_pickle(file: Path) -> Any:
+def load_pickle(file: Path) -> Any:
     """Read a pickle without running any code in it. The file is mapped into memory if its format allows that."""
     zipped = zipfile.is_zipfile(file)  # older files are one pickle, which cannot be mapped
     try:

@@ -15,7 +15,7 @@ from specgraph.config import ParallelDraftConfig
 from specgraph.errors import ConfigError
 
 ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-"""The keys of the indices of hidden states. At the top level an index k means hs[k], in ``eagle_config`` hs[k + 1]."""
+"""The keys of the indices of hidden states. At the top level an index k means hs[k], in a nested part hs[k + 1]."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The kinds of rotary embedding whose frequencies do not change with the length of the sequence."""
 DEFAULT_THETA = 10000.0
@@ -36,10 +36,14 @@ class Reader:
     default_features: Callable[[int], Sequence[int]] = range
     """Gives the default indices of hidden states, for the number of layers of a target."""
     default_source: str = "default"
+    part: str = "eagle_config"
+    """The part of the configuration that holds the keys of this kind of head."""
+    id_keys: Sequence[str] = ID_KEYS
+    """The keys of the indices of hidden states, at the top level and in :attr:`part`."""
 
     @property
     def nested(self) -> Mapping[str, Any]:
-        found = self.checkpoint.config.get("eagle_config")
+        found = self.checkpoint.config.get(self.part)
         return found if isinstance(found, dict) else {}
 
     def note(self, name: str, value: Any, source: str) -> Any:
@@ -47,12 +51,12 @@ class Reader:
         return value
 
     def flag(self, name: str, default: bool, override: bool | None = None) -> bool:
-        """A boolean option: the override, or else the value in the configuration or its ``eagle_config``, or else the
+        """A boolean option: the override, or else the value in the configuration or its :attr:`part`, or else the
         default.
         """
         if override is not None:
             return bool(self.note(name, override, f"draft.{name}"))
-        for place, values in (("config.json", self.checkpoint.config), ("eagle_config", self.nested)):
+        for place, values in (("config.json", self.checkpoint.config), (self.part, self.nested)):
             if values.get(name) is not None:
                 if not isinstance(values[name], bool):
                     raise ConfigError(
@@ -85,8 +89,8 @@ class Reader:
     def _declared(self) -> tuple[tuple[int, ...], str] | None:
         """The indices of hidden states that the configuration names, and the key that names them."""
         found = []
-        for values, shift, place in ((self.checkpoint.config, 0, ""), (self.nested, 1, "eagle_config.")):
-            for key in ID_KEYS:
+        for values, shift, place in ((self.checkpoint.config, 0, ""), (self.nested, 1, f"{self.part}.")):
+            for key in self.id_keys:
                 ids = values.get(key) or ()
                 if not isinstance(ids, list | tuple) or not all(isinstance(k, int) for k in ids):
                     raise ConfigError(

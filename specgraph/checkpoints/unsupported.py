@@ -11,7 +11,7 @@ from specgraph.checkpoints.files import Files
 
 
 def name_unsupported(files: Files) -> str | None:
-    """The unsupported format of the checkpoint in ``files``, such as ``a DFlash head``; None if it is none of them."""
+    """The unsupported format of the checkpoint in ``files``, such as ``a DSpark head``; None if it is none of them."""
     return _declared(files.config) or _named(files.tensors)
 
 
@@ -22,16 +22,14 @@ def _declared(config: Mapping[str, Any]) -> str | None:
         return "an EAGLE-1 head in the layout of speculators"
     if declared is not None:
         return f"a {declared} head"
-    if "dflash_config" in config:
-        return "a DFlash head"
     if config.get("model_type") == "mlp_speculator":
         return "an MLP speculator"
     for name in architectures(config):
         if name == "Eagle3DeepseekV2ForCausalLM":
             return f"an EAGLE-3 head with MLA attention ({name})"
-        for part, words in (("DFlash", "a DFlash"), ("DSpark", "a DSpark"), ("MTP", "an MTP")):
+        for part, words in (("DFlash", "a variant of DFlash"), ("DSpark", "a DSpark head"), ("MTP", "an MTP head")):
             if part in name:
-                return f"{words} head ({name})"
+                return f"{words} ({name})"
     return None
 
 
@@ -43,6 +41,4 @@ def _named(names: Mapping[str, Any]) -> str | None:
     # A causal LM may have MTP layers beside its own layers; transformers does not load them.
     if not whole_model and any(re.search(r"^mtp(_layers)?\.|\.eh_proj\.|\.enorm\.", name) for name in names):
         return "an MTP head"
-    if "fc.weight" in names and "hidden_norm.weight" in names:
-        return "a DFlash head"
     return None

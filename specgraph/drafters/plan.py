@@ -56,14 +56,17 @@ def random_plan(model: PreTrainedModel, features: tuple[int, ...], steps: int) -
     return HeadPlan(model, plain_layer(text, len(embedding.weight)), features, steps=steps)
 
 
-def plain_layer(text: Any, num_embeddings: int) -> PretrainedConfig:
-    """The configuration of one decoder layer of Llama's kind, with the sizes of the target's configuration ``text``."""
+def plain_layer(text: Any, num_embeddings: int, kind: str = "llama", count: int = 1) -> PretrainedConfig:
+    """The configuration of ``count`` decoder layers with the sizes of the target's configuration ``text``.
+
+    ``kind`` is the ``model_type`` of the layers.
+    """
     heads = text.num_attention_heads
     config: PretrainedConfig = AutoConfig.for_model(
-        "llama",
+        kind,
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        num_hidden_layers=1,
+        num_hidden_layers=count,
         num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -224,8 +224,11 @@ def body_info(head: ShiftedHead, name: str) -> ModelInfo:
                      None, head.embed_tokens.num_embeddings)  # fmt: skip
 
 
-def fill_head(loader: HeadLoader, module: ShiftedHead, layers: PretrainedConfig) -> None:
-    """Load the values of a module that was made on ``meta`` and checked; ``layers`` configures its decoder layers."""
+def fill_head(loader: HeadLoader, module: Any, layers: PretrainedConfig) -> None:
+    """Load the values of a module that was made on ``meta`` and checked; ``layers`` configures its decoder layers.
+
+    The module has a ``rotary``, as a :class:`ShiftedHead` has.
+    """
     # Files do not hold the frequencies of the rotary embedding, and those made on ``meta`` have no values.
     with torch.device("cpu"):
         module.rotary = type(module.rotary)(layers).to(loader.target.info.device)

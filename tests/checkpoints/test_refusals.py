@@ -18,8 +18,7 @@ from tests.checkpoints.running import load, target
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "mtp of another form": ({"model_type": "deepseek_v4"}, ["mtp.0.e_proj.weight"], "an MTP head"),
-    "dflash": ({"dflash_config": {}}, ["fc.weight"], "a DFlash head"),
-    "dflash by its tensors": ({}, ["fc.weight", "hidden_norm.weight"], "a DFlash head"),
+    "dflash2": ({"architectures": ["DFlash2DraftModel"]}, ["fc.weight"], r"a variant of DFlash \(DFlash2DraftModel\)"),
     "dspark": ({"speculators_model_type": "dspark"}, ["fc.weight"], "a dspark head"),
     "mla": (
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
@@ -35,7 +34,8 @@ def test_unsupported_kinds_are_named(case: str, tmp_path: Path) -> None:
     config, names, message = UNSUPPORTED[case]
     Written(config, {name: torch.zeros(1) for name in names}).save(tmp_path / "head")
     with pytest.raises(
-        ConfigError, match=rf"is {message}, which specgraph does not read; it reads EAGLE-1 and EAGLE-2 heads, EAGLE-3"
+        ConfigError,
+        match=rf"is {message}, which specgraph does not read; it reads DFlash heads .*, EAGLE-1 and EAGLE-2",
     ):
         open_checkpoint(tmp_path / "head")
 

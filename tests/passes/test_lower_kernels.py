@@ -170,6 +170,36 @@ def test_what_cannot_be_one_is_left_and_named(options: dict[str, Any], reason: s
     assert targets(stages["merge_linears"], "toy")["aten.linear"] == 2
 
 
+class Sum(nn.Module):
+    """The sum of several linears of one input."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([linear(x) * factor for factor, linear in enumerate(self.linears, 2)]).sum(0)
+
+
+def test_weights_of_two_modules_lie_once_in_memory_and_each_merges_what_follows_each_other() -> None:
+    q, *others = (nn.Linear(6, 4, bias=True).double() for _ in range(5))
+    k, v, other_k, other_v = others
+    context, block, reverse = Sum(k, v, other_k, other_v), Sum(q, k, v), Sum(other_v, other_k)
+    x = torch.randn(5, 6).double()
+    program, expected = toy(context, x), [module(x) for module in (context, block, reverse)]
+    program.modules |= {"block": toy(block, x).modules["toy"], "reverse": toy(reverse, x).modules["toy"]}
+    stages, reports = run_passes(program, [MergeLinears()])
+    merged = stages["merge_linears"]
+    counts = [targets(merged, name)["aten.linear"] for name in ("toy", "block", "reverse")]
+    assert (reports[0].result.matches, counts) == (2, [1, 2, 2])
+    assert [(miss.where, miss.reason) for miss in reports[0].result.near_misses] == [
+        ("reverse.linear", "a weight is read elsewhere, too")
+    ]
+    for name, before in zip(("toy", "block", "reverse"), expected, strict=True):
+        torch.testing.assert_close(merged.modules[name](x), before, rtol=0, atol=1e-14)
+    assert len({linear.weight.untyped_storage().data_ptr() for linear in others}) == 1
+
+
 def test_biases_are_merged_with_their_weights() -> None:
     program, expected, actual = run_both(
         Pair(biases=(True, True)).double(), torch.randn(5, 6).double(), [MergeLinears()]

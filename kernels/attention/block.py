@@ -1,0 +1,198 @@
+"""The definition of a block drafter's attention: rows that see a cached context, and each other in both directions.
+
+A block drafter (DFlash) computes two things with the same layers. From rows of the *context*, which are tokens that the
+target has verified, it keeps keys and values. For a *block* of ``T`` rows at the positions ``P``, ``P + 1``, ...,
+``P + T - 1`` it computes, for each row ``t`` and the keys ``s`` that the row sees::
+
+    out[t] = sum over s of softmax(scale * q[t] . k[s]) * v[s]
+
+The keys are those of the context at positions below ``P`` and those of the block itself. The block's own keys and
+values are arguments and are never cached. ``q`` is ``[B, Hq, T, D]``, ``k`` is ``[B, Hkv, T, D]``, ``v`` is
+``[B, Hkv, T, Dv]``, and the result is ``[B, T, Hq, Dv]`` in the dtype of ``q``.
+
+- ``specgraph::keep_context`` and ``specgraph::block_attention`` stand in a module while it is traced. The first marks
+  keys and values that are to be kept, and the second attends within the block, as if there were no context.
+- ``specgraph::write_context`` and ``specgraph::paged_block_attention`` are what the pass ``insert_kv_cache`` makes of
+  them: the first writes to the pages of a sequence, and the second reads them. Given ``cos`` and ``sin``, they rotate
+  keys (and queries) before.
+
+The Triton forms are in :mod:`specgraph.kernels.attention.block_paged`.
+
+Source: DFlash (z-lab, 2026), ``dflash/model.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.kernels.attention import attention
+from specgraph.kernels.attention.arguments import check_dense
+from specgraph.kernels.attention.block_arguments import (
+    BlockAttention,
+    KeepContext,
+    PagedBlockAttention,
+    WriteContext,
+    check_block_caches,
+    check_rows,
+)
+from specgraph.kernels.attention.block_paged import paged_block_attention_triton, write_context_triton
+from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.state import STATEFUL, Stateful
+
+
+def sees(positions: Tensor, keys: Tensor, given: BlockAttention | PagedBlockAttention) -> Tensor:
+    """Which keys the rows of a block see: bool ``[B, T, S]``.
+
+    ``positions`` ``[B, T]`` are those of the rows, and ``keys`` ``[B, S]`` those of context and block. All keys in
+    front of the block are of the context, and all others of the block.
+    """
+    first = positions[:, :1, None]
+    distance = positions.unsqueeze(2) - keys.unsqueeze(1)
+    context = keys.unsqueeze(1) < first
+    visible = context | (distance >= 0) if given.causal else torch.ones_like(distance, dtype=torch.bool)
+    if given.window is None:
+        return visible
+    if given.anchored:
+        return visible & (keys.unsqueeze(1) >= first - given.window)
+    return visible & (distance.abs() < given.window)
+
+
+def block_attention_reference(given: BlockAttention) -> Tensor:
+    """:class:`BlockAttention` in plain PyTorch."""
+    q = given.q
+    rows = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
+    return attention.attend(q, given.k, given.v, sees(rows, rows, given), given.sinks, given.scale, None)
+
+
+def write_context_reference(given: WriteContext) -> None:
+    """:class:`WriteContext` in plain PyTorch."""
+    k = given.k if given.cos is None or given.sin is None else attention.rotate(given.k, given.cos, given.sin)
+    attention.write_cache(given.k_cache, k, given.slots)
+    attention.write_cache(given.v_cache, given.v, given.slots)
+
+
+def paged_block_attention_reference(given: PagedBlockAttention) -> Tensor:
+    """:class:`PagedBlockAttention` in plain PyTorch; it waits for the device."""
+    q, k, positions = given.q, given.k, given.positions
+    if given.cos is not None and given.sin is not None:
+        q, k = (attention.rotate(x, given.cos, given.sin) for x in (q, k))
+    first = positions[:, :1]
+    length = int(first.max().clamp_min(0))
+    cached = torch.arange(length, device=q.device).expand(len(positions), -1)
+    keys, values = (
+        # Zero times an old NaN would be NaN, so what is not read becomes zero.
+        attention.read_cache(cache, given.block_table, length).masked_fill((cached >= first)[:, None, :, None], 0)
+        for cache in (given.k_cache, given.v_cache)
+    )
+    places = torch.cat([cached, positions], 1)
+    visible = sees(positions, places, given)
+    visible[:, :, :length] &= (cached < first).unsqueeze(1)
+    return attention.attend(
+        q, torch.cat([keys, k], 2), torch.cat([values, given.v], 2), visible, given.sinks, given.scale, None
+    )
+
+
+def _keep_context_fake(given: KeepContext) -> None:
+    check_rows(given)
+
+
+def _write_context_fake(given: WriteContext) -> None:
+    check_rows(given)
+    check_block_caches(given)
+    rows = (given.k.shape[0], given.k.shape[2])
+    require(given.slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(given.slots.shape)}")
+
+
+def _block_attention_fake(given: BlockAttention) -> Tensor:
+    return _empty(given)
+
+
+def _paged_block_attention_fake(given: PagedBlockAttention) -> Tensor:
+    check_block_caches(given)
+    rows = (given.q.shape[0], given.q.shape[2])
+    require(given.positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(given.positions.shape)}")
+    require(given.block_table.dim() == 2, lambda: "block_table must be [B, M]")
+    check_batch("block_table", given.block_table, rows[0])
+    return _empty(given)
+
+
+def _empty(given: BlockAttention | PagedBlockAttention) -> Tensor:
+    check_dense(given)
+    window = given.window
+    require(window is None or window > 0, lambda: f"a window has at least one position, not {window}")
+    batch, heads, rows, _ = given.q.shape
+    return given.q.new_empty(batch, rows, heads, given.v.shape[3])
+
+
+def _not_float64(given: WriteContext | PagedBlockAttention) -> bool:
+    """Float64 is for checking: it takes the definition."""
+    return given.k.dtype != torch.float64
+
+
+KEEP_CONTEXT = declare(
+    Op(
+        "keep_context",
+        KeepContext,
+        _keep_context_fake,
+        (Variant("reference", lambda given: None, row_independent=True),),
+    )
+)
+WRITE_CONTEXT = declare(
+    Op(
+        "write_context",
+        WriteContext,
+        _write_context_fake,
+        triton_or_reference(write_context_triton, write_context_reference, covers=_not_float64),
+        mutates=("k_cache", "v_cache"),
+    )
+)
+BLOCK_ATTENTION = declare(
+    Op(
+        "block_attention",
+        BlockAttention,
+        _block_attention_fake,
+        (Variant("reference", block_attention_reference, row_independent=False),),
+    )
+)
+PAGED_BLOCK_ATTENTION = declare(
+    Op(
+        "paged_block_attention",
+        PagedBlockAttention,
+        _paged_block_attention_fake,
+        triton_or_reference(paged_block_attention_triton, paged_block_attention_reference, covers=_not_float64),
+    )
+)
+# It returns nothing and writes nothing as long as there are no pages, but it must not be removed as dead code.
+fx.node.has_side_effect(torch.ops.specgraph.keep_context.default)
+
+
+def _write_arguments(arguments: Sequence[Any], state: Sequence[Any], places: Sequence[Any]) -> tuple[Any, ...]:
+    """``(k, v)`` to ``(k, v, k_cache, v_cache, slots)``."""
+    slots, _, _ = places
+    return (*arguments, *state, slots)
+
+
+def _read_arguments(arguments: Sequence[Any], state: Sequence[Any], places: Sequence[Any]) -> tuple[Any, ...]:
+    """``(q, k, v, sinks)`` to ``(q, k, v, k_cache, v_cache, block_table, positions, sinks)``."""
+    _, block_table, positions = places
+    return (*arguments[:3], *state, block_table, positions, *arguments[3:])
+
+
+STATEFUL[torch.ops.specgraph.keep_context.default] = Stateful(
+    torch.ops.specgraph.write_context.default,
+    ("k_cache", "v_cache"),
+    attention.page_pools,
+    _write_arguments,
+    reads=False,
+)
+STATEFUL[torch.ops.specgraph.block_attention.default] = Stateful(
+    torch.ops.specgraph.paged_block_attention.default,
+    ("k_cache", "v_cache"),
+    lambda operands, block_size: attention.page_pools(operands[1:3], block_size),
+    _read_arguments,
+)

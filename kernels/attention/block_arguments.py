@@ -1,0 +1,111 @@
+"""What the ops of a block drafter's attention take: arguments, their shapes and dtypes, and the checks of them."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+from specgraph.kernels.attention.arguments import check_angles, check_cache
+from specgraph.kernels.checks import require
+
+
+@dataclass(slots=True)
+class KeepContext:
+    """Mark rows of keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` as those that later blocks see."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(slots=True)
+class WriteContext:
+    """Write rows of keys ``[B, Hkv, T, D]`` and values ``[B, Hkv, T, Dv]`` to their cache slots.
+
+    Attributes:
+        k, v: the rows.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, written in place.
+        slots: int64 ``[B, T]``; rows with ``PADDING_SLOT`` are not written.
+        cos, sin: ``[B or 1, T, D]``, by which keys are rotated first; None writes them as they are.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+@dataclass(slots=True)
+class BlockAttention:
+    """Attention of the ``T`` rows of a block over themselves: ``[B, H, T, D]`` inputs, ``[B, T, Hq, Dv]`` out.
+
+    Attributes:
+        q, k, v: ``[B, Hq, T, D]``, ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, with ``Hq`` a multiple of ``Hkv``.
+        sinks: ``[Hq]`` or None, extra logits without a value.
+        scale: factor on the scores.
+        window: a sliding window ``w``; None is all. A row sees keys fewer than ``w`` positions away from its own.
+        causal: whether rows of the block see only rows of the block that are not after them.
+        anchored: whether the window is counted from the first row for all rows: they see the ``w`` positions in front
+            of the block, and the whole block.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+    causal: bool = False
+    anchored: bool = False
+
+
+@dataclass(slots=True)
+class PagedBlockAttention:
+    """:class:`BlockAttention` whose rows also see the cached positions in front of the block.
+
+    Attributes:
+        q, k, v: the rows of the block. All of them are real.
+        k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, with rotated keys.
+        block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
+        positions: int64 ``[B, T]``, absolute and consecutive. What lies at the first one or behind it is not read.
+        sinks, scale, window, causal, anchored: as in :class:`BlockAttention`.
+        cos, sin: ``[B or 1, T, D]``, by which queries and keys of the block are rotated first; None leaves them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    positions: Tensor
+    sinks: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    _: KW_ONLY
+    scale: float
+    window: int | None = None
+    causal: bool = False
+    anchored: bool = False
+
+
+def check_rows(given: KeepContext | WriteContext) -> None:
+    """Refuse keys and values that do not fit each other."""
+    k, v = given.k, given.v
+    require(k.dim() == 4 and v.dim() == 4, lambda: "k and v must be [B, H, T, D]")
+    require(k.shape[:3] == v.shape[:3], lambda: f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in B, H, T")
+
+
+def check_block_caches(given: WriteContext | PagedBlockAttention) -> None:
+    """Refuse caches and angles that do not fit the rows."""
+    check_cache("k_cache", given.k_cache, given.k)
+    check_cache("v_cache", given.v_cache, given.v)
+    cos, sin = given.cos, given.sin
+    require((cos is None) == (sin is None), lambda: "cos and sin must both be given, or neither of them")
+    if cos is not None and sin is not None:
+        check_angles("cos", cos, given.k)
+        check_angles("sin", sin, given.k)

@@ -1,0 +1,246 @@
+"""DFlash heads, which draft a block of tokens in one call.
+
+A head is a small decoder with two inputs. Of every verified token it reads the *context*: a projection of several
+hidden states of the target, from which all of its layers compute keys and values. What it runs is a block of ``K + 1``
+rows at the positions ``P``, ``P + 1``, ..., ``P + K``: the *anchor*, which is the newest verified token, and ``K`` mask
+tokens. A row of the block sees the context at all positions below ``P`` and, in both directions, the other rows of the
+block. Row ``j`` predicts the token at its own position ``P + j``, so that rows 1 to ``K`` give the drafts.
+
+Keys and values of the block are not kept, and rejected tokens give no context. So what a head keeps is a function of
+the verified tokens alone. Because rows see later rows, drafts depend on the number of rows: every step runs all of
+them, also past the end of a sequence, and a block longer than those of the training is refused.
+
+Source: DFlash (z-lab, 2026); layouts of z-lab and of speculators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
+from specgraph.checkpoints.files import Files
+from specgraph.checkpoints.loading import shared_notes
+from specgraph.config import DraftConfig, ParallelDraftConfig
+from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
+from specgraph.drafters.dflash_loading import default_features, load_head, read_options
+from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
+from specgraph.drafters.dflash_saving import save_head
+from specgraph.drafters.plan import plain_layer
+from specgraph.drafters.step import DraftStep
+from specgraph.errors import ConfigError
+from specgraph.frontend.tracing import export_hooked
+from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels.step.block import block_rows
+
+FEATURES, CONTEXT, BLOCK = "draft_features", "draft_context", "draft"
+"""The modules of such a drafter. The first turns the target's hidden states into rows of the context, the second keeps
+keys and values of these rows, and the third runs a block and gives its logits."""
+RANDOM_LAYERS, RANDOM_BLOCK = 5, 16
+"""The number of layers and the block size of a random head, which are those of the published heads."""
+
+
+@dataclass
+class DFlashDraftConfig(ParallelDraftConfig):
+    """Keys of ``draft`` for DFlash heads. A value overrides the checkpoint's; null keeps it."""
+
+    kind: str = "dflash"
+    feature_layers: list[int] | None = None
+    """the indices k of the target's hidden states hs[k] it reads; null takes those of the checkpoint."""
+    rope_theta: float | None = None
+    """the base of the rotary embedding; null: as the checkpoint says, else 10000."""
+    anchored_window: bool | None = None
+    """sliding windows are counted from the anchor for all rows of a block, and not from each row; null: true for the
+    layout of speculators, else false."""
+
+
+@dataclass(frozen=True, eq=False)
+class DFlashDrafter(Drafter):
+    """Runs a DFlash head: keeps the context of the accepted rows, then drafts one block.
+
+    Attributes:
+        mask_token_id: the token of the rows behind the anchor.
+    """
+
+    mask_token_id: int = 0
+
+    kind: ClassVar[str] = "dflash"
+    Config: ClassVar[type[DraftConfig]] = DFlashDraftConfig
+    reads: ClassVar[str | None] = "DFlash heads (z-lab and speculators layouts)"
+    needs: ClassVar[str | None] = "head"
+    head: ClassVar[type[nn.Module] | None] = DFlash
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about the head."""
+        return self.models[BLOCK]
+
+    def build(self, step: DraftStep) -> int:
+        """Append the context of the accepted rows, one call that gives the logits of a block, and the drafts."""
+        self._keep_context(step)
+        block = step.call(
+            block_rows, step.emitted, step.start, step.num_emitted, mask_token_id=self.mask_token_id,
+            count=self.num_speculative_tokens, vocab_size=self.model.input_ids, name="block",
+        )  # fmt: skip
+        tokens = step.call(operator.getitem, block, 0, name="block_tokens")
+        positions = step.call(operator.getitem, block, 1, name="block_positions")
+        logits = step.draft(**step.bind(BLOCK, "draft"), tokens=tokens, positions=positions, name="block_logits")
+        step.draw(logits, 0, self.model.vocab_size, self.model.dtype, name="proposals")
+        return 1
+
+    def _keep_context(self, step: DraftStep) -> None:
+        """Append the nodes that keep keys and values of the accepted rows. The anchor is not among them."""
+        features = step.call(FEATURES, *step.features(), name="features")
+        inputs = {"hidden": step.along_path(features, "path_features"), "positions": step.positions,
+                  "num_rows": step.num_emitted}  # fmt: skip
+        step.call(CONTEXT, **{**step.bind(CONTEXT, "draft"), **inputs}, name="context")
+
+    @classmethod
+    def recognise(cls, files: Files) -> Checkpoint | None:
+        """Recognise a head by its configuration, or by the names of its tensors."""
+        config, classes = files.config, architectures(files.config)
+        declared = config.get("speculators_model_type")
+        if declared is not None:
+            return Checkpoint.of(files, cls.kind, "speculators", "dflash") if declared == "dflash" else None
+        if classes and "DFlashDraftModel" not in classes and any("Draft" in name for name in classes):
+            return None  # a head of another kind with the same layers, such as DSpark
+        named = {"fc.weight", "hidden_norm.weight"} <= files.tensors.keys()
+        known = named or "dflash_config" in config or "DFlashDraftModel" in classes
+        return Checkpoint.of(files, cls.kind, "z-lab", "dflash") if known else None
+
+    @classmethod
+    def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
+        """All options of the head."""
+        return read_options(checkpoint, options, target_layers).sources
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+        """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
+        return load_head(checkpoint, options, model, info)
+
+    @classmethod
+    def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
+        """Load the head onto the target's device, which is ``meta`` for a target without weights."""
+        cls.load(checkpoint, options, model, info)
+
+    @classmethod
+    def make(cls, options: Any, target: Target, given: Any) -> Draft:
+        """Bind a loaded head, or load one from a checkpoint first."""
+        notes: tuple[str, ...] = ()
+        if isinstance(given, Checkpoint):
+            checkpoint, given = given, cls.load(given, options, target.model, target.info)
+            notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
+        check_place(given, given.module.lm_head.weight, target.info)
+        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
+
+    @classmethod
+    @torch.no_grad()
+    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> DFlashDrafter:
+        """The drafter that runs a loaded head on blocks of ``num_speculative_tokens`` mask tokens.
+
+        Raises:
+            ConfigError: the head was trained on shorter blocks.
+        """
+        module: DFlash = head.module
+        longest = module.config.block_size - 1
+        if num_speculative_tokens > longest:
+            raise ConfigError(
+                f"draft.num_speculative_tokens is {num_speculative_tokens}, but the head was trained on blocks of "
+                f"{module.config.block_size} tokens, the first of which is known; set it to {longest} or less."
+            )
+        assert head.mask_token_id is not None  # every head of this kind has one
+        info = _info(module)
+        return cls(num_speculative_tokens, export_block(module, num_speculative_tokens), {CONTEXT: info, BLOCK: info},
+                   head.features, module.draft_to_target, mask_token_id=head.mask_token_id)  # fmt: skip
+
+    @classmethod
+    def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
+        """Those that a head of five layers reads by default, limited to those that the target has."""
+        return tuple(sorted({min(max(k, 1), num_layers) for k in default_features(RANDOM_LAYERS, num_layers)}))
+
+    @classmethod
+    def save_head(
+        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
+        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
+    ) -> Path:  # fmt: skip
+        """Write the head in the layout of z-lab."""
+        return save_head(head, folder, target_name=target_name, shared=shared)
+
+    @classmethod
+    def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
+        """A head of the usual size, as wide as the target, that borrows the target's embedding and projection."""
+        text: Any = model.config.get_text_config()
+        features = cls.feature_layers(text.num_hidden_layers)
+        embedding: Any = model.get_input_embeddings()
+        projection: Any = model.get_output_embeddings()
+        layers = plain_layer(text, len(embedding.weight), "qwen3", RANDOM_LAYERS)
+        config = DFlashConfig(
+            layers=layers,
+            masks=(BlockMask(),) * RANDOM_LAYERS,
+            target_hidden_size=text.hidden_size,
+            num_features=len(features),
+            draft_vocab_size=len(projection.weight),
+            block_size=max(RANDOM_BLOCK, options.num_speculative_tokens + 1),
+        )
+        module = DFlash(config)
+        module.embed_tokens.weight, module.lm_head.weight = embedding.weight, projection.weight
+        return DraftHead(module.eval().requires_grad_(False), features, len(embedding.weight) - 1)
+
+
+def _info(module: DFlash) -> ModelInfo:
+    weight = module.lm_head.weight
+    return ModelInfo(type(module).__name__, module.lm_head.out_features, len(module.layers), module.lm_head.in_features,
+                     weight.dtype, weight.device, None, module.embed_tokens.num_embeddings)  # fmt: skip
+
+
+class _Features(nn.Module):
+    """One of the three parts of a head that are exported. The names of arguments become those of the graphs' inputs."""
+
+    def __init__(self, head: DFlash) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.head.combine(*features)
+
+
+class _Context(_Features):
+    def forward(self, hidden: Tensor, positions: Tensor) -> None:  # type: ignore[override]
+        self.head.keep(hidden, positions)
+
+
+class _Block(_Features):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head.predict(self.head(tokens, positions)[:, 1:])
+
+
+def export_block(head: DFlash, num_masks: int) -> dict[str, fx.GraphModule]:
+    """Export a head as the three graphs that :data:`FEATURES`, :data:`CONTEXT` and :data:`BLOCK` name.
+
+    The first two take any number of rows. The third takes ``num_masks + 1`` rows and gives the logits of all but the
+    first.
+    """
+    weight = head.lm_head.weight
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
+    rows, block = {0: batch, 1: length}, {0: batch}
+    # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
+    features = tuple(weight.new_zeros(3, 5, head.config.target_hidden_size) for _ in range(head.config.num_features))
+    hidden = weight.new_zeros(3, 5, head.fc.out_features)
+    tokens = torch.zeros(3, num_masks + 1, dtype=torch.int64, device=weight.device)
+    parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
+        FEATURES: (_Features(head), features, {"features": (rows,) * len(features)}),
+        CONTEXT: (_Context(head), (hidden, _positions(5, weight)), {"hidden": rows, "positions": rows}),
+        BLOCK: (_Block(head), (tokens, _positions(num_masks + 1, weight)), {"tokens": block, "positions": block}),
+    }
+    return {name: export_hooked(part, args, dims, name, "head.") for name, (part, args, dims) in parts.items()}
+
+
+def _positions(length: int, like: Tensor) -> Tensor:
+    return torch.arange(length, device=like.device).expand(3, length).contiguous()

@@ -1,0 +1,260 @@
+"""Loads DFlash heads: which options their configurations give, and how their tensors become a module.
+
+Layouts: that of z-lab, with the options in ``dflash_config``, and that of speculators. They have the same names of
+tensors, and differ in what a configuration leaves open: see :func:`_masks` and :func:`default_features`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice
+from specgraph.checkpoints.files import StoredTensor, load_pickle
+from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers, read_size
+from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.reading import ID_KEYS, Reader, layer_settings
+from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
+from specgraph.checkpoints.vocabulary import read_vocabulary
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
+from specgraph.drafters.eagle3 import default_features as eagle3_features
+from specgraph.drafters.shifted import fill_head
+from specgraph.errors import ConfigError
+from specgraph.ir.model_info import ModelInfo
+
+IGNORED = re.compile(r"t2d$|d2t$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
+"""Tensors that are not parameters of the module: others read them, they are computed, or only training needs them."""
+MASK_EMBEDDING = "mask_embedding"
+"""The name of an optional file beside the weights, and of the tensor ``[H]`` that is made of it."""
+USUAL: dict[str, tuple[Any, ...]] = {
+    "sample_from_anchor": (None, False), "projector_type": (None, "dflash"), "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1, 1.0), "is_neox_style": (None, True), "logit_scale": (None, 1, 1.0),
+    "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "final_logit_softcapping": (None, 0),
+}  # fmt: skip
+"""Keys of variants that have another forward pass or another meaning of rows, and the values that mean none of that."""
+
+
+@dataclass(frozen=True)
+class HeadOptions(LayerShape):
+    """How the tensors of a checkpoint are used. :class:`~specgraph.drafters.dflash_module.DFlashConfig` says what the
+    options mean.
+
+    Attributes:
+        features: the indices k of the hidden states hs[k] that the head reads; None if they depend on the target and
+            the target is not known.
+        sources: every option with its value and the place from which the value was taken.
+    """
+
+    features: tuple[int, ...] | None
+    masks: tuple[BlockMask, ...]
+    block_size: int
+    mask_token_id: int
+    sources: tuple[Choice, ...]
+
+
+def default_features(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
+    """The hidden states that a head reads if its configuration names none, in z-lab's rule: as many as it has layers,
+    from the output of the target's second layer to that of its third from last.
+
+    A head of one layer reads the output of the layer in the middle. Layers whose output is meant are counted from 0, so
+    that the output of layer ``i`` is hs[i + 1].
+    """
+    if num_draft_layers == 1:
+        return (num_layers // 2 + 1,)
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + index * step) + 1 for index in range(num_draft_layers))
+
+
+def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | None = None) -> HeadOptions:
+    """Collect the options of a checkpoint. ``target_layers`` is the number of layers of the target, or None.
+
+    Args:
+        overrides: an instance of :class:`~specgraph.drafters.dflash.DFlashDraftConfig`.
+
+    Raises:
+        ConfigError: the head needs something that is not supported, or nothing gives the value of an option.
+    """
+    reader = Reader(checkpoint, part="dflash_config", id_keys=("target_layer_ids", *ID_KEYS))
+    _refuse_variants(reader)
+    shape = read_layers(reader, set(checkpoint.tensors), overrides.rope_theta)
+    reader = _with_defaults(reader, shape.num_layers)
+    return HeadOptions(
+        **vars(shape),
+        features=reader.features(overrides.feature_layers, target_layers, True),
+        masks=_masks(reader, shape.num_layers, overrides),
+        block_size=_block_size(reader),
+        mask_token_id=_mask_token(reader, overrides),
+        sources=tuple(reader.sources),
+    )
+
+
+def _with_defaults(reader: Reader, num_draft_layers: int) -> Reader:
+    """The reader with the hidden states that heads of this layout read if their configuration names none."""
+    if reader.checkpoint.layout == "speculators":
+        return replace(reader, default_features=eagle3_features, default_source="default: 2, L // 2, L - 3")
+    return replace(reader, default_features=partial(default_features, num_draft_layers),
+                   default_source="default: evenly spaced from hs[2] to hs[L - 2]")  # fmt: skip
+
+
+def _refuse_variants(reader: Reader) -> None:
+    for values in (reader.checkpoint.config, reader.nested):
+        for name, usual in USUAL.items():
+            if values.get(name) not in usual:
+                raise ConfigError(
+                    f"{reader.checkpoint.path} has {name}={values[name]!r}, a variant of DFlash that specgraph does "
+                    f"not run; it runs heads with {name}={usual[-1]!r}."
+                )
+
+
+def _block_size(reader: Reader) -> int:
+    """The rows of a trained block; newer files have it in ``dflash_config``."""
+    own = reader.nested.get("block_size")
+    size = read_size(reader.checkpoint, "block_size") if own is None else own
+    if not isinstance(size, int) or size < 2:
+        raise ConfigError(
+            f"block_size of {reader.checkpoint.path} is {size!r}, which leaves no token to draft; it must be 2 or more."
+        )
+    return int(reader.note("block_size", size, "config.json" if own is None else reader.part))
+
+
+def _mask_token(reader: Reader, overrides: Any) -> int:
+    """The mask token: the override, else the configuration's, else that of the file with the mask embedding."""
+    checkpoint = reader.checkpoint
+    if overrides.mask_token_id is not None:
+        return int(reader.note("mask_token_id", overrides.mask_token_id, "draft.mask_token_id"))
+    if checkpoint.mask_token_id is not None:
+        return int(reader.note("mask_token_id", checkpoint.mask_token_id, str(checkpoint.mask_key)))
+    found = read_mask_embedding(checkpoint.path)
+    if found is None or found[1] is None:
+        raise ConfigError(f"{checkpoint.path} names no mask token; set draft.mask_token_id.")
+    return int(reader.note("mask_token_id", found[1], f"{MASK_EMBEDDING}.pt"))
+
+
+def _masks(reader: Reader, count: int, overrides: Any) -> tuple[BlockMask, ...]:
+    """What the rows of a block see, for each layer.
+
+    ``layer_types`` names the layers with a sliding window, unless ``use_sliding_window`` is false. In the layout of
+    z-lab, ``use_swa`` gives all layers one, and rows then see each other in both directions; else ``is_causal``,
+    ``causal`` or ``causal_head`` decides for all layers, and where none of them is set, layers with a window are
+    causal. In the layout of speculators, layers with a window are causal unless ``sliding_window_non_causal`` is set,
+    and the window is counted from the anchor.
+    """
+    own = reader.checkpoint.layout == "speculators"
+    everywhere = not own and reader.flag("use_swa", False)
+    settings = layer_settings(reader.checkpoint)
+    types = [] if settings.get("use_sliding_window") is False else list(settings.get("layer_types") or [])
+    sliding = [everywhere or kind == "sliding_attention" for kind in (types + [None] * count)[:count]]
+    window = _window(reader, everywhere) if any(sliding) else None
+    causal = False if everywhere else _causal(reader, own)
+    anchored = any(sliding) and reader.flag("anchored_window", own, overrides.anchored_window)
+    return tuple(BlockMask(window if slides else None, slides if causal is None else causal, slides and anchored)
+                 for slides in sliding)  # fmt: skip
+
+
+def _window(reader: Reader, everywhere: bool) -> int:
+    key = "swa_window_size" if everywhere else "sliding_window"
+    value = reader.nested.get(key, layer_settings(reader.checkpoint).get(key))
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} of {reader.checkpoint.path} is {value!r}; it must be an integer above 0.")
+    return int(reader.note("sliding_window", value, key))
+
+
+def _causal(reader: Reader, speculators: bool) -> bool | None:
+    """Whether rows see no later rows of their block; None if that is so in layers with a sliding window alone."""
+    config, nested = reader.checkpoint.config, reader.nested
+    if speculators:
+        return False if reader.flag("sliding_window_non_causal", False) else None
+    declared = ((config, "is_causal"), (nested, "causal"), (nested, "causal_head"))
+    for values, key in declared:
+        if values.get(key) is not None:
+            return bool(reader.note("causal", bool(values[key]), key))
+    reader.note("causal", "in layers with a sliding window", "default")
+    return None
+
+
+def read_mask_embedding(path: Path) -> tuple[Tensor, int | None] | None:
+    """The embedding ``[H]`` of the mask token and its id, from the file beside the weights; None if there is none.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    file = (path if path.is_dir() else path.parent) / f"{MASK_EMBEDDING}.pt"
+    if not file.is_file():
+        return None
+    found = load_pickle(file)
+    embedding = found.get("embedding") if isinstance(found, dict) else None
+    if not isinstance(embedding, Tensor):
+        raise ConfigError(f"{file} holds no tensor 'embedding'; remove the file or download it again.")
+    token = found.get("mask_token_id")
+    return embedding.flatten(), None if token is None else int(token)
+
+
+def load_head(checkpoint: Checkpoint, overrides: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+    """Build the head on the target's device and in its dtype.
+
+    If the checkpoint lacks ``embed_tokens`` or ``lm_head``, or has one that equals the target's, the head uses the
+    target's own tensor and not a copy. :func:`read_options` chooses the options.
+
+    Raises:
+        ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
+    """
+    options = read_options(checkpoint, overrides, info.num_layers)
+    loader = HeadLoader(checkpoint, _stored(checkpoint), TargetTensors.of(model, info), "a DFlash head",
+                        (EMBEDDING, PROJECTION), IGNORED)  # fmt: skip
+    if options.features is None:
+        raise ConfigError(f"{checkpoint.path} does not say which hidden states it reads; set draft.feature_layers.")
+    config = _config(loader, options, len(options.features))
+    with torch.device("meta"):
+        module = DFlash(config, mask_embedding=MASK_EMBEDDING in loader.stored)
+    loader.add_biases(module, without=("lm_head",))
+    loader.check(module)
+    _check_mask(loader, module, options.mask_token_id)
+    fill_head(loader, module, config.layers)
+    module.draft_to_target = read_vocabulary(loader, config.draft_vocab_size)
+    return DraftHead(module.eval(), options.features, options.mask_token_id)
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, with the mask embedding if it has one."""
+    found, tensors = read_mask_embedding(checkpoint.path), dict(checkpoint.tensors)
+    if found is not None:
+        embedding, _ = found
+        shape, file = tuple(embedding.shape), checkpoint.path / f"{MASK_EMBEDDING}.pt"
+        tensors[MASK_EMBEDDING] = StoredTensor(shape, embedding.dtype, file, lambda: embedding)
+    return tensors
+
+
+def _config(loader: HeadLoader, options: HeadOptions, num_features: int) -> DFlashConfig:
+    info, stored, checkpoint = loader.target.info, loader.stored, loader.checkpoint
+    declared = checkpoint.config.get("target_hidden_size")
+    if declared is not None and declared != info.hidden_size:
+        raise loader.unfit(f"it was made for a target with hidden size {declared}", f"has {info.hidden_size}")
+    head, embedding = stored.get(PROJECTION), stored.get(EMBEDDING)
+    rows = len(loader.target.own[EMBEDDING]) if embedding is None else max(*embedding.shape[:1], info.vocab_size)
+    counted = head.shape[0] if head is not None and head.shape else info.vocab_size
+    named = checkpoint.config.get("draft_vocab_size") is not None
+    return DFlashConfig(
+        layers=layer_config(checkpoint, options, rows),
+        masks=options.masks,
+        target_hidden_size=info.hidden_size,
+        num_features=num_features,
+        draft_vocab_size=read_size(checkpoint, "draft_vocab_size") if named else counted,
+        block_size=options.block_size,
+    )
+
+
+def _check_mask(loader: HeadLoader, module: DFlash, mask_token_id: int) -> None:
+    rows = module.embed_tokens.num_embeddings
+    if module.mask_embedding is None and not 0 <= mask_token_id < rows:
+        raise ConfigError(
+            f"The mask token of {loader.checkpoint.path} is {mask_token_id}, outside its vocabulary of {rows}; set "
+            f"draft.mask_token_id to an id from 0 to {rows - 1}."
+        )

@@ -1,0 +1,161 @@
+"""The PyTorch module of DFlash heads. :mod:`specgraph.drafters.dflash` describes what it computes, and loads it.
+
+Heads of other kinds with the same layers (DSpark) derive their module from :class:`DFlash`.
+
+Source: DFlash (z-lab, 2026), ``dflash/model.py``; the variants are those of speculators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import rotate_half
+
+import specgraph.kernels.attention.block  # noqa: F401  (registers the ops)
+from specgraph.drafters.shifted import LAYERS
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine ``[B, T, D]`` of the rotary embedding."""
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Which keys the rows of a block see in one layer.
+
+    Attributes:
+        window: the sliding window, in positions; None for all.
+        causal: whether rows of the block see no later rows of the block.
+        anchored: whether the window is counted from the first row of the block, for all rows.
+    """
+
+    window: int | None = None
+    causal: bool = False
+    anchored: bool = False
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The shape of a DFlash head.
+
+    Attributes:
+        layers: transformers' configuration of the decoder layers, with a ``model_type`` in
+            :data:`~specgraph.drafters.shifted.LAYERS`. Its ``vocab_size`` is the number of rows of the embedding.
+        masks: what the rows of a block see, for each layer.
+        target_hidden_size: the width of one hidden state of the target.
+        num_features: how many hidden states of the target the head reads.
+        draft_vocab_size: the width of the logits.
+        block_size: the rows of the blocks that the head was trained on, the anchor included.
+    """
+
+    layers: PretrainedConfig
+    masks: tuple[BlockMask, ...]
+    target_hidden_size: int
+    num_features: int
+    draft_vocab_size: int
+    block_size: int
+
+
+class DFlashLayer(nn.Module):
+    """A decoder layer that keeps keys and values of context rows, and runs the rows of a block."""
+
+    def __init__(self, config: PretrainedConfig, index: int, mask: BlockMask) -> None:
+        super().__init__()
+        plain: Any = LAYERS[config.model_type][0](config, index)
+        self.mask = mask
+        self.input_layernorm, self.self_attn = plain.input_layernorm, plain.self_attn
+        self.post_attention_layernorm, self.mlp = plain.post_attention_layernorm, plain.mlp
+
+    def keep(self, context: Tensor, angles: Angles) -> None:
+        """Keep keys and values of the rows ``context`` ``[B, T, H]``."""
+        k, v = self._keys(context, angles), self._heads(self.self_attn.v_proj(context))
+        torch.ops.specgraph.keep_context(k, v)
+
+    def forward(self, hidden: Tensor, angles: Angles) -> Tensor:
+        """The rows ``[B, T, H]`` of a block to the same shape."""
+        normed = self.input_layernorm(hidden)
+        q, k, v = self._queries(normed, angles), self._keys(normed, angles), self._heads(self.self_attn.v_proj(normed))
+        mask, scale = self.mask, float(self.self_attn.scaling)
+        mixed = torch.ops.specgraph.block_attention(
+            q, k, v, scale=scale, window=mask.window, causal=mask.causal, anchored=mask.anchored
+        )
+        hidden = hidden + self.self_attn.o_proj(mixed.flatten(2))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+    def _queries(self, x: Tensor, angles: Angles) -> Tensor:
+        return self._rotated(self.self_attn.q_proj(x), "q_norm", angles)
+
+    def _keys(self, x: Tensor, angles: Angles) -> Tensor:
+        return self._rotated(self.self_attn.k_proj(x), "k_norm", angles)
+
+    def _rotated(self, x: Tensor, norm: str, angles: Angles) -> Tensor:
+        """Heads ``[B, H, T, D]`` of ``x``, normed if the layer has that norm, and rotated."""
+        normed = getattr(self.self_attn, norm, nn.Identity())(torch.unflatten(x, 2, (-1, self.self_attn.head_dim)))
+        heads, (cos, sin) = normed.transpose(1, 2), angles
+        rotated: Tensor = heads * cos.unsqueeze(1) + rotate_half(heads) * sin.unsqueeze(1)
+        return rotated
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, 2, (-1, self.self_attn.head_dim)).transpose(1, 2)
+
+
+class DFlash(nn.Module):
+    """A DFlash head. Its parameters have the names of the files.
+
+    ``draft_to_target`` is a buffer, int64 ``[Vd]``, or None. ``mask_embedding`` is a parameter ``[H]`` that takes the
+    place of the embedding of the mask token, or None.
+    """
+
+    def __init__(self, config: DFlashConfig, *, mask_embedding: bool = False) -> None:
+        super().__init__()
+        layers = config.layers
+        _, rotary, norm = LAYERS[layers.model_type]
+        size, eps = layers.hidden_size, layers.rms_norm_eps
+        self.config = config
+        self.embed_tokens = nn.Embedding(layers.vocab_size, size)
+        self.fc = nn.Linear(config.num_features * config.target_hidden_size, size, bias=False)
+        self.hidden_norm = norm(size, eps=eps)
+        self.layers = nn.ModuleList(DFlashLayer(layers, i, mask) for i, mask in enumerate(config.masks))
+        self.norm = norm(size, eps=eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rotary = rotary(layers)
+        self.mask_embedding = nn.Parameter(torch.zeros(size)) if mask_embedding else None
+        self.draft_to_target: Tensor | None
+        self.register_buffer("draft_to_target", None)
+
+    def combine(self, *features: Tensor) -> Tensor:
+        """The rows ``[B, T, H]`` of the context, from the target's features ``[B, T, Ht]``."""
+        combined: Tensor = self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
+        return combined
+
+    def keep(self, context: Tensor, positions: Tensor) -> None:
+        """Keep keys and values of all layers for rows ``[B, T, H]`` of the context at ``positions`` ``[B, T]``."""
+        angles, layers = self.rotary(context, positions), cast(list[DFlashLayer], self.layers)
+        for layer in layers:
+            layer.keep(context, angles)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Run the rows of a block: int64 ``[B, T]`` twice to ``[B, T, H]``, without the last norm."""
+        hidden = self.embed(tokens)
+        angles = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, angles)
+        return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings ``[B, T, H]`` of a block: of the anchor in front, and of mask tokens behind it."""
+        if self.mask_embedding is None:
+            embedded: Tensor = self.embed_tokens(tokens)
+            return embedded
+        anchor = self.embed_tokens(tokens[:, :1])
+        masks = self.mask_embedding.expand(tokens.shape[0], tokens.shape[1] - 1, -1)
+        return torch.cat([anchor, masks], dim=1)
+
+    def predict(self, hidden: Tensor) -> Tensor:
+        """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits

@@ -1,0 +1,644 @@
+"""DFlash heads: layouts, misfits, the formula, other implementations, equal tokens, history, a dump, a bench.
+
+A head has one test file, so this one is longer than others.
+The oracle of the detectors is the published formula in plain PyTorch, without a cache. Each planted bug, and what
+caught it here (``test_planted_bugs_are_caught_but_not_by_tokens`` asserts hits and misses; tokens stay equal):
+
+====================================  ===========  ======  ======
+bug                                   fresh start  oracle  slots
+====================================  ===========  ======  ======
+noise off by one position             missed       caught  missed
+features in another order             missed       caught  missed
+another mask token                    missed       caught  missed
+block one position late               missed       caught  missed
+context one row short                 caught       caught  caught
+context one position late             missed       caught  caught
+rejected rows kept                    caught       missed  caught
+the token before the anchor           caught       caught  missed
+====================================  ===========  ======  ======
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.bench import run as bench_run
+from specgraph.bench.models import random_head
+from specgraph.bench.traffic import cache_bytes
+from specgraph.cli import main
+from specgraph.config.load import load_config
+from specgraph.drafters import dflash
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter
+from specgraph.drafters.dflash_loading import default_features
+from specgraph.drafters.dflash_module import BlockMask, DFlash
+from specgraph.drafters.registry import open_checkpoint
+from specgraph.errors import ConfigError
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.kernels.step import along_path
+from specgraph.kernels.step.block import block_rows
+from tests import harness
+from tests.checkpoints.layouts import VOCAB, Written
+from tests.checkpoints.running import info
+from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
+from tests.detectors import NextLogits, check_fresh_start, check_oracle
+from tests.drafters.dflash_formula import (
+    BLOCK,
+    GIVEN,
+    MASK,
+    WINDOW,
+    block_logits,
+    speculators,
+    target,
+    tensors,
+    z_lab,
+)
+from tests.dump.test_dump import assert_runs_alike
+from tests.harness import Run, drafting_stage, forced_run, real_run, slots_of
+from tests.models import exact_norms, make_model, ragged_prompts
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
+EXPORT = functools.cache(dflash.export_block)
+PROMPTS = ragged_prompts((3, 9, 5))
+LIMITS = (48, 41, 23)
+
+
+@pytest.fixture(autouse=True)
+def cached_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export every head once for each K: it is most of what is left of a compilation."""
+    monkeypatch.setattr(dflash, "export_block", EXPORT)
+
+
+# Layouts
+
+
+def load(folder: Path, **options: Any) -> DraftHead:
+    return DFlashDrafter.load(open_checkpoint(folder), DFlashDraftConfig(**options), target(), info(target()))
+
+
+def save(name: str, folder: Path) -> Path:
+    given = GIVEN[name]
+    given.written.save(folder)
+    if given.mask_embedding is not None:
+        torch.save({"embedding": given.mask_embedding, "mask_token_id": MASK}, folder / "mask_embedding.pt")
+    return folder
+
+
+@functools.cache
+def head(name: str) -> DraftHead:
+    """One of ``GIVEN`` by way of its files, computing in float64 throughout."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = load(save(name, Path(folder)))
+    exact_norms(made.module)
+    return made
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
+    given = GIVEN[name]
+    found = open_checkpoint(save(name, tmp_path))
+    assert (found.kind, found.layout, found.algorithm) == ("dflash", name.partition(",")[0] if "spec" in name else
+                                                           "z-lab", "dflash")  # fmt: skip
+    loaded = load(tmp_path)
+    module: DFlash = loaded.module
+    assert (loaded.features, loaded.mask_token_id, loaded.parallel) == ((1, 3), MASK, False)
+    assert module.config.masks == tuple(BlockMask(s.window, s.causal, s.anchored) for s in given.seen)
+    assert module.config.block_size == BLOCK
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    stored = {n: t for n, t in given.written.tensors.items() if n not in ("d2t", "t2d")}
+    own = {"embed_tokens.weight", "lm_head.weight", *(["mask_embedding"] if given.mask_embedding is not None else [])}
+    assert parameters.keys() == stored.keys() | own
+    assert all(torch.equal(parameters[name], tensor.double()) for name, tensor in stored.items())
+    for leaf, module_of in (("embed_tokens", target().get_input_embeddings()),
+                            ("lm_head", target().get_output_embeddings())):  # fmt: skip
+        assert (parameters[f"{leaf}.weight"] is module_of.weight) is (f"{leaf}.weight" not in stored)
+    if "d2t" in given.written.tensors:
+        assert module.draft_to_target is not None
+        assert module.draft_to_target.tolist() == given.written.tensors["t2d"].nonzero().flatten().tolist()
+
+
+def test_options_say_where_they_come_from(tmp_path: Path) -> None:
+    def options(given: Written, layers: int | None = 4, **changed: Any) -> dict[str, tuple[Any, str]]:
+        checkpoint = open_checkpoint(given.save(tmp_path))
+        choices = DFlashDrafter.choices(checkpoint, DFlashDraftConfig(**changed), layers)
+        return {c.name: (c.value, c.source) for c in choices}
+
+    found = options(z_lab(tensors(), {"target_layer_ids": None}, rope_theta=7.0), 36)
+    assert found == {
+        "block_size": (BLOCK, "config.json"), "causal": ("in layers with a sliding window", "default"),
+        "embed_tokens": ("the target's", "tensors"), "layer_type": ("qwen3", "tensors"),
+        "feature_layers": ("hs[2], hs[34]", "default: evenly spaced from hs[2] to hs[L - 2]"),
+        "lm_head": ("the target's", "tensors"), "mask_token_id": (MASK, "mask_token_id"),
+        "num_layers": (2, "tensors"), "rope_theta": (7.0, "rope_theta"), "use_swa": (False, "default"),
+    }  # fmt: skip
+    found = options(z_lab(tensors(), {"use_swa": True, "swa_window_size": 9}), anchored_window=True, mask_token_id=3)
+    assert found["use_swa"] == (True, "dflash_config") and found["sliding_window"] == (9, "swa_window_size")
+    assert found["anchored_window"] == (True, "draft.anchored_window")
+    assert found["mask_token_id"] == (3, "draft.mask_token_id")
+    assert found["feature_layers"] == ("hs[1], hs[3]", "dflash_config.target_layer_ids")
+    found = options(GIVEN["speculators, sliding"].written, feature_layers=[0, 4])
+    assert found["feature_layers"] == ("hs[0], hs[4]", "draft.feature_layers")
+    assert found["anchored_window"] == (True, "default")
+    assert found["sliding_window_non_causal"] == (False, "config.json")
+    assert found["rope_theta"] == (500.0, "transformer_layer_config.rope_theta")
+    assert options(z_lab(tensors(), is_causal=True))["causal"] == (True, "is_causal")
+    newer = options(z_lab(tensors(), {"block_size": 5}, block_size=None))
+    assert newer["block_size"] == (5, "dflash_config")
+    unnamed = options(speculators(tensors(features=3), aux_hidden_state_layer_ids=None), 36)
+    assert unnamed["feature_layers"] == ("hs[2], hs[18], hs[33]", "default: 2, L // 2, L - 3")
+
+
+def test_default_features_are_those_of_z_lab() -> None:
+    """Layer ids ``round(1 + i * (L - 4) / (n - 1))``, whose outputs are the hidden states behind them."""
+    assert default_features(5, 36) == (2, 10, 18, 26, 34)
+    assert default_features(5, 32) == (2, 9, 16, 23, 30)
+    assert default_features(1, 36) == (19,)
+    assert DFlashDrafter.feature_layers(4) == (2,) and DFlashDrafter.feature_layers(36) == (2, 10, 18, 26, 34)
+
+
+def test_a_mask_embedding_needs_no_row_of_the_embedding(tmp_path: Path) -> None:
+    given = GIVEN["mask embedding"]
+    assert given.mask_embedding is not None
+    given.written.save(tmp_path)
+    torch.save({"embedding": given.mask_embedding[None], "mask_token_id": VOCAB + 50}, tmp_path / "mask_embedding.pt")
+    loaded = load(tmp_path)
+    assert loaded.mask_token_id == VOCAB + 50
+    assert torch.equal(loaded.module.mask_embedding.flatten(), given.mask_embedding.double())
+
+
+def _without(given: Written, *names: str) -> Written:
+    return replace(given, tensors={key: value for key, value in given.tensors.items() if key not in names})
+
+
+def _with(given: Written, name: str, *shape: int) -> Written:
+    return replace(given, tensors={**given.tensors, name: torch.zeros(shape)})
+
+
+MISFITS: dict[str, tuple[Callable[[], Written], str]] = {
+    "another target": (
+        lambda: _with(z_lab(tensors()), "fc.weight", 32, 96),
+        r"fc.weight has the shape \[32, 96\], but the target Llama and config.json need \[32, 64\]",
+    ),
+    "another width": (
+        lambda: z_lab(tensors(), target_hidden_size=64),
+        "it was made for a target with hidden size 64, but the target Llama has 32",
+    ),
+    "a missing tensor": (
+        lambda: _without(z_lab(tensors()), "layers.1.mlp.up_proj.weight"),
+        "lacks layers.1.mlp.up_proj.weight; download it again or correct its config.json",
+    ),
+    "no map of a reduced vocabulary": (
+        lambda: _without(GIVEN["speculators, sliding"].written, "d2t", "t2d"),
+        "it has no d2t and a draft vocabulary of 60, but the target Llama has a vocabulary of 101",
+    ),
+    "no mask token": (
+        lambda: z_lab(tensors(), {"mask_token_id": None}),
+        "names no mask token; set draft.mask_token_id",
+    ),
+    "a mask token without an embedding": (
+        lambda: z_lab(tensors(), {"mask_token_id": VOCAB}),
+        "The mask token of .* is 101, outside its vocabulary of 101; set draft.mask_token_id to an id from 0 to 100",
+    ),
+    "no block size": (
+        lambda: z_lab(tensors(), block_size=None),
+        "block_size in the config.json of .* is None; it must be an integer above 0",
+    ),
+    "a block of the anchor alone": (
+        lambda: z_lab(tensors(), block_size=1),
+        "block_size of .* is 1, which leaves no token to draft; it must be 2 or more",
+    ),
+    "a window without a size": (
+        lambda: z_lab(tensors(), {"use_swa": True}),
+        "swa_window_size of .* is None; it must be an integer above 0",
+    ),
+    "rows that predict the next token": (
+        lambda: speculators(tensors(), sample_from_anchor=True),
+        "has sample_from_anchor=True, a variant of DFlash that specgraph does not run; it runs heads with "
+        "sample_from_anchor=False",
+    ),
+    "a correction of the logits": (
+        lambda: z_lab(tensors(), {"projector_type": "domino"}),
+        "has projector_type='domino', a variant of DFlash that specgraph does not run; it runs heads with",
+    ),
+    "sinks": (lambda: z_lab(tensors(), {"attention_sink_bias": True}), "has attention_sink_bias=True, a variant of DF"),
+    "layers outside of the target": (
+        lambda: z_lab(tensors(), {"target_layer_ids": [0, 4]}),
+        r"would read the hidden states \[1, 5\] \(dflash_config.target_layer_ids\) of a target with 4 layers; set",
+    ),
+    "an unknown tensor": (
+        lambda: _with(z_lab(tensors()), "layers.0.attention_conv.base_kernel", 2, 3, 32),
+        "holds layers.0.attention_conv.base_kernel, which a DFlash head with its configuration does not use",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
+    make, message = MISFITS[case]
+    make().save(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_a_damaged_mask_embedding_is_named(tmp_path: Path) -> None:
+    z_lab(tensors()).save(tmp_path)
+    torch.save({"weight": torch.zeros(32)}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(ConfigError, match=r"mask_embedding.pt holds no tensor 'embedding'; remove the file or"):
+        load(tmp_path)
+
+
+def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
+    message = (
+        f"draft.num_speculative_tokens is {BLOCK}, but the head was trained on blocks of {BLOCK} tokens, the first of "
+        f"which is known; set it to {BLOCK - 1} or less."
+    )
+    with pytest.raises(ConfigError, match=message):
+        DFlashDrafter.bind(head("z-lab"), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "DSparkDraftModel",
+            "is a DSpark head .DSparkDraftModel., which specgraph does not read; it reads DFlash heads",
+        ),
+        ("DFlash2DraftModel", "is a variant of DFlash .DFlash2DraftModel., which specgraph does not read"),
+        ("LiLiCorrDraftModel", "is no draft that specgraph knows .architectures ..LiLiCorrDraftModel"),
+    ],
+)
+def test_heads_with_the_same_layers_are_told_apart(name: str, words: str, tmp_path: Path) -> None:
+    z_lab(tensors(), architectures=[name]).save(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        open_checkpoint(tmp_path)
+
+
+# The detectors
+
+
+@functools.cache
+def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
+    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
+             "fuse_verify"]  # fmt: skip
+    config = {
+        **CONFIG,
+        "draft": {"kind": "dflash", "num_speculative_tokens": k},
+        "verify": {"rule": rule},
+        "pipeline": {"order": order, "verify": False},
+        "passes": {"plant_bug": {"_target_": f"{__name__}.PlantBug", "bug": bug}} if bug else {},
+    }
+    return specgraph.compile_speculative(target(), config, draft=head(name))
+
+
+@functools.cache
+def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> Run:
+    return forced_run(drafting_stage(decoder(name, k, rule, bug)), PROMPTS, LIMITS, seed=0)
+
+
+@functools.cache
+def logits_behind(name: str, accepted: tuple[int, ...], k: int) -> Tensor:
+    return block_logits(name, accepted, k)
+
+
+def oracle(name: str, k: int) -> NextLogits:
+    """Next logits by the formula: context and block again from the first token, no cache, no module of ours."""
+
+    def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
+        pairs = zip(accepted, drafted, strict=True)
+        return torch.stack([logits_behind(name, tuple(known), k)[len(drafts)] for known, drafts in pairs])
+
+    return next_logits
+
+
+def check_slots(run: Run) -> None:
+    """Exactly the accepted rows but the newest are kept, once in every layer, and the block writes nothing."""
+    for at, step in enumerate(run.steps):
+        expected = []
+        for row, (start, count) in enumerate(zip(step.start, step.num_emitted, strict=True)):
+            own = slots_of(run, row, range(start, start + count))
+            expected.append(own + [-1] * (step.width - count))
+        layers = run.program.drafter.models["draft"].num_layers
+        assert step.slots["other"] == []
+        assert [s.tolist() for s in step.slots["draft"]] == [expected] * (2 * layers), f"step {at}"
+
+
+def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
+    """The detectors that fail on a run."""
+    detectors: dict[str, Callable[[], None]] = {
+        "fresh start": lambda: check_fresh_start(run),
+        "oracle": lambda: check_oracle(run, oracle(name, run.k), rule),
+        "slots": lambda: check_slots(run),
+    }
+    caught = set()
+    for found, detector in detectors.items():
+        try:
+            detector()
+        except AssertionError:
+            caught.add(found)
+    return caught
+
+
+cases = pytest.mark.parametrize(
+    ("name", "k", "rule"),
+    [("z-lab", k, "strict") for k in (1, 3, 7)]
+    + [(name, 3 if index % 2 else 7, "probabilistic") for index, name in enumerate(GIVEN)],
+)
+
+
+@cases
+def test_drafts_do_not_depend_on_history(name: str, k: int, rule: str) -> None:
+    run = forced(name, k, rule)
+    assert not run.program.drafter.chained and run.program.drafter.features == (1, 3)
+    check_fresh_start(run)
+
+
+@cases
+def test_drafts_are_those_of_the_formula_without_a_cache(name: str, k: int, rule: str) -> None:
+    check_oracle(forced(name, k, rule), oracle(name, k), rule)
+
+
+@cases
+def test_only_accepted_rows_are_written(name: str, k: int, rule: str) -> None:
+    check_slots(forced(name, k, rule))
+
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_histories_accept_none_and_all_and_reach_the_end(k: int) -> None:
+    run = forced("z-lab", k)
+    assert {0, k} <= set(run.accept_counts)
+    assert len(run.steps[-1].accepted[2]) == LIMITS[2]
+
+
+@pytest.mark.parametrize("name", ["z-lab", "windows everywhere"])
+def test_nothing_but_the_context_is_read(name: str) -> None:
+    run = forced_run(drafting_stage(decoder(name, 3)), PROMPTS, LIMITS, seed=0, poison=True)
+    check_oracle(run, oracle(name, 3), "strict")
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+def test_real_decoding_passes_every_detector(rule: str) -> None:
+    run = real_run(decoder("speculators, sliding", 7, rule), ragged_prompts((3, 17, 8)), (30, 41, 23))
+    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
+    assert caught_by(run, "speculators, sliding", rule) == set()
+
+
+def _inputs(module: str, **changed: Callable[[Tensor], Tensor]) -> Callable[[Program], int]:
+    """Other inputs of a module."""
+
+    def plant(program: Program) -> int:
+        (node,) = calls(program.graph, module)
+        with program.graph.inserting_before(node):
+            new = {name: program.graph.call_function(change, (node.kwargs[name],)) for name, change in changed.items()}
+        node.kwargs = {**node.kwargs, **new}
+        return 1
+
+    return plant
+
+
+def _block(**changed: Callable[[Any], Any]) -> Callable[[Program], int]:
+    """Other arguments of ``block_rows``."""
+
+    def plant(program: Program) -> int:
+        (node,) = calls(program.graph, block_rows)
+        node.kwargs = {**node.kwargs, **{name: change(node.kwargs[name]) for name, change in changed.items()}}
+        return 1
+
+    return plant
+
+
+def _earlier(program: Program) -> int:
+    (node,) = calls(program.graph, block_rows)
+    node.target = _row_before
+    return 1
+
+
+def _row_before(emitted: Tensor, start: Tensor, num_emitted: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    tokens, positions = block_rows(emitted, start, num_emitted, **options)
+    before, _ = block_rows(emitted, start, num_emitted - 1, **options)
+    return torch.cat([before[:, :1], tokens[:, 1:]], 1), positions
+
+
+def _later(positions: Tensor) -> Tensor:
+    return positions + 1
+
+
+def _one_less(rows: Tensor) -> Tensor:
+    return torch.where(rows > 1, rows - 1, rows)
+
+
+BUGS: dict[str, tuple[Callable[[Program], int], set[str]]] = {
+    "noise off by one position": (harness.BUGS["noise off by one position"], {"oracle"}),
+    "features in another order": (harness.BUGS["features in another order"], {"oracle"}),
+    "another mask token": (_block(mask_token_id=lambda token: token + 1), {"oracle"}),
+    "block one position late": (_inputs("draft", positions=_later), {"oracle"}),
+    "context one row short": (_inputs("draft_context", num_rows=_one_less), {"fresh start", "oracle", "slots"}),
+    "context one position late": (_inputs("draft_context", positions=_later), {"oracle", "slots"}),
+    "rejected rows kept": (_inputs("draft_context", num_rows=harness._rejected_rows_too), {"fresh start", "slots"}),
+    "the token before the anchor": (_earlier, {"fresh start", "oracle"}),
+}
+
+
+class PlantBug(harness.PlantBug):
+    """Breaks the drafter on purpose, with a bug of this file."""
+
+    def apply(self, program: Program) -> Any:
+        matches = BUGS[self.bug][0](program)
+        assert matches > 0
+        return harness.PassResult(matches)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
+    assert caught_by(forced("z-lab", 3, bug=bug), "z-lab") == BUGS[bug][1]
+    assert tokens_of(decoder("z-lab", 3, bug=bug)) == plain_tokens()
+
+
+def tokens_of(tested: SpeculativeDecoder, **changed: Any) -> list[list[int]]:
+    options: dict[str, Any] = {"temperature": [0.0, 0.8, 1.3], "seed": [11, -5, 7], **changed}
+    out = tested.generate(PROMPTS, max_new_tokens=18, eos_token_id=[], **options)
+    return [tokens.tolist() for tokens in out.new_tokens]
+
+
+@functools.cache
+def plain_tokens() -> list[list[int]]:
+    return tokens_of(compiled(target(), "none", 1, **QUICK))
+
+
+# Equal tokens
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+def test_greedy_tokens_are_those_of_transformers(rule: str) -> None:
+    found = decoder("z-lab", 3, rule).generate(PROMPTS, max_new_tokens=18)
+    assert_same_tokens(target(), PROMPTS, found.new_tokens, reference_greedy(target(), PROMPTS, 18))
+
+
+@pytest.mark.parametrize(("name", "k"), [("z-lab", 1), ("z-lab", 7), ("speculators, sliding", 7)])
+def test_seeded_tokens_are_those_without_drafts(name: str, k: int) -> None:
+    assert tokens_of(decoder(name, k)) == plain_tokens()
+
+
+def test_one_sequence_of_one_token() -> None:
+    outs = [d.generate([torch.tensor([5])], max_new_tokens=12, temperature=1.0, seed=[3], eos_token_id=[])
+            for d in (decoder("z-lab", 3), compiled(target(), "none", 1, **QUICK))]  # fmt: skip
+    assert outs[0].new_tokens[0].tolist() == outs[1].new_tokens[0].tolist()
+    assert outs[0].new_tokens[0].numel() == 12
+
+
+def random_decoder(model: PreTrainedModel, k: int, **extra: Any) -> SpeculativeDecoder:
+    """With a random head, as ``bench`` makes it."""
+    config = {**CONFIG, "draft": {"kind": "dflash", "num_speculative_tokens": k}, **extra}
+    return specgraph.compile_speculative(model, config, draft=random_head(model, load_config(config).draft))
+
+
+@pytest.mark.parametrize(("architecture", "k"), [("qwen3", 7), ("gemma3_text", 1), ("gpt_oss", 3)])
+def test_tokens_are_those_of_plain_decoding(architecture: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dflash, "RANDOM_LAYERS", 2)  # five take twice as long to export
+    model = make_model(architecture, dtype=torch.float64)
+    options: dict[str, Any] = {"max_new_tokens": 14, "temperature": [0.0, 0.9, 1.2], "seed": [1, 2, 3],
+                               "eos_token_id": []}  # fmt: skip
+    found, plain = (d.generate(PROMPTS, **options).new_tokens
+                    for d in (random_decoder(model, k, **QUICK), compiled(model, "none", 1, **QUICK)))  # fmt: skip
+    assert_same_tokens(model, PROMPTS, found, plain)
+
+
+# The graphs
+
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_the_step_is_one_call_of_a_block_and_reads_pages_only_where_it_must(k: int) -> None:
+    program = drafting_stage(decoder("z-lab", k))
+    shown = [node for node in program.graph.nodes if node.op in ("call_function", "call_module")]
+    assert len(shown) <= 25 and len(program.with_role("draft")) == 1
+    assert len(list(calls(program.graph, along_path))) == 1
+    inputs = {name: [node.name for node in program.modules[name].graph.find_nodes(op="placeholder")]
+              for name in ("draft_features", "draft_context", "draft")}  # fmt: skip
+    assert inputs == {
+        "draft_features": ["features_0", "features_1"],
+        "draft_context": ["hidden", "positions", "num_rows", "block_table", "max_length", "caches"],
+        "draft": ["tokens", "positions", "block_table", "caches"],
+    }
+    assert cache_bytes(program.modules["draft_context"], 100) == 0
+    per_row = 2 * 2 * 2 * 8 * 8  # two layers, keys and values of two heads of 8 numbers of 8 bytes
+    assert cache_bytes(program.modules["draft"], 100) == 100 * per_row
+    sliding = drafting_stage(decoder("windows everywhere", 3)).modules["draft"]
+    assert cache_bytes(sliding, 100) == WINDOW * per_row
+
+
+# What a user sees of it
+
+
+def test_a_checkpoint_by_its_folder_and_the_report(tmp_path: Path) -> None:
+    config = {**CONFIG, **QUICK, "draft": {"num_speculative_tokens": 3}}
+    tested = specgraph.compile_speculative(target(), config, draft=save("mask embedding", tmp_path))
+    assert tested.stages["trace"].drafter.kind == "dflash"
+    assert tokens_of(tested) == plain_tokens()
+    lines, size = tested.report().splitlines(), f"{VOCAB * 32 * 8:,} bytes (the checkpoint has none)"
+    assert f"- draft: dflash in the z-lab layout, {tmp_path}" in lines
+    for name, own in (("embed_tokens", "model.embed_tokens"), ("lm_head", "lm_head")):
+        assert f"- shared while loading: draft.{name}.weight is target.{own}.weight, {size}" in lines
+
+
+def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
+    tested = decoder("speculators, sliding", 3, "probabilistic")
+    folder = tested.dump(tmp_path / "graphs")
+    for index, (name, program) in enumerate(tested.stages.items()):
+        if name in ("insert_draft", "fuse_verify"):
+            assert_runs_alike(specgraph.load_dump(folder / f"{index:02d}_{name}"), program)
+
+
+SAVED = ["z-lab", "reduced vocabulary, own embedding, biases", "mask embedding", "causal", "windows everywhere",
+         "one layer without norms", "speculators"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_is_saved_is_what_is_loaded(name: str, tmp_path: Path) -> None:
+    given = head(name)
+    folder = DFlashDrafter.save_head(given, tmp_path, target_name="target", algorithm="dflash",
+                                     num_speculative_tokens=3, shared=target().parameters())  # fmt: skip
+    stored = GIVEN[name].written.tensors.keys() - {"t2d"}
+    assert open_checkpoint(folder).layout == "z-lab" and open_checkpoint(folder).tensors.keys() == stored
+    again = load(folder)
+    assert (again.features, again.mask_token_id) == (given.features, given.mask_token_id)
+    for field in ("masks", "block_size", "draft_vocab_size", "target_hidden_size", "num_features"):
+        assert getattr(again.module.config, field) == getattr(given.module.config, field)
+    assert torch.equal(again.module.rotary.inv_freq, given.module.rotary.inv_freq)
+    for (key, tensor), (other, expected) in zip(again.module.named_parameters(), given.module.named_parameters(),
+                                                strict=True):  # fmt: skip
+        assert key == other and torch.equal(tensor, expected)
+    ids = [each.module.draft_to_target for each in (again, given)]
+    assert ids[0] is ids[1] is None or torch.equal(*ids)
+
+
+def test_what_the_layout_cannot_express_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target_name": "target", "algorithm": "dflash", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="has one window, counted from each row, and layers that are all causal or"):
+        DFlashDrafter.save_head(head("speculators, sliding"), tmp_path, **options)
+    with pytest.raises(ConfigError, match=r"names outputs of layers, and cannot express a head that reads hs\[0\]"):
+        DFlashDrafter.save_head(replace(head("z-lab"), features=(0, 3)), tmp_path, **options)
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target().save_pretrained(tmp_path / "target")
+    save("mask embedding", tmp_path / "head")
+    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'target'}"]) == 0
+    cells = [[cell.strip() for cell in row.split("  ") if cell] for row in capsys.readouterr().out.splitlines()]
+    for expected in (
+        ["kind", "dflash"], ["layout", "z-lab"], ["fits the target", "yes"], ["block_size", "8", "config.json"],
+        ["mask_token_id", "7", "mask_embedding.pt"],
+        ["feature_layers", "hs[1], hs[3]", "dflash_config.target_layer_ids"],
+    ):  # fmt: skip
+        assert expected in cells, (expected, cells)
+    make_model("llama").save_pretrained(tmp_path / "other")
+    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'other'}"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "would read the hidden states [1, 3] (dflash_config.target_layer_ids) of a target with 2 layers" in shown[-1]
+
+
+def test_bench_with_a_random_head(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "measure_bandwidth", lambda device: 1e9)
+    options = ["device=cpu", "batch_sizes=[2]", "num_speculative_tokens=[2]", "steps=2", "warmup=1", "prompt_length=9",
+               "pipeline.verify=false", "debug.self_check=false"]  # fmt: skip
+    assert main(["bench", "target=tiny-shape", "draft=dflash", *options]) == 0
+    assert "dflash (random)" in capsys.readouterr().out
+
+
+def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
+    """Rotations are in the ops of the head, and drafts stay the same."""
+    model = make_model("llama", dtype=torch.float64, num_hidden_layers=4)
+    checkpoint = open_checkpoint(save("windows everywhere", tmp_path))
+    made = DFlashDrafter.load(checkpoint, DFlashDraftConfig(), model, info(model))
+    config = {**CONFIG, **QUICK, "draft": {"kind": "dflash", "num_speculative_tokens": 3}}
+    decoders = [specgraph.compile_speculative(model, {**config, "lowering": {"name": name}}, draft=made)
+                for name in ("eager", "gpu")]  # fmt: skip
+    eager, lowered = (each.generate(PROMPTS, max_new_tokens=14, temperature=[0.0, 0.8, 1.3], seed=[1, 2, 3],
+                                    eos_token_id=[]) for each in decoders)  # fmt: skip
+    assert all(map(torch.equal, eager.new_tokens, lowered.new_tokens))
+    assert eager.stats.emitted_per_step == lowered.stats.emitted_per_step
+    modules = decoders[1].stages["index_rows"].modules
+    for name, op in (("draft_context", "write_context"), ("draft", "paged_block_attention")):
+        found = [str(node.target) for node in modules[name].graph.nodes]
+        assert sum(op in each for each in found) == 2 and "aten.cat.default" not in found
+        assert not [each for each in found if each.startswith(("aten.linear", "aten.mean", "aten.rsqrt"))]
+        # One product gives keys and values of all layers for the context. In the block, each layer has five: queries,
+        # keys with values, the output, and two of the MLP; and one is the projection of the vocabulary.
+        products = {"draft_context": 1, "draft": 2 * 5 + 1}
+        assert sum(each.startswith("specgraph.linear") for each in found) == products[name]
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made.module.parameters()}
+    assert sum(kept.values()) == sum(t.nbytes for t in made.module.parameters())
