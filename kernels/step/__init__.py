@@ -1,6 +1,7 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
 from specgraph.kernels.step.index import select_state
+from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found
 from specgraph.kernels.step.step import (
     FINAL_WRITES,
     WRITES,
@@ -39,6 +40,7 @@ __all__ = [
     "WRITES",
     "advance_",
     "along_path",
+    "any_found",
     "catch_up_rows",
     "chain_positions",
     "count_emitted",
@@ -52,10 +54,12 @@ __all__ = [
     "keep_point_mass_",
     "last_row",
     "lookup_ngrams",
+    "lookup_suffixes",
     "nan_rows",
     "needed_rows",
     "next_tokens",
     "positions_and_next",
+    "prefer_found",
     "propose_",
     "propose_at_",
     "record_tokens_",
