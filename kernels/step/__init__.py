@@ -1,7 +1,7 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
 from specgraph.kernels.step.index import select_state
-from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found
+from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found, record_accepted_
 from specgraph.kernels.step.step import (
     FINAL_WRITES,
     WRITES,
@@ -62,6 +62,7 @@ __all__ = [
     "prefer_found",
     "propose_",
     "propose_at_",
+    "record_accepted_",
     "record_tokens_",
     "row_positions",
     "row_slots",

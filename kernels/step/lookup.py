@@ -1,4 +1,4 @@
-"""Functions of step graphs that propose what they find in the history, or choose between that and drawn drafts."""
+"""Functions of step graphs that look the history up, and that choose between what they find and other drafts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ import torch
 from torch import Tensor
 
 import specgraph.kernels.step.suffix  # noqa: F401  (declares the op)
+from specgraph.kernels.step.step import catch_up_rows, writes
+
+
+@writes("history", final=False)
+def record_accepted_(
+    history: Tensor, window: Tensor, emitted: Tensor, start: Tensor, num_emitted: Tensor, rows: Tensor
+) -> None:
+    """Write the tokens that a step accepted into ``history`` ``[N, S]``, whatever rows the drafter itself runs.
+
+    These are the first token of ``window`` ``[b, T]``, at position ``start`` ``[b]``, and the ``num_emitted`` ``[b]``
+    tokens of ``emitted`` ``[b, T]`` behind it; nothing where ``num_emitted`` is 0. ``rows`` ``[b]`` is the row of each
+    sequence in ``history``, -1 for none.
+    """
+    tokens = torch.cat([window[:, :1], emitted], dim=1)
+    (positions,) = torch.ops.specgraph.row_positions(start, tokens.shape[1], 1)
+    torch.ops.specgraph.record_tokens(history, rows, tokens, positions, catch_up_rows(num_emitted))
 
 
 def lookup_suffixes(
@@ -24,12 +40,12 @@ def lookup_suffixes(
     return drafts
 
 
-def prefer_found(found: Tensor, *drawn: Tensor) -> Tensor:
-    """The drafts ``found`` ``[b, K]`` of the sequences that have any, and the ``drawn`` ones ``[b, k]`` of the others.
+def prefer_found(found: Tensor, *others: Tensor) -> Tensor:
+    """The drafts ``found`` ``[b, K]`` of the sequences that have any, and the ``others`` ``[b, k]`` of the rest.
 
-    ``drawn`` are one or several tensors with ``K`` columns in all.
+    ``others`` are one or several tensors with ``K`` columns in all.
     """
-    return torch.where(found[:, :1] >= 0, found, torch.cat(drawn, dim=1))
+    return torch.where(found[:, :1] >= 0, found, torch.cat(others, dim=1))
 
 
 def any_found(found: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 from torch import fx
 
@@ -31,6 +32,11 @@ class LookupDrafter(Drafter):
         length = step.call(functions.history_length, step.start, step.num_emitted, name="length")
         self.look_up(step, history, length, name="proposals")
         return 1
+
+    @classmethod
+    @abstractmethod
+    def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
+        """A drafter of K tokens that proposes only where the last ``match`` tokens have occurred before."""
 
     @abstractmethod
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:

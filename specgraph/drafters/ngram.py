@@ -6,7 +6,7 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import fx
 
@@ -55,6 +55,11 @@ class NGramDrafter(LookupDrafter):
     def make(cls, options: Any, target: Target, given: Any) -> Draft:
         """Nothing to bind: it needs the accepted tokens alone."""
         return Draft(ngram(options.num_speculative_tokens, options.max_ngram, options.min_ngram))
+
+    @classmethod
+    def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
+        """Looks n-grams of ``match`` tokens up, and longer ones up to the default of ``max_ngram``."""
+        return cls(num_speculative_tokens, max_ngram=max(match, cls.max_ngram), min_ngram=match)
 
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Propose what followed the last occurrence of the longest n-gram."""

@@ -9,7 +9,7 @@ which runs Snowflake's Arctic Inference.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import fx
 
@@ -81,6 +81,11 @@ class SuffixDrafter(LookupDrafter):
                 min_token_prob=options.min_token_prob,
             )
         )  # fmt: skip
+
+    @classmethod
+    def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
+        """Counts matches of at least ``match`` tokens; all else is as by default."""
+        return cls(num_speculative_tokens, max_match=max(match, cls.max_match), min_match=match)
 
     def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
         """Propose the continuation with the highest expected number of accepted drafts."""
