@@ -29,8 +29,8 @@ is not counted as a continuation, as in the paper's formula (Arctic Inference co
 of bounded depth limits the sum of match and drafts; here each has its own limit. The paper's second tree, over the
 outputs of other requests, is left out, because what one sequence proposes would then depend on others.
 
-Programs. ``_match_kernel`` reads a sequence in tiles of 1,024 tokens, shared out to several programs. It writes
-``matched`` as int8 and the largest one of each tile. ``_vote_kernel`` has one program for each ``p``, which looks at
+Programs. ``match_kernel`` reads a sequence in tiles of 1,024 tokens, shared out to several programs. It writes
+``matched`` as int8 and the largest one of each tile. ``vote_kernel`` has one program for each ``p``, which looks at
 the tiles that have a voter, last tile first, until it has found ``VOTERS`` of them, and then follows the path. The
 last program of a sequence to arrive takes the best score and writes the drafts. Nearly all positions differ from the
 last token at once, so the cost is that of reading the history once; a path costs K dependent loads.
@@ -42,24 +42,20 @@ Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). ``max_spec_offs
 Snowflake's Arctic Inference, which vLLM runs as the method ``suffix``.
 """
 
-# Triton's functions have no types.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
 from specgraph.kernels.ops import Op, Variant, declare
 from specgraph.kernels.step.ngram import check_rows, sequences
+from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
 
 TILE = 1024
 """Tokens that a program reads at a time."""
@@ -184,131 +180,6 @@ def _at(tokens: Tensor, places: Tensor) -> Tensor:
     return tokens.gather(1, places.clamp(0, tokens.shape[1] - 1).flatten(1)).view(places.shape)
 
 
-@triton.jit
-def _bounds(rows, length, longest, b):
-    """The row of ``history`` of sequence b, and how many tokens it has: 0 if there is no sequence."""
-    row = b.to(tl.int64)
-    if rows is not None:
-        row = tl.load(rows + b)
-    end = tl.where(row >= 0, tl.minimum(tl.load(length + b), longest), 0).to(tl.int32)
-    return tl.maximum(row, 0), end
-
-
-@triton.jit
-def _match_kernel(
-    matched, maxima, history, rows, length, stride, longest, tiles, MAX_MATCH: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """``matched`` of every ``num_programs(0)``-th tile of one sequence, and the maximum of each; grid (parts, B)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    b = tl.program_id(1)
-    row, end = _bounds(rows, length, longest, b)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    first = history + row * stride
-    last = end - 1
-    used = (last + TILE - 1) // TILE
-    for tile in range(loop_bound(tl.program_id(0)), loop_bound(used), loop_bound(tl.num_programs(0))):
-        place = tile * TILE + tl.arange(0, TILE)
-        equal = place < last
-        count = tl.zeros((TILE,), tl.int32)
-        back = 0
-        # Most tiles stop after the first comparison.
-        while (back < MAX_MATCH) & (tl.max(equal.to(tl.int32), axis=0) > 0):
-            wanted = tl.load(first + (last - back))  # some place before the last one matches up to here
-            token = tl.load(first + (place - back), mask=equal & (place >= back), other=0)
-            equal = equal & (place >= back) & (token == wanted)
-            count += equal.to(tl.int32)
-            back += 1
-        own = b.to(tl.int64) * tiles + tile
-        tl.store(matched + own * TILE + tl.arange(0, TILE), count.to(tl.int8))
-        tl.store(maxima + own, tl.max(count, axis=0))
-
-
-@triton.jit
-def _find_voters(places, matched, maxima, used, size, TILE: tl.constexpr, TILES: tl.constexpr, VOTERS: tl.constexpr):
-    """Store the last ``VOTERS`` places of one sequence that match ``size`` tokens, last first; returns their number."""
-    lane = tl.arange(0, TILES)
-    largest = tl.load(maxima + lane, mask=lane < used, other=0)
-    tile = tl.max(tl.where(largest >= size, lane, -1), axis=0)
-    found = 0
-    while (tile >= 0) & (found < VOTERS):
-        index = tile * TILE + tl.arange(0, TILE)
-        hit = (tl.load(matched + index) >= size).to(tl.int32)
-        here = tl.sum(hit, axis=0)
-        rank = found + here - tl.cumsum(hit, axis=0)
-        tl.store(places + rank, index, mask=(hit > 0) & (rank < VOTERS))
-        found += here
-        tile = tl.max(tl.where((largest >= size) & (lane < tile), lane, -1), axis=0)
-    return tl.minimum(found, VOTERS)
-
-
-@triton.jit
-def _follow(history, place, voting, end, limit, THRESHOLD: tl.constexpr, DRAFTS: tl.constexpr):
-    """The drafts ``[DRAFTS]`` of the path that the ``voting`` places agree on, padded with -1, and their score."""
-    lane = tl.arange(0, DRAFTS)
-    drafts = tl.full((DRAFTS,), -1, tl.int64)
-    prob = tl.full((), 1 << 30, tl.int64)
-    score = tl.zeros((), tl.int64)
-    index = 0
-    while index < limit:
-        following = place + 1 + index
-        voting = voting & (following < end)
-        token = tl.load(history + following, mask=voting, other=-1)
-        agree = (token[:, None] == token[None, :]) & voting[None, :]
-        rank = tl.where(voting, (tl.sum(agree.to(tl.int32), axis=1).to(tl.int64) << 32) | place, -1)
-        best = tl.max(rank, axis=0)
-        total = tl.sum(voting.to(tl.int64), axis=0)
-        prob = prob * tl.maximum(best >> 32, 0) // tl.maximum(total, 1)
-        if (total > 0) & (prob >= THRESHOLD):
-            winner = tl.sum(tl.where(rank == best, token, 0), axis=0)  # no two places have the same rank
-            drafts = tl.where(lane == index, winner, drafts)
-            score += prob
-            voting = voting & (token == winner)
-            index += 1
-        else:
-            limit = index
-    return drafts, score
-
-
-@triton.jit
-def _vote_kernel(
-    proposals, scores, drafted, places, counters, matched, maxima, history, rows, length, stride, longest, tiles, count,
-    MIN_MATCH: tl.constexpr, SIZES: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr, THRESHOLD: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, VOTERS: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The path of one length of match in one sequence; grid (lengths, B). The last to arrive writes the best drafts."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    b, index = tl.program_id(1), tl.program_id(0)
-    size = MIN_MATCH + index
-    row, end = _bounds(rows, length, longest, b)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    used = (end - 1 + TILE - 1) // TILE
-    first, here = history + row * stride, b.to(tl.int64) * tiles
-    own = b.to(tl.int64) * tl.num_programs(0) + index
-
-    found = _find_voters(places + own * VOTERS, matched + here * TILE, maxima + here, used, size, TILE, TILES, VOTERS)
-    tl.debug_barrier()  # the places were stored by other threads of this program
-    voter = tl.arange(0, VOTERS)
-    place = tl.load(places + own * VOTERS + voter, mask=voter < found, other=0)
-    limit = tl.minimum((size.to(tl.int64) * FACTOR + OFFSET) >> 30, count).to(tl.int32)
-    drafts, score = _follow(first, place, voter < found, end, limit, THRESHOLD, DRAFTS)
-    lane = tl.arange(0, DRAFTS)
-    tl.store(drafted + own * count + lane, drafts, mask=lane < count)
-    tl.store(scores + own, (score << 7) | index)
-    if is_last(counters + b, tl.num_programs(0)):
-        # Other programs have written these: they must not come from this multiprocessor's own cache.
-        sizes = tl.arange(0, SIZES)
-        every = tl.load(scores + b.to(tl.int64) * tl.num_programs(0) + sizes, mask=sizes < tl.num_programs(0), other=-1,
-                        cache_modifier=".cg")  # fmt: skip
-        best = b.to(tl.int64) * tl.num_programs(0) + (tl.max(every, axis=0) & 127)
-        chosen = tl.load(drafted + best * count + lane, mask=lane < count, other=-1, cache_modifier=".cg")
-        tl.store(proposals + b.to(tl.int64) * count + lane, chosen, mask=lane < count)
-
-
 def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
     """:class:`SuffixLookup` in two kernels."""
     history, length, count = given.history, given.length.contiguous(), given.num_speculative_tokens
@@ -323,10 +194,10 @@ def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
     matched = history.new_empty(batch, tiles * TILE, dtype=torch.int8)
     maxima = history.new_empty(batch, tiles, dtype=torch.int32)
     read, options = (history, rows, length, history.stride(0), longest, tiles), launch_options(pdl)
-    _match_kernel[(max(1, min(tiles, PROGRAMS // batch)), batch)](
+    match_kernel[(max(1, min(tiles, PROGRAMS // batch)), batch)](
         matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE, PDL=pdl, num_warps=4, **options
     )
-    _vote_kernel[(sizes, batch)](
+    vote_kernel[(sizes, batch)](
         proposals, history.new_empty(batch, sizes), history.new_empty(batch, sizes, count),
         history.new_empty(batch, sizes, VOTERS, dtype=torch.int32), counters, matched, maxima, *read, count,
         MIN_MATCH=given.min_match, SIZES=triton.next_power_of_2(sizes), FACTOR=given.factor, OFFSET=given.offset,
@@ -334,6 +205,60 @@ def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
         DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4, **options,
     )  # fmt: skip
     return proposals
+
+
+def suffix_lookup_cpu(given: SuffixLookup) -> Tensor:
+    """:class:`SuffixLookup` on the accepted tokens alone, since a CPU may look at values."""
+    history, lengths, count = given.history, given.length.tolist(), given.num_speculative_tokens
+    rows = range(len(lengths)) if given.rows is None else given.rows.tolist()
+    own = [history[row, : length if row >= 0 else 0] for row, length in zip(rows, lengths, strict=True)]
+    drafts = [_best_path(given, tokens) for tokens in own]
+    return history.new_tensor([path + [-1] * (count - len(path)) for path in drafts]).view(len(own), count)
+
+
+def _best_path(given: SuffixLookup, history: Tensor) -> list[int]:
+    """The drafts of one sequence, whose accepted tokens are ``history`` ``[length]``."""
+    places = (history[:-1] == history[-1:]).nonzero()[:, 0].tolist()
+    tokens = history.tolist()
+    matched = {place: _common_end(tokens, place, given.max_match) for place in places}
+    best: list[int] = []
+    best_score = 0
+    for size in range(max(matched.values(), default=0), given.min_match - 1, -1):
+        voters = [place for place in places if matched[place] >= size][-VOTERS:]
+        limit = min(given.num_speculative_tokens, size * given.factor + given.offset >> 30)
+        path, score = _path(tokens, voters, limit, given.threshold)
+        if score > best_score:
+            best, best_score = path, score
+    return best
+
+
+def _common_end(tokens: list[int], place: int, longest: int) -> int:
+    """How many tokens up to ``place`` equal those at the end."""
+    last = len(tokens) - 1
+    for back in range(min(longest, place + 1)):
+        if tokens[place - back] != tokens[last - back]:
+            return back
+    return min(longest, place + 1)
+
+
+def _path(tokens: list[int], voters: list[int], limit: int, threshold: int) -> tuple[list[int], int]:
+    """The drafts on which ``voters``, in ascending order, agree, and their score."""
+    path: list[int] = []
+    prob, score = ONE, 0
+    for behind in range(1, limit + 1):
+        voters = [place for place in voters if place + behind < len(tokens)]
+        if not voters:
+            break
+        counts = Counter(tokens[place + behind] for place in voters)
+        latest = {tokens[place + behind]: place for place in voters}
+        token = max(counts, key=lambda token: (counts[token], latest[token]))
+        prob = prob * counts[token] // len(voters)
+        if prob < threshold:
+            break
+        path.append(token)
+        score += prob
+        voters = [place for place in voters if tokens[place + behind] == token]
+    return path, score
 
 
 def _suffix_lookup_fake(given: SuffixLookup) -> Tensor:
@@ -363,6 +288,7 @@ SUFFIX_LOOKUP = declare(
         _suffix_lookup_fake,
         (
             Variant("triton", suffix_lookup_triton, row_independent=True, covers=_has_counters),
+            Variant("cpu", suffix_lookup_cpu, row_independent=True),
             Variant("reference", suffix_lookup_reference, row_independent=True),
         ),
     )
