@@ -28,7 +28,7 @@ from tests.drafters import test_draft_model, test_heads, test_registry
 from tests.drafters.test_draft_model import looked_up
 from tests.harness import Run, forced_run
 from tests.kernels.step.test_suffix import searched
-from tests.models import double_model, make_head, ragged_prompts
+from tests.models import double_model, make_head, make_model, ragged_prompts
 from tests.runtime.test_distribution import LENGTH, PROMPT, VOCAB, exact_joint, model, opposite, p_value
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
@@ -218,6 +218,18 @@ def test_greedy_sequences_are_those_of_the_model_alone_by_every_rule(rule: str) 
     prompts = repetitive((4, 17, 8, 1))
     out = decoder("eagle3", 3, rule).generate(prompts, **options(False))
     assert_same_tokens(target(), prompts, out.new_tokens, plain(False))
+
+
+@pytest.mark.parametrize("rule", ["strict", "block"])
+def test_lowered_for_a_gpu_it_gives_the_same_tokens(rule: str) -> None:
+    model, prompts = make_model("llama", num_hidden_layers=3), repetitive((4, 17, 8, 1))
+    draft = {"kind": "eagle3", "num_speculative_tokens": 3, "first": "ngram", "first_match": MATCH}
+    found = []
+    for name in ("eager", "gpu"):
+        config = {**CONFIG, "draft": draft, "verify": {"rule": rule}, "lowering": {"name": name}}
+        made = specgraph.compile_speculative(model, config, draft=make_head(model))
+        found.append(made.generate(prompts, **options(True)).new_tokens)
+    assert_same_tokens(model, prompts, found[1], found[0])
 
 
 BATCH, DRAWS = 4096, 6
