@@ -38,7 +38,7 @@ class LookupFirst(Pass):
     a sequence that must have occurred before; ``rule``, the verification rule."""
 
     first: str | None = None
-    match: int = 3
+    match: int = 8
     rule: str = "strict"
 
     name: ClassVar[str] = LOOKUP_PASS

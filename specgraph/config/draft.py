@@ -44,8 +44,8 @@ class DraftConfig:
     first: str | None = None
     """`ngram` or `suffix`: sequences in which this lookup finds drafts take them instead of the draft's own; null: all
     take the draft's own."""
-    first_match: int = 3
-    """How many tokens at the end of a sequence must have occurred in it before, for `first`."""
+    first_match: int = 8
+    """How many tokens at the end of a sequence must have occurred in it before, for `first`; less for a weak draft."""
 
     trains: ClassVar[tuple[str, ...]] = ()
     """The values of ``train draft=`` that train a head of this drafter."""

@@ -2,8 +2,11 @@
 
 :class:`~specgraph.kernels.step.suffix.SuffixLookup` has the definition, and the difference to a suffix tree.
 
-Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). The defaults are those of vLLM's method ``suffix``,
-which runs Snowflake's Arctic Inference.
+The options are those of vLLM's method ``suffix``, which runs Snowflake's Arctic Inference, and so are the defaults but
+for one. There ``max_spec_factor`` is 1, because each draft adds a row to the step. Here a step always runs K + 1 rows,
+and a draft that is not made saves nothing. With a factor of 8, the limit rarely decides.
+
+Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class SuffixConfig(DraftConfig):
     """the longest match that is told from longer ones, in tokens, at most 127."""
     min_match: int = 1
     """the shortest match that may propose, in tokens."""
-    max_spec_factor: float = 1.0
+    max_spec_factor: float = 8.0
     """drafts per matched token; a step makes at most K."""
     max_spec_offset: float = 0.0
     """drafts in addition to these; may be negative."""
@@ -64,7 +67,7 @@ class SuffixDrafter(LookupDrafter):
 
     max_match: int = 24
     min_match: int = 1
-    max_spec_factor: float = 1.0
+    max_spec_factor: float = 8.0
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.1
 

@@ -38,7 +38,7 @@ MATCH = 2
 ORDER = ["expose_features", "insert_kv_cache", "insert_draft", "parallel_draft", "lookup_first"]
 LOOKUPS: dict[str, Callable[[list[int], int], list[int]]] = {
     "ngram": lambda tokens, k: looked_up(tokens, k) if enough(tokens) else [-1] * k,
-    "suffix": lambda tokens, k: searched(tokens, k, 24, MATCH, 1.0, 0.0, 0.1),
+    "suffix": lambda tokens, k: searched(tokens, k, 24, MATCH, 8.0, 0.0, 0.1),
 }
 """What each lookup proposes for accepted tokens."""
 
@@ -290,4 +290,4 @@ def test_a_given_draft_decides_about_the_kind() -> None:
     """The kind in the configuration is the default, ``ngram``; the head makes it ``eagle3``."""
     config = {**CONFIG, "draft": {"first": "ngram", "num_speculative_tokens": 2}}
     made = specgraph.compile_speculative(target(), config, draft=make_head(target()))
-    assert made.config.draft.kind == "eagle3" and "ngram first, where 3 tokens match" in made.report()
+    assert made.config.draft.kind == "eagle3" and "ngram first, where 8 tokens match" in made.report()

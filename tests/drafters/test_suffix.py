@@ -26,6 +26,7 @@ LIMITS = (48, 41, 23)
 ALPHABET = 6
 OPTIONS: dict[str, dict[str, Any]] = {
     "usual": {},
+    "as vLLM": {"max_spec_factor": 1.0},
     "eager": {"max_match": 5, "max_spec_factor": 3.0, "max_spec_offset": 1.0, "min_token_prob": 0.0},
     "cautious": {"min_match": 2, "min_token_prob": 0.6},
 }
@@ -135,7 +136,7 @@ def test_decoding_emits_what_the_model_alone_does(k: int, temperature: float | l
 
 def test_the_defaults_are_those_of_the_preset() -> None:
     draft: Any = load_config("suffix").draft
-    assert (draft.max_match, draft.max_spec_factor, draft.max_spec_offset, draft.min_token_prob) == (24, 1.0, 0.0, 0.1)
+    assert (draft.max_match, draft.max_spec_factor, draft.max_spec_offset, draft.min_token_prob) == (24, 8.0, 0.0, 0.1)
 
 
 @pytest.mark.parametrize(

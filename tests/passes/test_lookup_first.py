@@ -39,7 +39,7 @@ RECORDED = [
 FOUND = {
     "ngram": "found = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=4, min_ngram=3)",
     "suffix": "found = lookup_suffixes(history, rows, length, num_speculative_tokens=2, max_match=24, min_match=3, "
-    "max_spec_factor=1.0, max_spec_offset=0.0, min_token_prob=0.1)",
+    "max_spec_factor=8.0, max_spec_offset=0.0, min_token_prob=0.1)",
 }
 
 
