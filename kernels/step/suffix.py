@@ -21,13 +21,14 @@ of ``history`` that belongs to each of the B sequences of this call; -1 marks an
 Probabilities and scores are integers in units of ``1 / ONE``: ``prob_i`` is ``prob_(i-1) * count // total``. All forms
 therefore give the same bits, and no order of operations can decide between two equal scores.
 
-Difference to a suffix tree. SuffixDecoding keeps a tree with a count in every node, in which it finds ``path(p)``
-without looking at the history. A tree cannot be extended by one launch without waits, so this op scans the history
-instead, which :mod:`~specgraph.kernels.step.ngram` shows to cost next to nothing. The result is that of a tree over the
-same tokens with three exceptions. Only the last ``VOTERS`` occurrences of a match are counted. The end of the history
-is not counted as a continuation, as in the paper's formula (Arctic Inference counts the end as one more child). A tree
-of bounded depth limits the sum of match and drafts; here each has its own limit. The paper's second tree, over the
-outputs of other requests, is left out, because what one sequence proposes would then depend on others.
+Difference to a suffix tree. SuffixDecoding keeps a tree on the host, with a count in every node, in which it finds
+``path(p)`` without looking at the history. Every accepted token changes as many nodes of it as the tree is deep, by
+dependent reads and writes. This op keeps nothing but the history, and scans it once per step, which costs next to
+nothing (:mod:`specgraph.kernels.step.ngram` has the figures). The result is that of a tree over the same tokens, with
+three exceptions. Only the last ``VOTERS`` occurrences of a match are counted. Shares are those among occurrences that
+have a next token, so they add up to 1; Arctic Inference also counts the end of the sequence, where nothing follows yet.
+A tree of bounded depth limits the sum of match and drafts, and here each has its own limit. The paper's second tree,
+over the outputs of other requests, is left out, because what one sequence proposes would then depend on others.
 
 Programs. ``match_kernel`` reads a sequence in tiles of 1,024 tokens, shared out to several programs. It writes
 ``matched`` as int8 and the largest one of each tile. ``vote_kernel`` has one program for each ``p``, which looks at

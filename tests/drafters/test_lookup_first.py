@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
+from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
 from specgraph.kernels import step
@@ -24,7 +25,7 @@ from specgraph.kernels.step import writes
 from tests import harness
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import check_fresh_start, check_slots, expected_drafts
-from tests.drafters import test_draft_model, test_heads, test_registry
+from tests.drafters import test_draft_model, test_heads, test_medusa, test_registry
 from tests.drafters.test_draft_model import looked_up
 from tests.harness import Run, forced_run
 from tests.kernels.step.test_suffix import searched
@@ -59,6 +60,7 @@ HEADS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "eagle3": (lambda: test_heads.head("plain"), {"parallel": False}),
     "peagle": (lambda: test_heads.head("plain"), {"parallel": True}),
     "smaller vocabulary": (lambda: test_heads.head("two qwen3 layers"), {"parallel": False}),
+    "medusa": (lambda: DraftHead(test_medusa.as_module(test_medusa.random_tensors(7)).module, (3,)), {}),
     "own, without a distribution": (lambda: None, {"_target_": test_registry.OWN, "stride": 2}),
 }
 """A draft, and the keys of ``draft`` that it needs."""

@@ -9,12 +9,14 @@ import torch
 
 from specgraph.config import load_config
 from specgraph.config.draft import LOOKUPS as ALLOWED
+from specgraph.config.draft import MOST_MATCHED
 from specgraph.drafters.step import POINT_MASS
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
 from specgraph.kernels.state import Buffer
+from specgraph.kernels.step import suffix
 from specgraph.passes.base import Pass
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
@@ -84,7 +86,7 @@ def test_it_is_skipped_unless_it_is_asked_for() -> None:
 
 
 def test_the_configuration_allows_what_there_is() -> None:
-    assert tuple(LOOKUPS) == ALLOWED
+    assert tuple(LOOKUPS) == ALLOWED and MOST_MATCHED == suffix.MOST_MATCHED
 
 
 def test_drafts_that_something_reads_are_refused() -> None:
