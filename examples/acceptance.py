@@ -1,6 +1,6 @@
 """Measure the acceptance tables of the tiny-math model card: 200 GSM8K test questions, K = 5, every drafter.
 
-Usage: python examples/acceptance.py [number of questions [greedy|sampled]]. Prints Markdown.
+Usage: python examples/acceptance.py [number of questions [greedy|sampled|first]]. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ DRAFTS: dict[str, Path | None] = {
     "medusa": MODELS / "medusa",
     "mtp": MODELS / "mtp",
     "ngram": None,
+    "suffix": None,
 }
+MATCHES = {"medusa": (2, 4, 8), "eagle3": (4, 8)}
+"""How many tokens must match for a lookup in front of each of these drafters."""
 K = 5
 NEW_TOKENS = 160
 CUTS = (10, 40, 70)
@@ -42,11 +45,12 @@ def load_prompts(count: int) -> list[Tensor]:
             for line in lines]  # fmt: skip
 
 
-def make_decoder(name: str, rule: str = "strict") -> SpeculativeDecoder:
-    """A decoder of the target drafted by ``name``."""
+def make_decoder(name: str, rule: str = "strict", **options: object) -> SpeculativeDecoder:
+    """A decoder of the target drafted by ``name``; ``options`` are further keys of ``draft``."""
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
     kind = {"peagle": "eagle3"}.get(name, name)
-    cfg = {"draft": {"kind": kind, "num_speculative_tokens": K}, "verify": {"rule": rule}, "max_batch_size": 1000}
+    draft = {"kind": kind, "num_speculative_tokens": K, **options}
+    cfg = {"draft": draft, "verify": {"rule": rule}, "max_batch_size": 1000}
     return specgraph.compile_speculative(target, cfg, draft=DRAFTS.get(name))
 
 
@@ -72,6 +76,17 @@ def greedy_table(prompts: list[Tensor]) -> None:
         differing = sum(not torch.equal(a, b) for a, b in zip(out.new_tokens, plain.new_tokens, strict=True))
         counts = [n for sequence in out.stats.emitted_per_step for n in sequence]
         print(row(f"{name}, {differing} sequences differ from plain decoding", counts), flush=True)
+
+
+def first_table(prompts: list[Tensor]) -> None:
+    """Whole answers at temperature 0, with and without a lookup in front of the drafter."""
+    head(f"Temperature 0, {len(prompts)} questions, `draft.first=ngram`, K = {K}:")
+    for name, matches in MATCHES.items():
+        for match in (None, *matches):
+            options = {} if match is None else {"first": "ngram", "first_match": match}
+            out = make_decoder(name, **options).generate(prompts, max_new_tokens=NEW_TOKENS)
+            label = name if match is None else f"{name}, n-gram first where {match} tokens match"
+            print(row(label, [n for sequence in out.stats.emitted_per_step for n in sequence]), flush=True)
 
 
 def sampled_table(prompts: list[Tensor]) -> None:
@@ -101,11 +116,13 @@ def first_steps(decoder: SpeculativeDecoder, prefixes: list[Tensor]) -> list[int
 
 def main() -> None:
     prompts = load_prompts(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
-    parts = sys.argv[2:] or ["greedy", "sampled"]
+    parts = sys.argv[2:] or ["greedy", "sampled", "first"]
     if "greedy" in parts:
         greedy_table(prompts)
     if "sampled" in parts:
         sampled_table(prompts)
+    if "first" in parts:
+        first_table(prompts)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.lookup_first import LookupFirst
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears
 from specgraph.passes.parallel_draft import ParallelDraft
@@ -21,8 +22,8 @@ from specgraph.passes.share_weights import ShareWeights
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
-        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, InsertVerify, FuseVerify, FuseStep, ShareWeights,
-        FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, CompileRemainder, CaptureCudaGraph,
+        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, LookupFirst, InsertVerify, FuseVerify, FuseStep,
+        ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

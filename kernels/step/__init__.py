@@ -1,6 +1,7 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
 from specgraph.kernels.step.index import select_state
+from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found, record_accepted_
 from specgraph.kernels.step.step import (
     FINAL_WRITES,
     WRITES,
@@ -42,6 +43,7 @@ __all__ = [
     "WRITES",
     "advance_",
     "along_path",
+    "any_found",
     "catch_up_rows",
     "chain_positions",
     "count_emitted",
@@ -56,13 +58,16 @@ __all__ = [
     "keep_rows_",
     "last_row",
     "lookup_ngrams",
+    "lookup_suffixes",
     "nan_rows",
     "needed_rows",
     "next_module_tokens",
     "next_tokens",
     "positions_and_next",
+    "prefer_found",
     "propose_",
     "propose_at_",
+    "record_accepted_",
     "record_tokens_",
     "rerun",
     "row_positions",

@@ -102,7 +102,7 @@ class RecordTokens:
 
 def ngram_lookup_reference(given: NgramLookup) -> Tensor:
     """:class:`NgramLookup` in plain PyTorch, which never reads a value on the host."""
-    tokens, end = _sequences(given.history, given.rows, given.length)
+    tokens, end = sequences(given.history, given.rows, given.length)
     place = torch.arange(tokens.shape[1], device=tokens.device)
     # matched[b, j]: how many tokens before j (j itself included) equal those that end the sequence.
     matched = torch.zeros_like(tokens)
@@ -118,7 +118,7 @@ def ngram_lookup_reference(given: NgramLookup) -> Tensor:
     return _following(tokens, end, score, given.num_speculative_tokens)
 
 
-def _sequences(history: Tensor, rows: Tensor | None, length: Tensor) -> tuple[Tensor, Tensor]:
+def sequences(history: Tensor, rows: Tensor | None, length: Tensor) -> tuple[Tensor, Tensor]:
     """The history of each sequence of a call ``[B, S]``, and where it ends ``[B, 1]``."""
     if rows is not None:
         history, length = history[rows.clamp_min(0)], torch.where(rows >= 0, length, 0)
@@ -284,7 +284,7 @@ def ngram_lookup_cpu(given: NgramLookup) -> Tensor:
     """
     history, length = given.history, given.length
     longest = max([1, *length.tolist()])
-    tokens, end = _sequences(history[:, :longest], given.rows, length)
+    tokens, end = sequences(history[:, :longest], given.rows, length)
     last = tokens.gather(1, (end - 1).clamp(0, None))
     earlier = torch.arange(tokens.shape[1]) < end - 1
     sequence, place = (earlier & (tokens == last)).nonzero(as_tuple=True)
@@ -299,7 +299,7 @@ def ngram_lookup_cpu(given: NgramLookup) -> Tensor:
     return _following(tokens, end, score.unsqueeze(1), given.num_speculative_tokens)
 
 
-def _check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
+def check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
     """Raise ``ValueError`` unless each of ``batch`` sequences has a row of ``history``."""
     require(history.dim() == 2, lambda: f"history must be [N, S], not {history.dim()}-d")
     require(history.dtype == torch.int64, lambda: f"history must be int64, not {history.dtype}")
@@ -313,7 +313,7 @@ def _check_rows(history: Tensor, rows: Tensor | None, batch: int) -> None:
 def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
     length, min_ngram, max_ngram = given.length, given.min_ngram, given.max_ngram
     require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
-    _check_rows(given.history, given.rows, length.shape[0])
+    check_rows(given.history, given.rows, length.shape[0])
     require(
         1 <= min_ngram <= max_ngram,
         lambda: f"min_ngram must be at least 1 and at most max_ngram, not {min_ngram} with max_ngram {max_ngram}",
@@ -324,7 +324,7 @@ def _ngram_lookup_fake(given: NgramLookup) -> Tensor:
 def _record_tokens_fake(given: RecordTokens) -> None:
     tokens, positions = given.tokens, given.positions
     require(tokens.dim() == 2 and tokens.shape == positions.shape, lambda: "tokens and positions must both be [B, T]")
-    _check_rows(given.history, given.rows, tokens.shape[0])
+    check_rows(given.history, given.rows, tokens.shape[0])
     check_batch("num_rows", given.num_rows, tokens.shape[0])
 
 

@@ -7,7 +7,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.linear import library
 from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
+from specgraph.kernels.ops import Op
 from specgraph.kernels.step import ngram
+from specgraph.kernels.step.suffix import SUFFIX_LOOKUP
 
 BLOCK_SIZE = 16
 ROTATED_BYTES = 2**28
@@ -139,7 +141,8 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
         if width > 1:
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
             yield _record_tokens(place, batch, width + 1, options.prompt_length)
-            yield _ngram_lookup(place, options, batch, width - 1)
+            yield _lookup(place, options, "ngram", ngram.NGRAM_LOOKUP, batch, width - 1)
+            yield _lookup(place, options, "suffix", SUFFIX_LOOKUP, batch, width - 1)
 
 
 @dataclass(frozen=True)
@@ -359,21 +362,21 @@ def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
     return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
 
 
-def _ngram_lookup(place: _Place, options: BenchConfig, batch: int, k: int) -> Case:
-    """Prompt lookup, compared with plain PyTorch, which has no padding to read.
+def _lookup(place: _Place, options: BenchConfig, kind: str, op: Op, batch: int, k: int) -> Case:
+    """A lookup in the history as the drafter ``kind`` makes it, compared with plain PyTorch, which reads no padding.
 
     As in text, a few positions in 1,000 hold the token that is looked up.
     """
-    length = options.prompt_length
-    draft: Any = drafter_options(replace(options.draft, kind="ngram"))
+    length, draft = options.prompt_length, drafter_options(replace(options.draft, kind=kind))
+    keys = [field.name for field in fields(op.arguments)][4:]  # behind the history, the rows, the length and K
 
     def make() -> tuple[Call, dict[str, Call]]:
         history = torch.randint(1000, (batch, length), device=place.device)
-        given = (history, None, place.full([batch], length), k, draft.max_ngram, draft.min_ngram)
-        ours: Call = lambda: torch.ops.specgraph.ngram_lookup(*given)  # noqa: E731
-        return ours, {"torch, separate": lambda: ngram.NGRAM_LOOKUP.form("reference")(*given)}
+        given = (history, None, place.full([batch], length), k, *(getattr(draft, key) for key in keys))
+        ours: Call = lambda: getattr(torch.ops.specgraph, op.name)(*given)  # noqa: E731
+        return ours, {"torch, separate": lambda: op.form("reference")(*given)}
 
-    return Case("ngram_lookup", f"batch {batch}, K = {k}, {length} tokens", 8 * batch * (length + k), make)
+    return Case(op.name, f"batch {batch}, K = {k}, {length} tokens", 8 * batch * (length + k), make)
 
 
 def _flashinfer(place: _Place) -> Any:

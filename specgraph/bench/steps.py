@@ -18,7 +18,8 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
 from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
-from specgraph.config import Config
+from specgraph.config import Config, DraftConfig
+from specgraph.config.draft import LOOKUPS
 from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
 from specgraph.runtime.decoder import SpeculativeDecoder
@@ -32,8 +33,8 @@ class StepRow:
         batch: the number of sequences.
         k: drafts per step and sequence; 0 without a drafter.
         ms: the median time of a step; ``mean_ms`` is the mean.
-        tokens_per_step: emitted tokens per sequence. With ``verify=synthetic`` they follow from the acceptance rate;
-            otherwise they are measured.
+        tokens_per_step: emitted tokens per sequence. With ``verify=synthetic`` they follow from the acceptance rate,
+            unless drafts are looked up, of which a step may have fewer than K; otherwise they are measured.
         tokens_per_second: emitted tokens of the whole batch, at the median time.
         target_bytes, draft_bytes, cache_bytes: the bytes that one step must read.
         limit_ms: the time that reading these bytes takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
@@ -133,7 +134,7 @@ def _measure(
     traffic = step_traffic(program, batch, timed.context, k)
     seconds, limit = statistics.median(timed.seconds), traffic.total / bandwidth
     rate = decoder.config.verify.acceptance_rate
-    synthetic = decoder.config.verify.rule == "synthetic" and decoder.config.draft.kind != "ngram"
+    synthetic = decoder.config.verify.rule == "synthetic" and not _looks_up(decoder.config.draft)
     emitted = sum(rate**i for i in range(k + 1)) if synthetic else timed.tokens_per_step
     return StepRow(
         batch=batch,
@@ -156,6 +157,11 @@ def random_prompts(vocab_size: int, batch: int, length: int) -> list[Tensor]:
     """Random prompts, which are the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocab_size, (length,), generator=generator) for _ in range(batch)]
+
+
+def _looks_up(draft: DraftConfig) -> bool:
+    """Whether a step may have fewer than K drafts, because they are looked up."""
+    return draft.kind in LOOKUPS or draft.first is not None
 
 
 def time_steps(

@@ -18,6 +18,12 @@ from typing import Any, ClassVar
 
 from specgraph.errors import ConfigError
 
+LOOKUPS = ("ngram", "suffix")
+"""The drafters that ``draft.first`` can put in front of another one."""
+LOOKUP_PASS = "lookup_first"
+"""The pass that does so."""
+MOST_MATCHED = 127
+"""The longest match that a lookup may be asked for."""
 DRAFTERS = Path(__file__).parent.parent / "drafters"
 """The folder of the drafters. Every file in it that has a configuration class is a drafter of the file's name."""
 
@@ -35,6 +41,11 @@ class DraftConfig:
     for."""
     parallel: bool | None = None
     """Draft all tokens in one call with mask tokens; null does so if the draft was trained for it."""
+    first: str | None = None
+    """`ngram` or `suffix`: sequences in which this lookup finds drafts take them instead of the draft's own; null: all
+    take the draft's own."""
+    first_match: int = 8
+    """How many tokens at the end of a sequence must have occurred in it before, for `first`; less for a weak draft."""
 
     trains: ClassVar[tuple[str, ...]] = ()
     """The values of ``train draft=`` that train a head of this drafter."""

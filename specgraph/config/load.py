@@ -12,7 +12,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specgraph.config.draft import DraftConfig, at_least_one, drafter_configs, drafter_kinds
+from specgraph.config.draft import (
+    LOOKUP_PASS,
+    LOOKUPS,
+    MOST_MATCHED,
+    DraftConfig,
+    at_least_one,
+    drafter_configs,
+    drafter_kinds,
+)
 from specgraph.config.errors import check_keys, did_you_mean, explain
 from specgraph.config.groups import default_groups, presets, read_group
 from specgraph.config.schema import LOWERINGS, NUMERICS, Config, LoweringConfig
@@ -160,6 +168,7 @@ def validate(config: Config) -> None:
     if "." not in config.draft.kind:
         _among("draft.kind", config.draft.kind, drafter_kinds())
     drafter_options(config.draft).check()
+    _check_first(config)
     _among("lowering.name", config.lowering.name, LOWERINGS)
     _among("numerics", config.numerics, NUMERICS)
     try:
@@ -173,6 +182,21 @@ def validate(config: Config) -> None:
         ("max_length", config.max_length),
     ):
         at_least_one(key, value)
+
+
+def _check_first(config: Config) -> None:
+    """Check the lookup in front of the drafter, which need not be known yet: a checkpoint decides about it."""
+    draft = config.draft
+    if draft.first is None:
+        return
+    _among("draft.first", draft.first, LOOKUPS)
+    if not 1 <= draft.first_match <= MOST_MATCHED:
+        raise ConfigError(f"draft.first_match must be from 1 to {MOST_MATCHED}, got {draft.first_match}.")
+    if LOOKUP_PASS not in config.pipeline.order:
+        raise ConfigError(
+            f"draft.first={draft.first} is carried out by the pass {LOOKUP_PASS}, which pipeline.order does not have; "
+            "put it behind parallel_draft and before insert_verify."
+        )
 
 
 def _among(key: str, value: str, allowed: Iterable[str]) -> None:

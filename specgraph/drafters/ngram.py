@@ -6,14 +6,16 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, "Inference with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+
+from torch import fx
 
 from specgraph.config import DraftConfig
-from specgraph.drafters.base import Draft, Drafter, Target
+from specgraph.drafters.base import Draft, Target
+from specgraph.drafters.lookup import LookupDrafter
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
 from specgraph.kernels import step as functions
-from specgraph.kernels.state import Buffer
 
 
 @dataclass
@@ -36,10 +38,8 @@ class NGramConfig(DraftConfig):
 
 
 @dataclass(frozen=True, eq=False)
-class NGramDrafter(Drafter):
-    """Keeps the accepted tokens of every sequence (int64 ``[B, S]``) and looks the end of them up once per step.
-
-    Its proposals ``[b, K]`` are point masses: it has no distribution to draw from.
+class NGramDrafter(LookupDrafter):
+    """Proposes what followed the last occurrence of the longest n-gram at the end of the sequence.
 
     Attributes:
         max_ngram, min_ngram: the lengths of the longest and the shortest n-gram that is looked up.
@@ -56,17 +56,17 @@ class NGramDrafter(Drafter):
         """Nothing to bind: it needs the accepted tokens alone."""
         return Draft(ngram(options.num_speculative_tokens, options.max_ngram, options.min_ngram))
 
-    def build(self, step: DraftStep) -> int:
-        """Record what was accepted, then look the end of it up."""
-        history = step.state("history", Buffer(("B", "S"), indexed=True))
-        tokens, positions, rows = step.caught_up(step.target_vocab_size)
-        step.call(functions.record_tokens_, history, tokens, positions, rows, step.rows, name="record_tokens_")
-        length = step.call(functions.history_length, step.start, step.num_emitted, name="length")
-        step.propose(
+    @classmethod
+    def requiring(cls, num_speculative_tokens: int, match: int) -> Self:
+        """Looks n-grams of ``match`` tokens up, and longer ones up to the default of ``max_ngram``."""
+        return cls(num_speculative_tokens, max_ngram=max(match, cls.max_ngram), min_ngram=match)
+
+    def look_up(self, step: DraftStep, history: fx.Node, length: fx.Node, name: str) -> fx.Node:
+        """Propose what followed the last occurrence of the longest n-gram."""
+        return step.propose(
             functions.lookup_ngrams, history, step.rows, length, num_speculative_tokens=self.num_speculative_tokens,
-            max_ngram=self.max_ngram, min_ngram=self.min_ngram, name="proposals",
+            max_ngram=self.max_ngram, min_ngram=self.min_ngram, name=name,
         )  # fmt: skip
-        return 1
 
 
 def ngram(num_speculative_tokens: int, max_ngram: int, min_ngram: int) -> NGramDrafter:

@@ -15,7 +15,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import open_files
 from specgraph.checkpoints.unsupported import name_unsupported
 from specgraph.config import Config
-from specgraph.config.draft import drafter_kinds
+from specgraph.config.draft import LOOKUPS, drafter_kinds
 from specgraph.config.load import drafter_options, own_drafter
 from specgraph.drafters.base import Draft, Drafter, DraftLike, Target
 from specgraph.errors import ConfigError
@@ -84,8 +84,20 @@ def with_draft(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
     :func:`make_draft` takes. If the draft is the path of a checkpoint, it is returned opened.
 
     Raises:
-        ConfigError: a draft was given and the drafter takes none, or the checkpoint cannot be opened.
+        ConfigError: a draft was given and the drafter takes none, the checkpoint cannot be opened, or ``draft.first``
+            stands in front of a drafter that has no drafts of its own.
     """
+    config, draft = _with_kind(config, draft)
+    first, kind = config.draft.first, config.draft.kind
+    if first is not None and kind in ("none", *LOOKUPS):
+        raise ConfigError(
+            f"draft.first={first} looks for drafts before another drafter makes its own, and draft.kind is {kind!r}, "
+            "which makes none; choose a draft model or a head as the draft, or leave draft.first out."
+        )
+    return config, draft
+
+
+def _with_kind(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLike | None]:
     given, kind = draft if draft is not None else config.draft.model, config.draft.kind
     if kind == "none":
         if draft is not None:

@@ -201,7 +201,7 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(name in shown for name in KERNEL_COLUMNS.values())
     found = json.loads(written.read_text())["rows"]
     assert {row["kernel"] for row in found} == {
-        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup"
+        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
     assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
     rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
@@ -215,7 +215,8 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
     assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
     assert rows["record_tokens", "batch 2, 4 tokens"] == 8 * 2 * 4 * 3
-    assert rows["ngram_lookup", "batch 2, K = 2, 9 tokens"] == 8 * 2 * (9 + 2)
+    for name in ("ngram_lookup", "suffix_lookup"):
+        assert rows[name, "batch 2, K = 2, 9 tokens"] == 8 * 2 * (9 + 2)
 
 
 def small_options() -> BenchConfig:
@@ -252,7 +253,7 @@ def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
         if case.kernel in ("linear", "rms_norm", "expert_linear"):
             for call in libraries.values():
                 assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
-        if case.kernel == "ngram_lookup":
+        if case.kernel in ("ngram_lookup", "suffix_lookup"):
             assert all(torch.equal(ours(), call()) for call in libraries.values())  # type: ignore[arg-type]
         if case.kernel == "verify":
             assert bool((ours()[1] >= 1).all())  # type: ignore[index]

@@ -224,6 +224,16 @@ def test_a_draft_by_its_path_runs_as_the_drafter_it_is(
     assert all("drafted by draft_model" in text and f"{draft}" in text for text in shown)
 
 
+def test_a_lookup_in_front_of_a_draft(model: Path, draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"model={model}", "prompt=one two one two one", "compare=true", *QUICK]
+    assert main(["generate", *given, f"draft={draft}", "draft.first=ngram", "draft.first_match=2"]) == 0
+    assert "tokens equal" in capsys.readouterr().out
+    assert main(["generate", *given, "draft=suffix", "draft.first=ngram"]) == 2
+    assert capsys.readouterr().err.startswith("error: draft.first=ngram looks for drafts before another drafter makes")
+    assert main(["generate", "--help"]) == 0
+    assert "draft.first_match  " in capsys.readouterr().out
+
+
 def test_a_name_counts_more_than_a_folder_of_that_name(
     model: Path, draft: Path, empty_folder: Path, compiled: list[Config]
 ) -> None:

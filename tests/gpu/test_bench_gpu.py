@@ -42,6 +42,6 @@ def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", *SMALL, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert {row["kernel"] for row in rows} == {
-        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup"
+        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
     assert all(row["us"] > 0 and row["library_us"] for row in rows)

@@ -33,10 +33,10 @@ def prompts() -> list[Tensor]:
     return [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
 
 
-def decoder(kind: str, k: int = 1, **extra: Any) -> SpeculativeDecoder:
+def decoder(kind: str, k: int = 1, *, first: str | None = None, **extra: Any) -> SpeculativeDecoder:
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.bfloat16).cuda()
-    loaded = kind not in ("none", "ngram")
-    draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if loaded else {"kind": kind})
+    loaded = kind not in ("none", "ngram", "suffix")
+    draft: dict[str, Any] = {"num_speculative_tokens": k, "first": first} | ({} if loaded else {"kind": kind})
     config = {"draft": draft, "debug": {"self_check": False}, **extra}
     return specgraph.compile_speculative(target, config, draft=MODELS / kind if loaded else None)
 
@@ -73,10 +73,25 @@ def assert_same(found: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor,
         ("none", 1, 24, 8), ("none", 1, 3, 1), ("eagle3", 3, 100, 50), ("eagle3", 8, 64, 64), ("eagle3", 1, 16, 16),
         ("eagle3", 7, 3, 1), ("peagle", 5, 100, 64), ("peagle", 2, 16, 5), ("ngram", 4, 100, 50), ("draft", 6, 33, 33),
         ("eagle", 5, 50, 50), ("medusa", 5, 33, 33), ("mtp", 5, 100, 50), ("mtp", 3, 64, 64), ("mtp", 2, 3, 1),
+        ("suffix", 8, 50, 50), ("suffix", 3, 3, 1),
     ],
 )  # fmt: skip
 def test_speculation_changes_no_bit(kind: str, k: int, count: int, batch: int, temperature: float) -> None:
     assert_same(run(decoder(kind, k), count, batch, temperature), plain(temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("first", "kind", "k", "count", "batch"),
+    [("ngram", "eagle3", 3, 50, 50), ("suffix", "peagle", 5, 33, 33), ("ngram", "medusa", 4, 5, 1),
+     ("ngram", "draft", 7, 16, 16)],
+)  # fmt: skip
+def test_a_lookup_first_changes_no_bit(
+    first: str, kind: str, k: int, count: int, batch: int, temperature: float
+) -> None:
+    compiled = decoder(kind, k, first=first)
+    assert f"{first} first" in compiled.report()
+    assert_same(run(compiled, count, batch, temperature), plain(temperature))
 
 
 @pytest.mark.parametrize("chunk", [16, 37, 64, 512])
@@ -85,12 +100,13 @@ def test_chunks_of_a_prompt_change_no_bit(chunk: int) -> None:
     assert_same(found, plain(0.0))
 
 
-def test_the_steady_loop_waits_for_nothing_but_its_results() -> None:
+@pytest.mark.parametrize("first", [None, "ngram", "suffix"])
+def test_the_steady_loop_waits_for_nothing_but_its_results(first: str | None) -> None:
     """No call of the loop synchronises: replays, a copy to pinned memory, and an event that the host waits for.
 
     Nor does any before it: the state is set, and the prompts are run, without waiting.
     """
-    compiled = decoder("eagle3", 3, cache={"prefill_chunk": 64})
+    compiled = decoder("eagle3", 3, first=first, cache={"prefill_chunk": 64})
     some = prompts()[:4]
     expected = compiled.generate(some, max_new_tokens=32, eos_token_id=[]).new_tokens
     with no_synchronisation():

@@ -116,7 +116,19 @@ def _drawing() -> dict[str, Case]:
 def _lookup() -> dict[str, Case]:
     history = _ids([1, 2, 3, 1, 2, 0, 0], [5, 5, 5, 5, 5, 5, 5], [1, 2, 3, 4, 5, 6, 7])
     options = {"num_speculative_tokens": 3, "max_ngram": 3, "min_ngram": 1}
-    return {"lookup_ngrams": (step.lookup_ngrams, (history, _ids(2, -1, 0), _ids(5, 7, 1)), options)}
+    suffix = {"num_speculative_tokens": 3, "max_match": 8, "min_match": 1, "max_spec_factor": 2.0,
+              "max_spec_offset": 0.0, "min_token_prob": 0.1}  # fmt: skip
+    read = (history, _ids(2, -1, 0), _ids(5, 7, 5))
+    found, drawn = _ids([4, -1, -1], [-1, -1, -1], [1, 2, 3]), (_ids([7], [8], [9]), _ids([7, 7], [8, 8], [9, 9]))
+    window, emitted = _ids([1, 9], [2, 9], [3, 9]), _ids([4, 5], [6, -1], [-1, -1])
+    accepted = (history.clone(), window, emitted, _ids(3, 0, 2), _ids(2, 1, 0), _ids(2, -1, 0))
+    return {
+        "lookup_ngrams": (step.lookup_ngrams, (history, _ids(2, -1, 0), _ids(5, 7, 1)), options),
+        "lookup_suffixes": (step.lookup_suffixes, read, suffix),
+        "record_accepted_": (step.record_accepted_, accepted, {}),
+        "prefer_found": (step.prefer_found, (found, *drawn), {}),
+        "any_found": (step.any_found, (found,), {}),
+    }
 
 
 def step_cases() -> dict[str, Case]:

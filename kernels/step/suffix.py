@@ -1,0 +1,296 @@
+"""``specgraph::suffix_lookup``: the most frequent continuation of the end of a sequence, with adaptive length.
+
+It reads the history that ``specgraph::record_tokens`` writes (:mod:`specgraph.kernels.step.ngram`). For each sequence:
+
+    matched(j)  = the largest m <= max_match such that history[j - i] == history[length - 1 - i] for all i < m
+    voters(p)   = the last VOTERS places j < length - 1 with matched(j) >= p
+    path(p)     = d_0, d_1, ...: d_i is the most frequent token among history[j + 1 + i], over those voters j whose
+                  continuation begins with d_0 ... d_(i-1) and does not end there; of equally frequent tokens the one
+                  that occurs last. share_i is the share of these voters that have it.
+    prob_i      = share_0 * ... * share_i
+    limit(p)    = min(K, floor(p * max_spec_factor + max_spec_offset))
+    made(p)     = the largest n <= limit(p) such that prob_i >= min_token_prob for all i < n
+    score(p)    = prob_0 + ... + prob_(made(p) - 1), the expected number of accepted drafts
+    drafts      = the first made(p) tokens of path(p), padded with -1, for that p in min_match .. max_match which has
+                  the highest score; of equal scores the longest p
+
+``history`` is int64 ``[N, S]`` with one row for each sequence of the state. ``rows`` is int64 ``[B]`` and names the row
+of ``history`` that belongs to each of the B sequences of this call; -1 marks an entry that is no sequence. Without
+``rows``, N is B and sequence b has row b.
+
+Probabilities and scores are integers in units of ``1 / ONE``: ``prob_i`` is ``prob_(i-1) * count // total``. All forms
+therefore give the same bits, and no order of operations can decide between two equal scores.
+
+Difference to a suffix tree. SuffixDecoding keeps a tree on the host, with a count in every node, in which it finds
+``path(p)`` without looking at the history. Every accepted token changes as many nodes of it as the tree is deep, by
+dependent reads and writes. This op keeps nothing but the history, and scans it once per step, which costs next to
+nothing (:mod:`specgraph.kernels.step.ngram` has the figures). The result is that of a tree over the same tokens, with
+three exceptions. Only the last ``VOTERS`` occurrences of a match are counted. Shares are those among occurrences that
+have a next token, so they add up to 1; Arctic Inference also counts the end of the sequence, where nothing follows yet.
+A tree of bounded depth limits the sum of match and drafts, and here each has its own limit. The paper's second tree,
+over the outputs of other requests, is left out, because what one sequence proposes would then depend on others.
+
+Programs. ``match_kernel`` reads a sequence in tiles of 1,024 tokens, shared out to several programs. It writes
+``matched`` as int8 and the largest one of each tile. ``vote_kernel`` has one program for each ``p``, which looks at
+the tiles that have a voter, last tile first, until it has found ``VOTERS`` of them, and then follows the path. The
+last program of a sequence to arrive takes the best score and writes the drafts. Nearly all positions differ from the
+last token at once, so the cost is that of reading the history once; a path costs K dependent loads.
+
+A sequence's programs read its own row of ``history`` alone, and everything that they compute is an integer. So the
+drafts of a sequence are a function of its own tokens: neither the split nor the other sequences matter.
+
+Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). ``max_spec_offset`` and ``min_token_prob`` are those of
+Snowflake's Arctic Inference, which vLLM runs as the method ``suffix``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
+from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.step.ngram import check_rows, sequences
+from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
+
+TILE = 1024
+"""Tokens that a program reads at a time."""
+PROGRAMS = 1056
+"""All sequences together are shared out to about this many programs: eight run on each multiprocessor of an H200."""
+VOTERS = 128
+"""Occurrences of a match that are counted. All pairs of them are compared at once: 128 x 128 in 128 threads."""
+MOST_MATCHED = 127
+"""The largest ``max_match``: the length of a match is an int8."""
+LARGEST_LIMIT = 1_000_000
+"""The largest factor and offset: with them, limits in units of ``1 / ONE`` fit into 64 bits."""
+ONE = 1 << 30
+"""The probability 1."""
+_EPSILON = ONE // 1_000_000
+"""What a limit may miss of a whole number because the factor is no binary fraction."""
+
+
+@dataclass(slots=True)
+class SuffixLookup:
+    """Propose the most frequent continuation of the end of each sequence, as long as it is probable enough.
+
+    Args:
+        history: int64 ``[N, S]``, accepted tokens. What lies at or past a sequence's ``length`` is not read.
+        rows: int64 ``[B]``, the row of ``history`` of each sequence, -1 for none; None if sequence b has row b.
+        length: int64 ``[B]``, the number of accepted tokens; more than ``S`` count as ``S``.
+        num_speculative_tokens: ``K``, the most tokens to propose.
+        max_match: the longest match that is told from longer ones, at most 127.
+        min_match: the shortest match that may propose, at least 1.
+        max_spec_factor: drafts per matched token, at least 0.
+        max_spec_offset: drafts in addition to them; may be negative.
+        min_token_prob: drafts stop where the estimated probability that all of them are right falls below this.
+
+    Returns:
+        int64 ``[B, K]``, -1 where there is no proposal.
+    """
+
+    history: Tensor
+    rows: Tensor | None
+    length: Tensor
+    num_speculative_tokens: int
+    max_match: int
+    min_match: int
+    max_spec_factor: float
+    max_spec_offset: float
+    min_token_prob: float
+
+    @property
+    def factor(self) -> int:
+        """``max_spec_factor`` in units of ``1 / ONE``."""
+        return round(self.max_spec_factor * ONE)
+
+    @property
+    def offset(self) -> int:
+        """``max_spec_offset`` in units of ``1 / ONE``, and a little more, so that 3 * (1 / 3) counts as 1."""
+        return round(self.max_spec_offset * ONE) + _EPSILON
+
+    @property
+    def threshold(self) -> int:
+        """``min_token_prob`` in units of ``1 / ONE``, rounded down as the probabilities are."""
+        return int(self.min_token_prob * ONE)
+
+
+def suffix_lookup_reference(given: SuffixLookup) -> Tensor:
+    """:class:`SuffixLookup` in plain PyTorch, which never reads a value on the host."""
+    tokens, end = sequences(given.history, given.rows, given.length)
+    lengths = torch.arange(given.min_match, given.max_match + 1, device=tokens.device)
+    places = _voters(_matched(tokens, end, given.max_match), lengths)
+    drafts, score = _paths(given, tokens, end, places, lengths)
+    best = (score * (MOST_MATCHED + 1) + lengths).argmax(1)
+    return drafts[torch.arange(len(drafts), device=drafts.device), best]
+
+
+def _matched(tokens: Tensor, end: Tensor, longest: int) -> Tensor:
+    """How many tokens up to each place ``[B, S]`` equal those at the end of the sequence; 0 from the last one on."""
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    matched = torch.zeros_like(tokens)
+    equal = (place < end - 1).expand_as(tokens)
+    for back in range(longest):
+        wanted = tokens.gather(1, (end - 1 - back).clamp(0, None))
+        found = tokens.gather(1, (place - back).clamp(0, None).expand_as(tokens))
+        equal = equal & (found == wanted) & (place >= back)
+        matched = matched + equal.long()
+    return matched
+
+
+def _voters(matched: Tensor, lengths: Tensor) -> Tensor:
+    """The last places ``[B, P, VOTERS]`` that match each of ``lengths`` ``[P]``, padded with -1."""
+    place = torch.arange(matched.shape[1], device=matched.device)
+    voting = torch.where(matched.unsqueeze(1) >= lengths.unsqueeze(1), place, -1)
+    return voting.topk(min(VOTERS, voting.shape[2]), dim=2).values
+
+
+def _paths(given: SuffixLookup, tokens: Tensor, end: Tensor, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The drafts ``[B, P, K]`` of every length of match, and their scores ``[B, P]``."""
+    limit = lengths * given.factor + given.offset >> 30
+    voting, going = places >= 0, torch.ones_like(places[:, :, 0], dtype=torch.bool)
+    prob = torch.full_like(places[:, :, 0], ONE)
+    score, drafts = torch.zeros_like(prob), [places.new_empty(*places.shape[:2], 0)]
+    for index in range(given.num_speculative_tokens):
+        following = places + 1 + index
+        voting = voting & (following < end.unsqueeze(2))
+        token, count, total = _elect(tokens, places, following, voting)
+        prob = prob * count // total.clamp_min(1)
+        going = going & (total > 0) & (prob >= given.threshold) & (index < limit)
+        score = score + torch.where(going, prob, 0)
+        drafts.append(torch.where(going, token, -1).unsqueeze(2))
+        voting = voting & (_at(tokens, following) == token.unsqueeze(2))
+    return torch.cat(drafts, dim=2), score
+
+
+def _elect(tokens: Tensor, places: Tensor, following: Tensor, voting: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The most frequent token at ``following`` ``[B, P, V]``, how many have it, and how many vote, each ``[B, P]``."""
+    token = _at(tokens, following)
+    agree = (token.unsqueeze(3) == token.unsqueeze(2)) & voting.unsqueeze(2)
+    rank = torch.where(voting, (agree.sum(3) << 32) | places, -1)
+    best, winner = rank.max(2, keepdim=True)
+    return token.gather(2, winner).squeeze(2), best.squeeze(2) >> 32, voting.sum(2)
+
+
+def _at(tokens: Tensor, places: Tensor) -> Tensor:
+    """The tokens ``[B, P, V]`` at ``places``, clamped into the history ``[B, S]``."""
+    return tokens.gather(1, places.clamp(0, tokens.shape[1] - 1).flatten(1)).view(places.shape)
+
+
+def suffix_lookup_triton(given: SuffixLookup) -> Tensor:
+    """:class:`SuffixLookup` in two kernels."""
+    history, length, count = given.history, given.length.contiguous(), given.num_speculative_tokens
+    batch, longest, sizes = length.shape[0], history.shape[1], given.max_match - given.min_match + 1
+    proposals = history.new_empty(batch, count)
+    counters = arrival_counters(history.device)  # even if not needed now: a later call may be captured
+    if proposals.numel() == 0:
+        return proposals
+    history = history if history.stride(1) == 1 else history.contiguous()
+    rows = None if given.rows is None else given.rows.contiguous()
+    tiles, pdl = max(1, triton.cdiv(longest, TILE)), supports_pdl(history.device)
+    matched = history.new_empty(batch, tiles * TILE, dtype=torch.int8)
+    maxima = history.new_empty(batch, tiles, dtype=torch.int32)
+    read, options = (history, rows, length, history.stride(0), longest, tiles), launch_options(pdl)
+    match_kernel[(max(1, min(tiles, PROGRAMS // batch)), batch)](
+        matched, maxima, *read, MAX_MATCH=given.max_match, TILE=TILE, PDL=pdl, num_warps=4, **options
+    )
+    vote_kernel[(sizes, batch)](
+        proposals, history.new_empty(batch, sizes), history.new_empty(batch, sizes, count),
+        history.new_empty(batch, sizes, VOTERS, dtype=torch.int32), counters, matched, maxima, *read, count,
+        MIN_MATCH=given.min_match, SIZES=triton.next_power_of_2(sizes), FACTOR=given.factor, OFFSET=given.offset,
+        THRESHOLD=given.threshold, TILE=TILE, TILES=triton.next_power_of_2(tiles), VOTERS=VOTERS,
+        DRAFTS=triton.next_power_of_2(count), PDL=pdl, num_warps=4, **options,
+    )  # fmt: skip
+    return proposals
+
+
+def suffix_lookup_cpu(given: SuffixLookup) -> Tensor:
+    """:class:`SuffixLookup` on the accepted tokens alone, since a CPU may look at values."""
+    history, lengths, count = given.history, given.length.tolist(), given.num_speculative_tokens
+    rows = range(len(lengths)) if given.rows is None else given.rows.tolist()
+    own = [history[row, : length if row >= 0 else 0] for row, length in zip(rows, lengths, strict=True)]
+    drafts = [_best_path(given, tokens) for tokens in own]
+    return history.new_tensor([path + [-1] * (count - len(path)) for path in drafts]).view(len(own), count)
+
+
+def _best_path(given: SuffixLookup, history: Tensor) -> list[int]:
+    """The drafts of one sequence, whose accepted tokens are ``history`` ``[length]``."""
+    places = (history[:-1] == history[-1:]).nonzero()[:, 0].tolist()
+    tokens = history.tolist()
+    matched = {place: _common_end(tokens, place, given.max_match) for place in places}
+    best: list[int] = []
+    best_score = 0
+    for size in range(max(matched.values(), default=0), given.min_match - 1, -1):
+        voters = [place for place in places if matched[place] >= size][-VOTERS:]
+        limit = min(given.num_speculative_tokens, size * given.factor + given.offset >> 30)
+        path, score = _path(tokens, voters, limit, given.threshold)
+        if score > best_score:
+            best, best_score = path, score
+    return best
+
+
+def _common_end(tokens: list[int], place: int, longest: int) -> int:
+    """How many tokens up to ``place`` equal those at the end."""
+    last = len(tokens) - 1
+    for back in range(min(longest, place + 1)):
+        if tokens[place - back] != tokens[last - back]:
+            return back
+    return min(longest, place + 1)
+
+
+def _path(tokens: list[int], voters: list[int], limit: int, threshold: int) -> tuple[list[int], int]:
+    """The drafts on which ``voters``, in ascending order, agree, and their score."""
+    path: list[int] = []
+    prob, score = ONE, 0
+    for behind in range(1, limit + 1):
+        voters = [place for place in voters if place + behind < len(tokens)]
+        if not voters:
+            break
+        counts = Counter(tokens[place + behind] for place in voters)
+        latest = {tokens[place + behind]: place for place in voters}
+        token = max(counts, key=lambda token: (counts[token], latest[token]))
+        prob = prob * counts[token] // len(voters)
+        if prob < threshold:
+            break
+        path.append(token)
+        score += prob
+        voters = [place for place in voters if tokens[place + behind] == token]
+    return path, score
+
+
+def _suffix_lookup_fake(given: SuffixLookup) -> Tensor:
+    length, smallest, largest = given.length, given.min_match, given.max_match
+    require(length.dim() == 1, lambda: f"length must be [B], not {length.dim()}-d")
+    check_rows(given.history, given.rows, length.shape[0])
+    require(
+        1 <= smallest <= largest <= MOST_MATCHED,
+        lambda: f"1 <= min_match <= max_match <= {MOST_MATCHED} must hold, not {smallest} and {largest}",
+    )
+    factor, offset, most = given.max_spec_factor, given.max_spec_offset, LARGEST_LIMIT
+    require(0 <= factor <= most, lambda: f"max_spec_factor must be in 0 .. {most}, not {factor}")
+    require(-most <= offset <= most, lambda: f"max_spec_offset must be in -{most} .. {most}, not {offset}")
+    require(0 <= given.min_token_prob <= 1, lambda: f"min_token_prob must be in 0 .. 1, not {given.min_token_prob}")
+    return given.history.new_empty(length.shape[0], given.num_speculative_tokens)
+
+
+def _has_counters(given: SuffixLookup) -> bool:
+    """Whether there is a counter for each sequence."""
+    return len(given.length) <= MAX_COUNTERS
+
+
+SUFFIX_LOOKUP = declare(
+    Op(
+        "suffix_lookup",
+        SuffixLookup,
+        _suffix_lookup_fake,
+        (
+            Variant("triton", suffix_lookup_triton, row_independent=True, covers=_has_counters),
+            Variant("cpu", suffix_lookup_cpu, row_independent=True),
+            Variant("reference", suffix_lookup_reference, row_independent=True),
+        ),
+    )
+)
