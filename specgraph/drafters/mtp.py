@@ -84,7 +84,7 @@ class MtpDraftConfig(DraftConfig):
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a value that the drafter does not allow."""
-        at_least_one("draft.num_speculative_tokens", self.num_speculative_tokens)
+        super(type(self), self).check()
         at_least_one("draft.num_modules", self.num_modules)
         hidden = ("final_norm", "residual")
         allowed = {
