@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 import specgraph.compiler.compile
 import specgraph.drafters.draft_model
+import specgraph.drafters.mtp
 import specgraph.drafters.shifted
 import tests.interpreter
 
@@ -27,13 +28,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     tests.interpreter.patch_once_per_launch()
 
 
-def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _once_per_object(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By the first argument, which goes with the same further ones in every call."""
     cache: dict[int, tuple[object, Any]] = {}
 
     @functools.wraps(function)
-    def cached(argument: object) -> Any:
+    def cached(argument: object, *rest: object) -> Any:
         if id(argument) not in cache:
-            cache[id(argument)] = (argument, function(argument))
+            cache[id(argument)] = (argument, function(argument, *rest))
         return cache[id(argument)][1]
 
     return cached
@@ -41,6 +43,7 @@ def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 _TRACE = _once_per_object(specgraph.compiler.compile.trace)
 _EXPORT = _once_per_object(specgraph.drafters.shifted.export_shifted)
+_EXPORT_MODULE = _once_per_object(specgraph.drafters.mtp.export)
 
 
 @pytest.fixture(scope="module")
@@ -52,4 +55,5 @@ def cached_traces() -> Iterator[None]:
         patch.setattr(specgraph.compiler.compile, "trace", _TRACE)
         patch.setattr(specgraph.drafters.draft_model, "trace", _TRACE)
         patch.setattr(specgraph.drafters.shifted, "export_shifted", _EXPORT)
+        patch.setattr(specgraph.drafters.mtp, "export", _EXPORT_MODULE)
         yield
