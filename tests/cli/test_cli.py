@@ -1,4 +1,7 @@
-"""The command line, in this process: texts, sweeps, errors. One test starts a real one."""
+"""The command line, in this process: texts, sweeps, errors. One test starts a real one.
+
+Every command has its help, its results and its refusals here, so the file is longer than others.
+"""
 
 from __future__ import annotations
 
