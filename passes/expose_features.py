@@ -1,7 +1,8 @@
 """``target(...) -> hidden`` becomes ``target(...) -> (hidden, hs[i], hs[j], ...)`` for the layers a drafter reads.
 
-``hs[k]`` is the residual stream that enters layer ``k``. ``hs[0]`` are the embeddings, and the last one is taken after
-the final norm. Nothing is computed twice, because the nodes exist already and only become outputs.
+``hs[k]`` is the residual stream that enters layer ``k``. ``hs[0]`` are the embeddings. With ``L`` layers, ``hs[L]`` is
+taken after the final norm, and ``hs[L + 1]`` before it. Nothing is computed twice, because the nodes exist already and
+only become outputs.
 """
 
 from __future__ import annotations

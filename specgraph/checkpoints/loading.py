@@ -89,7 +89,8 @@ class HeadLoader:
 
         Parameters whose names begin with ``apart`` are left as they are.
         """
-        for name, expected in list(module.named_parameters()):
+        # A target with tied weights has its embedding and its projection as one parameter, and a head may have two.
+        for name, expected in list(module.named_parameters(remove_duplicate=False)):
             if apart is not None and name.startswith(apart):
                 continue
             owner, _, leaf = name.rpartition(".")

@@ -43,6 +43,7 @@ from specgraph.drafters.mtp_layouts import LAYOUTS, OPTIONS, recognise, with_ove
 from specgraph.drafters.mtp_loading import (
     block_settings,
     check_modules,
+    declared_modules,
     load_module,
     own_folder,
     published,
@@ -100,10 +101,6 @@ class MtpDraftConfig(DraftConfig):
             if given is not None and given not in values:
                 null = "" if name == "beyond" else ", or null"
                 raise ConfigError(f"draft.{name} is {given!r}; it is one of {', '.join(values)}{null}.")
-
-
-COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""The keys by which configurations give the number of modules."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,13 +310,16 @@ class MtpDrafter(Drafter):
 
     @classmethod
     def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
-        """Untrained modules, as many as the plan has layers, that pass on the hidden state which they read."""
+        """Untrained modules, as many as the plan has layers."""
         text: Any = plan.model.config.get_text_config()
         check_plan(plan, cls.feature_layers(text.num_hidden_layers))
         used, modules = MtpOptions(family=plan.family), []  # type: ignore[arg-type]
         for index in range(plan.layers.num_hidden_layers):
             block: Any = make_block(plan.model, plan.model.device)
-            module = MtpModule(plan.model, block.float(), used, index)
+            rotary = getattr(block, "rotary_emb", None)  # the target's own, whose frequencies keep their dtype
+            block.rotary_emb = None
+            block.float().rotary_emb = rotary
+            module = MtpModule(plan.model, block, used, index)
             module.start_from_hidden()
             modules.append(module)
         return DraftHead(Mtp(modules), plan.features)
@@ -367,8 +367,8 @@ def own_modules(model: PreTrainedModel) -> Checkpoint:
     files = open_files(own_folder(model))
     found = MtpDrafter.recognise_inside(files)
     if found is None:
-        declared = next((key for key in COUNT_KEYS if files.config.get(key)), None)
-        why = f", although its config.json has {declared}={files.config[declared]}" if declared else ""
+        declared = declared_modules(files.config)
+        why = f", although its config.json names {declared}" if declared else ""
         raise ConfigError(
             f"{files.path} holds no MTP modules{why}; give a checkpoint that does by draft=... or draft.model, or use "
             "another drafter."

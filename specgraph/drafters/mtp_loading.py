@@ -28,6 +28,8 @@ from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 from specgraph.progress import progress_bars
 
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""The keys by which configurations give the number of modules."""
 IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 """Tensors that are computed and not read."""
 
@@ -42,7 +44,8 @@ def own_folder(model: PreTrainedModel) -> Path:
     if name and Path(name).is_dir():
         return Path(name)
     try:
-        found = cached_file(name, "config.json", local_files_only=True) if name else None
+        revision = getattr(model.config, "_commit_hash", None)
+        found = cached_file(name, "config.json", local_files_only=True, revision=revision) if name else None
     except OSError:
         found = None
     if found is None:
@@ -60,18 +63,23 @@ def used_modules(checkpoint: Checkpoint, wanted: int | None) -> Modules:
         ConfigError: there are fewer, or one is missing.
     """
     found = LAYOUTS[checkpoint.layout].find(checkpoint.config, checkpoint.tensors)
-    count = max(found) + 1
-    missing = [index for index in range(count) if index not in found]
-    if missing:
-        raise ConfigError(
-            f"{checkpoint.path} has tensors of the MTP module {count - 1} and none of module {missing[0]}; download it "
-            f"again, or set draft.num_modules to {missing[0]}."
-            if missing[0]
-            else f"{checkpoint.path} has no tensors of the first MTP module; download it again."
-        )
+    count = max(max(found) + 1, declared_modules(checkpoint.config))
+    used = range(count if wanted is None else min(wanted, count))
+    missing = next((index for index in used if index not in found), None)
+    if missing is not None:
+        advice = f"download it again, or set draft.num_modules to {missing}" if missing else "download it again"
+        raise ConfigError(f"{checkpoint.path} has no tensors of MTP module {missing + 1} of {count}; {advice}.")
     if wanted is not None and wanted > count:
         raise ConfigError(f"draft.num_modules is {wanted}, but {checkpoint.path} holds {count}; lower it.")
-    return {index: found[index] for index in range(count if wanted is None else wanted)}
+    return {index: found[index] for index in used}
+
+
+def declared_modules(config: Mapping[str, Any]) -> int:
+    """The number of modules that a ``config.json`` names; 0 if it names none."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    values = (place.get(key) for place in places for key in COUNT_KEYS)
+    return max((value for value in values if isinstance(value, int)), default=0)
 
 
 def check_modules(checkpoint: Checkpoint, modules: Modules, model: PreTrainedModel, info: ModelInfo) -> None:

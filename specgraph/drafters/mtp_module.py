@@ -88,10 +88,29 @@ class MtpModule(nn.Module):
 
     @torch.no_grad()
     def start_from_hidden(self) -> None:
-        """Initialise the projection so that it passes the hidden state on."""
+        """Initialise the half of the projection that reads the hidden state with the identity."""
         size = len(self.projection.weight)
         begin = 0 if self.options.order == "hidden" else size
         self.projection.weight[:, begin : begin + size].copy_(torch.eye(size))
+
+    def as_mask(self, seen: Tensor, beyond: int, dtype: torch.dtype) -> Tensor:
+        """The mask that the block's attention takes for rows ``beyond`` positions behind those of the text.
+
+        Args:
+            seen: which keys each row sees, bool ``[1, 1, S, S * (beyond + 1)]``, without a sliding window.
+            beyond: 1 for the first of these rows.
+            dtype: of the mask if the block's attention is eager, which adds it to the scores.
+        """
+        attention: Any = self.block.layers[0].self_attn
+        window = getattr(attention, "sliding_window", None) or getattr(self.block.config, "sliding_window", None)
+        kinds = getattr(self.block.config, "layer_types", None) or ["sliding_attention"]
+        if window is not None and kinds[0] == "sliding_attention":
+            row = torch.arange(seen.shape[2], device=seen.device)
+            key = row.repeat(beyond + 1) + torch.arange(beyond + 1, device=seen.device).repeat_interleave(len(row))
+            seen = seen & (row.unsqueeze(1) + beyond - key < window)
+        if self.block.config._attn_implementation != "eager":
+            return seen
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def forward(self, tokens: Tensor, positions: Tensor, hidden: Tensor, **options: Any) -> Tensor:
         """Run the block: int64 ``[B, T]`` twice and ``[B, T, H]`` to ``[B, T, H]``, without the final norm.
@@ -116,7 +135,7 @@ class MtpModule(nn.Module):
 def _borrowed(module: nn.Module) -> nn.Module:
     """A module that has the same parameters, and can get others and another mode without changing ``module``."""
     borrowed = copy.copy(module)
-    borrowed._parameters = dict(module._parameters)
+    borrowed._parameters, borrowed._buffers = dict(module._parameters), dict(module._buffers)
     return borrowed
 
 
@@ -132,7 +151,7 @@ def make_block(model: PreTrainedModel, device: torch.device | str) -> PreTrained
             that is alone differs from those in the stack.
     """
     base: Any = model.base_model
-    if not isinstance(getattr(base, "layers", None), nn.ModuleList) or not isinstance(base.norm, nn.Module):
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList) or getattr(base, "norm", None) is None:
         raise ConfigError(
             f"{type(model).__name__} has no decoder layers under 'layers' with a 'norm' behind them, so MTP modules "
             "cannot be made of its layers; use another drafter."
@@ -226,9 +245,11 @@ class Mtp(nn.ModuleList):
         for step in range(steps):
             module: Any = self[min(step, last)]
             beyond = max(0, step - last)
-            chain = {"past_key_values": cache, "attention_mask": mask[..., : (beyond + 1) * length]}
+            chain = {"past_key_values": cache} if step >= last else {}
+            if beyond:  # before, the model makes its own mask, which is causal
+                chain["attention_mask"] = module.as_mask(mask[..., : (beyond + 1) * length], beyond, first.dtype)
             read = first if self.options.family == "target" and step <= last else hidden
-            rows = module(tokens.roll(-1 - step, dims=1), positions + beyond, read, **(chain if step >= last else {}))
+            rows = module(tokens.roll(-1 - step, dims=1), positions + beyond, read, **chain)
             yield rows
             hidden = module.norm(rows) if self.options.fed_hidden == "final_norm" else rows
 

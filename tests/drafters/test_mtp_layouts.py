@@ -1,8 +1,8 @@
 """MTP modules in files: every published layout, what is refused, and the same numbers from implementations of others.
 
 Each layout was compared with: DeepSeek and GLM with transformers' ``MtpModel``; speculators and Qwen3-Next with the
-layers of speculators; MiMo, MiMo-V2 and Step, whose classes no package here has, with the definition of
-:mod:`tests.drafters.mtp_formula`, on a stand-in target.
+layers of speculators; MiMo, MiMo-V2 and Step with the definition of :mod:`tests.drafters.mtp_formula` on a stand-in
+target, with the options that are written out here.
 """
 
 from __future__ import annotations
@@ -72,6 +72,17 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 without ``.weight`` and biases, as public loaders read them."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek": {"zero_first_embedding": True},
+    "step": {"target_hidden": "residual", "fed_hidden": "residual"},
+    "mimo": {"order": "hidden", "zero_first_embedding": True},
+    "mimo_v2": {"family": "target"},
+    "qwen3_next": {},
+    "speculators": {},
+}
+"""How the layouts differ from chained modules that read the embedding first and normed hidden states."""
+
+
 @functools.cache
 def model_of(architecture: str) -> PreTrainedModel:
     return make_model(architecture, dtype=torch.float64, tie_word_embeddings=False)
@@ -111,9 +122,8 @@ def save_inside(folder: Path, layout: str, model: PreTrainedModel, head: DraftHe
 
 def example(layout: str, folder: Path) -> tuple[PreTrainedModel, DraftHead, Path]:
     architecture, config, names = PUBLISHED[layout]
-    model, given = model_of(architecture), MtpOptions()
-    used = {name: getattr(LAYOUTS[layout].options, name) for name in vars(given)}
-    head = random_modules(model, 2 if any(".1." in name or ".3." in name for name in names) else 1, **used)
+    model = model_of(architecture)
+    head = random_modules(model, 2 if any(".1." in name or ".3." in name for name in names) else 1, **OPTIONS[layout])
     return model, head, save_inside(folder, layout, model, head, **config)
 
 
@@ -126,7 +136,7 @@ def test_a_layout_is_found_inside_of_the_targets_checkpoint(layout: str, tmp_pat
     found = open_checkpoint(folder, "mtp")
     assert (found.kind, found.layout) == ("mtp", layout)
     loaded = MtpDrafter.load(found, MtpDraftConfig(), model, info(model))
-    assert loaded.features == head.features and loaded.module.options == LAYOUTS[layout].options
+    assert loaded.features == head.features and loaded.module.options == MtpOptions(**OPTIONS[layout])
     assert len(loaded.module) == len(head.module)
     for (name, own), (other, expected) in zip(
         loaded.module.named_parameters(), head.module.named_parameters(), strict=True
@@ -219,9 +229,11 @@ def test_a_module_is_that_of_speculators(architecture: str) -> None:
 # What is shared
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("change", [0.0, 1e-3])
-def test_a_projection_that_differs_in_one_element_stays(change: float, tmp_path: Path) -> None:
-    model, head = model_of("llama"), random_modules(model_of("llama"), 2)
+def test_a_projection_that_differs_in_one_element_stays(change: float, tied: bool, tmp_path: Path) -> None:
+    model = make_model("llama", dtype=torch.float64, tie_word_embeddings=tied)
+    head = random_modules(model, 2)
     save_inside(tmp_path, "deepseek", model, head)
     weights = load_file(tmp_path / "model.safetensors")
     projection = model.get_output_embeddings().weight
@@ -232,16 +244,68 @@ def test_a_projection_that_differs_in_one_element_stays(change: float, tmp_path:
     first, second = (module.lm_head.weight for module in loaded.module)
     assert first is projection and (second is projection) == (change == 0.0)
     decoder = compiled(model, "mtp", 2, draft=tmp_path, **QUICK)
-    module = decoder.stages["insert_draft"].modules["mtp_1"]
-    assert any(p is projection for p in module.parameters()) == (change == 0.0)
-    reason = "" if change == 0.0 else " (the checkpoint has none)"
-    note = (
-        f"shared while loading: mtp_{int(change == 0.0)}.lm_head.weight is target.lm_head.weight, 25,856 bytes{reason}"
-    )
+    parameters = decoder.stages["insert_draft"].modules["mtp_1"].parameters()
+    own = weights["model.layers.3.shared_head.head.weight"]
+    found = {p is projection for p in parameters if p.shape == own.shape and torch.equal(p, own)}
+    assert found == {change == 0.0}
+    shared, reason = ("mtp_1", "") if change == 0.0 else ("mtp_0", " (the checkpoint has none)")
+    targets = "target.model.embed_tokens.weight" if tied else "target.lm_head.weight"
+    note = f"shared while loading: {shared}.lm_head.weight is {targets}, 25,856 bytes{reason}"
     assert note in decoder.report()
     assert model.get_output_embeddings().weight is projection and projection.requires_grad
-    near = "near miss at mtp_1.lm_head.weight: 1 of 3232 elements differ from lm_head.lm_head.weight, by at most 0.001"
+    near = (
+        "near miss at mtp_1.lm_head.weight: 1 of 3232 elements differ from "
+        f"{'target' if tied else 'lm_head'}.lm_head.weight, by at most 0.001"
+    )
     assert (near in decoder.report()) == (change != 0.0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_of_its_own_stays_beside_the_targets(tied: bool, tmp_path: Path) -> None:
+    model = make_model("llama", dtype=torch.float64, tie_word_embeddings=tied)
+    save_inside(tmp_path, "deepseek", model, random_modules(model, 1))
+    weights, embedding = load_file(tmp_path / "model.safetensors"), model.get_input_embeddings()
+    before = embedding.weight
+    weights["model.layers.2.embed_tokens.weight"] = before.detach() + 1
+    save_file(weights, tmp_path / "model.safetensors")
+    (own,) = MtpDrafter.load(open_checkpoint(tmp_path, "mtp"), MtpDraftConfig(), model, info(model)).module
+    assert torch.equal(own.embed_tokens.weight, before + 1) and own.lm_head.weight is model.lm_head.weight
+    assert model.get_input_embeddings() is embedding and embedding.weight is before
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "glm4_moe"])
+def test_experts_are_stored_one_by_one_and_in_shards(architecture: str, tmp_path: Path) -> None:
+    """As published; written by hand, so that transformers' conversions are on one side only."""
+    small = {"n_routed_experts": 4, "moe_intermediate_size": 24} if architecture == "glm4_moe" else {}
+    model = make_model(architecture, dtype=torch.float64, **small)
+    head = random_modules(model, 1)
+    (module,), layers = head.module, model.config.num_hidden_layers
+    bias = module.block.layers[0].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))
+    tensors = tensors_of("deepseek", head, layers)
+    names = [name for name in tensors if ".mlp.experts." in name]
+    assert not any("gate_up_proj" in name for name in names)
+    for name in names:
+        del tensors[name]
+    experts, place = module.block.layers[0].mlp.experts, f"model.layers.{layers}.mlp."
+    for number, (joint, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+        gate, up = joint.chunk(2)
+        for name, tensor in (("gate", gate), ("up", up), ("down", down)):
+            tensors[f"{place}experts.{number}.{name}_proj.weight"] = tensor.detach().clone()
+    assert {*names} == {name for name in tensors if ".mlp.experts." in name}
+    assert torch.equal(tensors[f"{place}gate.e_score_correction_bias"], bias)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors") | tensors
+    (tmp_path / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(sorted(weights))}
+    for shard in set(shards.values()):
+        save_file({name: weights[name] for name in shards if shards[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (loaded,) = MtpDrafter.load(open_checkpoint(tmp_path, "mtp"), MtpDraftConfig(), model, info(model)).module
+    expected = module.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
 # What is refused
@@ -265,7 +329,13 @@ def replaced(name: str, tensor: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "none at all": (without("model.layers.2"), {}, "has tensors of|has no tensors of the first MTP module"),
+    "the first module": (
+        without("model.layers.2"), {}, r"has no tensors of MTP module 1 of 2; download it again\.$"
+    ),
+    "a module that is declared": (
+        lambda weights: None, {"num_nextn_predict_layers": 3},
+        r"has no tensors of MTP module 3 of 3; download it again, or set draft\.num_modules to 2\.$",
+    ),
     "a tensor": (
         without("model.layers.3.eh_proj"), {},
         r"lacks model\.layers\.3\.eh_proj\.weight; download it again or correct its config\.json",
@@ -298,6 +368,12 @@ def test_a_broken_checkpoint_is_one_sentence(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_the_modules_before_one_that_is_missing_can_be_used(tmp_path: Path) -> None:
+    model, folder = model_of("llama"), broken(tmp_path, lambda weights: None, num_nextn_predict_layers=3)
+    options = MtpDraftConfig(num_modules=2)
+    assert len(MtpDrafter.load(open_checkpoint(folder, "mtp"), options, model, info(model)).module) == 2
+
+
 def test_a_target_without_modules_says_so(tmp_path: Path) -> None:
     model = make_model("llama")
     with pytest.raises(ConfigError, match=r"out of the target's own checkpoint, and there is no folder of the name ''"):
@@ -307,7 +383,7 @@ def test_a_target_without_modules_says_so(tmp_path: Path) -> None:
         json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1})
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds no MTP modules, although its config\.json has num_nextn_predict_la"):
+    with pytest.raises(ConfigError, match=r"holds no MTP modules, although its config\.json names 1; give"):
         compiled(loaded, "mtp", 2, **QUICK)
 
 
@@ -319,6 +395,12 @@ def test_more_modules_than_there_are_and_unknown_values(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             compile_speculative(model, {**CONFIG, "draft": {"kind": "mtp", **given}}, draft=folder)
+
+
+def test_a_target_of_another_form_is_refused() -> None:
+    model = make_model("gpt_neox")
+    with pytest.raises(ConfigError, match="has no decoder layers under 'layers' with a 'norm' behind them"):
+        MtpDrafter.random(model, MtpDraftConfig())
 
 
 # inspect

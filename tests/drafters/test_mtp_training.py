@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import specgraph
+from specgraph.bench.models import random_head
 from specgraph.drafters.mtp import MtpDraftConfig, MtpDrafter
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
@@ -21,10 +22,11 @@ from specgraph.training.heads.config import HeadConfig
 from specgraph.training.heads.head import bf16_copy
 from specgraph.training.heads.teacher import Teacher
 from tests.checkpoints.running import info
-from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
+from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.drafters.mtp_formula import CHAINED, FED, OTHER, definition, modules, target
 from tests.drafters.test_eagle import run_of, small_target, tokenizer
-from tests.models import ragged_prompts
+from tests.harness import Options, Run, fresh_start
+from tests.models import make_model, ragged_prompts
 
 
 @torch.no_grad()
@@ -41,12 +43,33 @@ def test_what_is_trained_is_what_is_drafted(options: Any) -> None:
             torch.testing.assert_close(found, known, rtol=0.0, atol=1e-11)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("llama", {"attention": "eager"}), ("gpt_oss", {}), ("mistral", {"sliding_window": 5})],
+)
+def test_rows_that_are_trained_see_what_rows_that_are_drafted_see(architecture: str, options: dict[str, Any]) -> None:
+    """Also where attention is eager, which adds its mask to the scores, or has a sliding window."""
+    model = make_model(architecture, dtype=torch.float64, **options)
+    head = random_head(model, MtpDraftConfig(num_modules=2))
+    tested = compiled(model, "mtp", 4, head, pipeline={"verify": False})
+    run = Run(tested.stages["insert_draft"], [64], torch.zeros(1, 1), Options((0.0,), (0,), (0,)))
+    for length in (3, 8, 12):
+        prefix = ragged_prompts((length,), seed=length)[0]
+        drafts = fresh_start(run, 0, prefix.tolist())[1]
+        text = torch.cat([prefix, drafts, prefix[:2]])  # of which every draft behind the prefix is right
+        features = model(text[None], output_hidden_states=True, use_cache=False).hidden_states[-1]
+        for step, rows in enumerate(head.module.unroll(text[None], (features,), 4, None)):
+            assert int(head.module.step_logits(rows[0, length - 2], step).argmax()) == int(drafts[step])
+
+
 @pytest.mark.parametrize("family", ["chained", "target"])
 def test_training_lowers_the_loss_and_the_saved_modules_are_the_trained_ones(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, saved = small_target(), []
-    before = {name: (p.clone(), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    before = {name: (t.clone(), t.dtype) for name, t in model.state_dict(keep_vars=True).items()}
+    buffers = {name: (t.clone(), t.dtype) for name, t in model.named_buffers()}
     monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
     monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
     config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(layers=2, family=family), eval_drafts=3)
@@ -54,7 +77,9 @@ def test_training_lowers_the_loss_and_the_saved_modules_are_the_trained_ones(
     report = train_head(model, tokenizer(), config)
     losses = [loss for _, loss in report.progress.losses]
     assert losses[-1] < losses[0]
-    assert all(torch.equal(p, before[name][0]) and p.dtype == before[name][2] for name, p in model.named_parameters())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        known, dtype = (before | buffers)[name]
+        assert torch.equal(tensor, known) and tensor.dtype == dtype, name
     checkpoint = open_checkpoint(tmp_path / "head")
     assert (checkpoint.kind, checkpoint.layout) == ("mtp", "speculators")
     assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {torch.bfloat16}

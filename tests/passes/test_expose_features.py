@@ -63,13 +63,13 @@ def test_without_layers_the_drafter_decides_and_nothing_is_nothing():
     assert [n.name for n in program.with_role("feature")] == ["hs_1"]
 
 
-@pytest.mark.parametrize(("layers", "named"), [((3,), "3"), ((0, -1, 7), "-1, 7")])
+@pytest.mark.parametrize(("layers", "named"), [((4,), "4"), ((0, -1, 7), "-1, 7")])
 def test_a_hidden_state_that_does_not_exist_is_refused_with_the_range(layers: tuple[int, ...], named: str):
     program = first()
     before = everything(program)
     with pytest.raises(PassError) as raised:
         last(program, [ExposeFeatures(layers)])
-    assert str(raised.value) == f"expose_features: hs[{named}] does not exist; this model has hs[0] to hs[2]."
+    assert str(raised.value) == f"expose_features: hs[{named}] does not exist; this model has hs[0] to hs[3]."
     assert everything(program) == before
 
 

@@ -57,7 +57,10 @@ def start_from(head: nn.Module, folder: str) -> None:
         raise ConfigError(f"head.init={folder}: there is no model.safetensors; give the folder of a trained head.")
     saved = load_file(path)
     if not any(name in saved for name, parameter in head.named_parameters() if parameter.requires_grad):
-        raise ConfigError(f"head.init={folder} holds no tensor of this kind of head; leave head.init out.")
+        raise ConfigError(
+            f"head.init={folder} holds no tensor by the name of one of this head's parameters, as for MTP modules, "
+            "which cannot be trained on; leave head.init out."
+        )
     for name, parameter in head.named_parameters():
         if name not in saved or not parameter.requires_grad:
             continue
