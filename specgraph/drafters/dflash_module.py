@@ -49,6 +49,8 @@ class DFlashConfig:
         num_features: how many hidden states of the target the head reads.
         draft_vocab_size: the width of the logits.
         block_size: the rows of the blocks that the head was trained on, the anchor included.
+        sample_from_anchor: whether a row predicts the token behind its own position, so that the anchor's row gives the
+            first draft. Else a row predicts the token at its own position, and the anchor's row gives none.
     """
 
     layers: PretrainedConfig
@@ -57,6 +59,12 @@ class DFlashConfig:
     num_features: int
     draft_vocab_size: int
     block_size: int
+    sample_from_anchor: bool = False
+
+    @property
+    def first_row(self) -> int:
+        """The row of a block that gives the first draft."""
+        return 0 if self.sample_from_anchor else 1
 
 
 class DFlashLayer(nn.Module):
@@ -155,7 +163,9 @@ class DFlash(nn.Module):
         masks = self.mask_embedding.expand(tokens.shape[0], tokens.shape[1] - 1, -1)
         return torch.cat([anchor, masks], dim=1)
 
-    def predict(self, hidden: Tensor) -> Tensor:
-        """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
+    def predict(self, hidden: Tensor) -> Any:
+        """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave.
+
+        Heads of other kinds may return a tuple with what else they compute of these rows.
+        """
+        return self.lm_head(self.norm(hidden))
