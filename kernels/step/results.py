@@ -1,11 +1,12 @@
 """``specgraph::pack_results``: everything that the host reads of a step, in one small tensor that one copy transfers.
 
 For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the packed tensor is int32
-``[B, 2 W + 3]``. A row of it holds
+``[B, 2 W + 3 + C]``. A row of it holds
 
 - the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
 - the bits of their float32 log-probabilities (``W`` columns),
-- the number of tokens emitted, whether the logits had a NaN, and the number of rows of the next step.
+- the number of tokens emitted, whether the logits had a NaN, and the number of rows of the next step,
+- the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: 0 or ``W - 1``).
 
 Only a step that reads a prompt emits more than ``W`` tokens. Those before the last ``W`` then belong to the prompt,
 which the host knows.
@@ -44,6 +45,7 @@ class PackResults:
         num_rows: int64 ``[N]``, the state as the step leaves it.
         width: ``W``, at most ``T``.
         rows: int64 ``[B]``, the row of ``num_rows`` of each sequence, -1 for none, which has no next rows.
+        confidence: float32 ``[N, C]``, the state of that name; None for a drafter without one.
     """
 
     emitted: Tensor
@@ -53,37 +55,49 @@ class PackResults:
     num_rows: Tensor
     width: int
     rows: Tensor
+    confidence: Tensor | None = None
 
 
 class Unpacked(NamedTuple):
-    """A packed tensor as lists: for each sequence its last tokens, their log-probabilities, and the three counts."""
+    """A packed tensor as lists: for each sequence its last tokens, their log-probabilities, the three counts, and the
+    confidence in its next drafts, which is empty for a drafter that gives none.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     num_emitted: list[int]
     bad: list[bool]
     num_rows: list[int]
+    confidence: list[list[float]]
 
 
 def pack_results(
-    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int, rows: Tensor
-) -> Tensor:
-    """Pack what a step returns, int32 ``[B, 2 W + 3]``: the op, whose arguments :class:`PackResults` describes."""
-    packed: Tensor = torch.ops.specgraph.pack_results(emitted, num_emitted, logprobs, bad, num_rows, width, rows)
+    emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int, rows: Tensor,
+    confidence: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Pack what a step returns, int32 ``[B, 2 W + 3 + C]``: the op, whose arguments :class:`PackResults` describes."""
+    packed: Tensor = torch.ops.specgraph.pack_results(
+        emitted, num_emitted, logprobs, bad, num_rows, width, rows, confidence
+    )
     return packed
 
 
-def unpack_results(packed: Tensor) -> Unpacked:
-    """The lists in a packed tensor ``[B, 2 W + 3]`` on the host, without the padding."""
-    width = (packed.shape[1] - NUM_COUNTS) // 2
-    rows, values = packed.tolist(), packed[:, width : 2 * width].view(torch.float32).tolist()
-    counts = [min(row[-3], width) for row in rows]
+def num_columns(width: int, confidence: Tensor | None) -> int:
+    """The columns of a packed tensor, ``2 W + 3 + C``."""
+    return 2 * width + NUM_COUNTS + (0 if confidence is None else confidence.shape[1])
+
+
+def unpack_results(packed: Tensor, width: int) -> Unpacked:
+    """The lists in a packed tensor ``[B, 2 W + 3 + C]`` on the host, without the padding. ``width`` is ``W``."""
+    rows, values = packed.tolist(), packed.view(torch.float32).tolist()
+    ends = [min(row[2 * width], width) for row in rows]
     return Unpacked(
-        [row[:count] for row, count in zip(rows, counts, strict=True)],
-        [row[:count] for row, count in zip(values, counts, strict=True)],
-        [row[-3] for row in rows],
-        [row[-2] != 0 for row in rows],
-        [row[-1] for row in rows],
+        [row[:end] for row, end in zip(rows, ends, strict=True)],
+        [row[width : width + end] for row, end in zip(values, ends, strict=True)],
+        [row[2 * width] for row in rows],
+        [row[2 * width + 1] != 0 for row in rows],
+        [row[2 * width + 2] for row in rows],
+        [row[2 * width + NUM_COUNTS :] for row in values],
     )
 
 
@@ -99,13 +113,17 @@ def pack_results_reference(given: PackResults) -> Tensor:
         values = torch.where(real, given.logprobs.gather(1, row).float(), values)
     left = select_state(given.num_rows, given.rows).masked_fill(given.rows < 0, 0)
     counts = torch.stack([num_emitted, given.bad.long(), left], dim=1).int()
-    return torch.cat([tokens, values.view(torch.int32), counts], dim=1)
+    parts = [tokens, values.view(torch.int32), counts]
+    if given.confidence is not None:
+        own = select_state(given.confidence, given.rows).masked_fill(given.rows.unsqueeze(1) < 0, 0)
+        parts.append(own.contiguous().view(torch.int32))
+    return torch.cat(parts, dim=1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _pack_results_kernel(
-    packed, emitted, num_emitted, logprobs, bad, num_rows, index, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    LOGPROBS: tl.constexpr, PDL: tl.constexpr,
+    packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, rows, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, CONFIDENCE: tl.constexpr, LOGPROBS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence per program."""
     if PDL:
@@ -121,14 +139,19 @@ def _pack_results_kernel(
         value = tl.load(logprobs + b * rows + row, mask=real, other=0)
     own = tl.load(index + b)
     broken, left = tl.load(bad + b), tl.load(num_rows + own, mask=own >= 0, other=0)
+    thought = tl.zeros([BLOCK], tl.int32)
+    if CONFIDENCE:
+        thought = tl.load(confidence + own * CONFIDENCE + column, mask=(own >= 0) & (column < CONFIDENCE), other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    out = packed + b * (2 * WIDTH + 3)
+    out = packed + b * (2 * WIDTH + 3 + CONFIDENCE)
     tl.store(out + column, token, mask=column < WIDTH)
     tl.store(out + WIDTH + column, value, mask=column < WIDTH)
     tl.store(out + 2 * WIDTH, count.to(tl.int32))
     tl.store(out + 2 * WIDTH + 1, broken.to(tl.int32))
     tl.store(out + 2 * WIDTH + 2, left.to(tl.int32))
+    if CONFIDENCE:
+        tl.store(out + 2 * WIDTH + 3 + column, thought, mask=column < CONFIDENCE)
 
 
 def pack_results_triton(given: PackResults) -> Tensor:
@@ -137,19 +160,21 @@ def pack_results_triton(given: PackResults) -> Tensor:
     batch, rows = given.emitted.shape
     if batch == 0:
         return packed
-    bits = given.logprobs.float().contiguous().view(torch.int32)
+    bits, thought = given.logprobs.float().contiguous().view(torch.int32), given.confidence
     pdl = supports_pdl(packed.device)
     _pack_results_kernel[(batch,)](
         packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
-        given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), given.rows.contiguous(), rows,
-        WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0, PDL=pdl, num_warps=1,
-        **launch_options(pdl),
+        given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), given.rows.contiguous(),
+        bits if thought is None else thought.contiguous().view(torch.int32), rows,
+        WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0,
+        CONFIDENCE=0 if thought is None else thought.shape[1], PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
     return packed
 
 
 def _pack_results_fake(given: PackResults) -> Tensor:
-    return given.emitted.new_empty(given.emitted.shape[0], 2 * given.width + NUM_COUNTS, dtype=torch.int32)
+    columns = num_columns(given.width, given.confidence)
+    return given.emitted.new_empty(given.emitted.shape[0], columns, dtype=torch.int32)
 
 
 PACK_RESULTS = declare(

@@ -329,6 +329,15 @@ def keep_point_mass_(point_mass: Tensor, chosen: Tensor, num_emitted: Tensor) ->
     point_mass.copy_(torch.where(num_emitted > 0, chosen, point_mass))
 
 
+@writes("confidence")
+def keep_confidence_(confidence: Tensor, estimates: Tensor, num_emitted: Tensor) -> None:
+    """Keep in ``confidence`` float32 ``[B, K]`` the ``estimates`` ``[B, K]`` for the new drafts.
+
+    Sequences that emitted nothing keep their drafts, and so what was thought of these.
+    """
+    confidence.copy_(torch.where(num_emitted.unsqueeze(1) > 0, estimates, confidence))
+
+
 @writes("draft_logits")
 def propose_at_(
     draft_logits: Tensor | None,

@@ -16,6 +16,8 @@ from specgraph.errors import ConfigError
 
 ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 """The keys of the indices of hidden states. At the top level an index k means hs[k], in a nested part hs[k + 1]."""
+LAYER_KEYS = ("target_layer_ids",)
+"""Keys of layers whose outputs are meant, at the top level, too: the output of layer k is hs[k + 1]."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The kinds of rotary embedding whose frequencies do not change with the length of the sequence."""
 DEFAULT_THETA = 10000.0
@@ -97,7 +99,8 @@ class Reader:
                         f"{place}{key} of {self.checkpoint.path} is {ids!r}; it must be a list of integers."
                     )
                 if ids:
-                    found.append((tuple(k + shift for k in ids), f"{place}{key}"))
+                    outputs = max(shift, int(key in LAYER_KEYS))
+                    found.append((tuple(k + outputs for k in ids), f"{place}{key}"))
         if len({ids for ids, _ in found}) > 1:
             told = " and ".join(f"{list(ids)} by {key}" for ids, key in found)
             raise ConfigError(f"{self.checkpoint.path} reads the hidden states {told}; set draft.feature_layers.")

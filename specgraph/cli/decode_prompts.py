@@ -123,6 +123,7 @@ def _generate(
     outcome.seconds += time.perf_counter() - begin
     outcome.stats.num_speculative_tokens = out.stats.num_speculative_tokens
     outcome.stats.emitted_per_step += out.stats.emitted_per_step
+    outcome.stats.confidence += out.stats.confidence
     for prompt, new in zip(prompts, out.new_tokens, strict=True):
         outcome.tokens.append(new.tolist())
         if show:

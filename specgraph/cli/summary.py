@@ -19,6 +19,8 @@ def summary_rows(outcome: Outcome) -> dict[str, str]:
     }
     if stats.num_speculative_tokens:
         rows["accepted per position"] = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
+    if stats.confidence_per_position:
+        rows["as the draft expected"] = " ".join(f"{share:.2f}" for share in stats.confidence_per_position)
     return {**rows, "tokens/s": f"{_speed(outcome):.1f}"}
 
 

@@ -2,8 +2,8 @@
 
 The file of a drafter holds its configuration class. The command line must know all keys before it knows to which
 drafter a checkpoint belongs, and its help must not wait for torch, which those files import. So only the classes are
-taken from the source of the files and run. This is why a configuration class may use only builtins and the names of
-this module.
+taken from the source of the files and run. This is why a configuration class may use only builtins, the names of this
+module, and the configuration class of another drafter from which it derives.
 """
 
 from __future__ import annotations
@@ -105,19 +105,34 @@ def trained_by() -> dict[str, str]:
     return {name: kind for kind, cls in drafter_configs().items() for name in cls.trains}
 
 
+@functools.cache
 def _class_in(path: Path) -> type[DraftConfig] | None:
     """The configuration class of a drafter's file; None if the file is no drafter."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in _SHARED for base in node.bases):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    parents = _SHARED | _imported(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in parents for base in node.bases):
             future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
             module = ast.fix_missing_locations(ast.Module([future, node], []))
-            namespace: dict[str, Any] = dict(_NAMES, __name__=__name__)
+            namespace: dict[str, Any] = {**_NAMES, **parents, "__name__": __name__}
             exec(compile(module, str(path), "exec"), namespace)
             cls: type[DraftConfig] = namespace[node.name]
             cls.__doc__ = ast.get_docstring(node)
-            cls.texts = texts_below(node)  # type: ignore[attr-defined]
+            inherited = getattr(cls, "texts", {})
+            cls.texts = inherited | texts_below(node)  # type: ignore[attr-defined]
             return cls
     return None
+
+
+def _imported(tree: ast.Module) -> dict[str, type[DraftConfig]]:
+    """The configuration classes that a drafter's file imports from the files of others, to derive its own from one."""
+    found = {}
+    for node in tree.body:
+        package, _, name = (node.module or "").rpartition(".") if isinstance(node, ast.ImportFrom) else ("", "", "")
+        if isinstance(node, ast.ImportFrom) and package == "specgraph.drafters" and (DRAFTERS / f"{name}.py").exists():
+            cls = _class_in(DRAFTERS / f"{name}.py")
+            found |= {alias.name: cls for alias in node.names if cls is not None and alias.name == cls.__name__}
+    return found
 
 
 def _every_key() -> type[DraftConfig]:

@@ -4,18 +4,21 @@ A head is a small decoder with two inputs. Of every verified token it reads the 
 hidden states of the target, from which all of its layers compute keys and values. What it runs is a block of ``K + 1``
 rows at the positions ``P``, ``P + 1``, ..., ``P + K``: the *anchor*, which is the newest verified token, and ``K`` mask
 tokens. A row of the block sees the context at all positions below ``P`` and, in both directions, the other rows of the
-block. Row ``j`` predicts the token at its own position ``P + j``, so that rows 1 to ``K`` give the drafts.
+block. Row ``j`` predicts the token at its own position ``P + j``, so that rows 1 to ``K`` give the drafts. In a head
+that samples from the anchor, row ``j`` predicts the token at ``P + j + 1``, and rows 0 to ``K - 1`` are all there are.
 
 Keys and values of the block are not kept, and rejected tokens give no context. So what a head keeps is a function of
 the verified tokens alone. Because rows see later rows, drafts depend on the number of rows: every step runs all of
 them, also past the end of a sequence, and a block longer than those of the training is refused.
 
-Source: DFlash (z-lab, 2026); layouts of z-lab and of speculators.
+Sources: DFlash (z-lab, 2026), with the layouts of z-lab and of speculators; JetSpec (2026, arXiv 2606.18394), whose
+causal heads have the layout of z-lab. Their top drafts run as a chain here, not as a tree.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,8 @@ from specgraph.kernels.step.block import block_rows
 FEATURES, CONTEXT, BLOCK = "draft_features", "draft_context", "draft"
 """The modules of such a drafter. The first turns the target's hidden states into rows of the context, the second keeps
 keys and values of these rows, and the third runs a block and gives its logits."""
+OTHERS = re.compile("Draft|DSpark|XPress")
+"""Matches classes of heads of other kinds with the same layers."""
 RANDOM_LAYERS, RANDOM_BLOCK = 5, 16
 """The number of layers and the block size of a random head, which are those of the published heads."""
 
@@ -67,15 +72,19 @@ class DFlashDrafter(Drafter):
 
     Attributes:
         mask_token_id: the token of the rows behind the anchor.
+        num_masks: the number of these rows, K or one less.
     """
 
     mask_token_id: int = 0
+    num_masks: int = 0
 
     kind: ClassVar[str] = "dflash"
     Config: ClassVar[type[DraftConfig]] = DFlashDraftConfig
     reads: ClassVar[str | None] = "DFlash heads (z-lab and speculators layouts)"
     needs: ClassVar[str | None] = "head"
     head: ClassVar[type[nn.Module] | None] = DFlash
+    returned: ClassVar[str] = "block_logits"
+    """The name of the node that holds what the call of a block returned."""
 
     @property
     def model(self) -> ModelInfo:
@@ -87,13 +96,17 @@ class DFlashDrafter(Drafter):
         self._keep_context(step)
         block = step.call(
             block_rows, step.emitted, step.start, step.num_emitted, mask_token_id=self.mask_token_id,
-            count=self.num_speculative_tokens, vocab_size=self.model.input_ids, name="block",
+            count=self.num_masks, vocab_size=self.model.input_ids, name="block",
         )  # fmt: skip
         tokens = step.call(operator.getitem, block, 0, name="block_tokens")
         positions = step.call(operator.getitem, block, 1, name="block_positions")
-        logits = step.draft(**step.bind(BLOCK, "draft"), tokens=tokens, positions=positions, name="block_logits")
-        step.draw(logits, 0, self.model.vocab_size, self.model.dtype, name="proposals")
+        returned = step.draft(**step.bind(BLOCK, "draft"), tokens=tokens, positions=positions, name=self.returned)
+        self.draw(step, tokens, returned)
         return 1
+
+    def draw(self, step: DraftStep, tokens: fx.Node, returned: fx.Node) -> None:
+        """Append the nodes that draw the drafts from what the call of a block with ``tokens`` ``[B, R]`` returned."""
+        step.draw(returned, 0, self.model.vocab_size, self.model.dtype, name="proposals")
 
     def _keep_context(self, step: DraftStep) -> None:
         """Append the nodes that keep keys and values of the accepted rows. The anchor is not among them."""
@@ -109,9 +122,10 @@ class DFlashDrafter(Drafter):
         declared = config.get("speculators_model_type")
         if declared is not None:
             return Checkpoint.of(files, cls.kind, "speculators", "dflash") if declared == "dflash" else None
-        if classes and "DFlashDraftModel" not in classes and any("Draft" in name for name in classes):
-            return None  # a head of another kind with the same layers, such as DSpark
-        named = {"fc.weight", "hidden_norm.weight"} <= files.tensors.keys()
+        if classes and "DFlashDraftModel" not in classes and any(map(OTHERS.search, classes)):
+            return None
+        own = not any(name.startswith("markov_head.") for name in files.tensors)
+        named = own and {"fc.weight", "hidden_norm.weight"} <= files.tensors.keys()
         known = named or "dflash_config" in config or "DFlashDraftModel" in classes
         return Checkpoint.of(files, cls.kind, "z-lab", "dflash") if known else None
 
@@ -123,7 +137,7 @@ class DFlashDrafter(Drafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
-        return load_head(checkpoint, options, model, info)
+        return load_head(checkpoint, read_options(checkpoint, options, info.num_layers), model, info)
 
     @classmethod
     def check_fit(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> None:
@@ -149,16 +163,22 @@ class DFlashDrafter(Drafter):
             ConfigError: the head was trained on shorter blocks.
         """
         module: DFlash = head.module
-        longest = module.config.block_size - 1
-        if num_speculative_tokens > longest:
+        size, first = module.config.block_size, module.config.first_row
+        if num_speculative_tokens > size - first:
+            known = ", the first of which is known" if first else ""
             raise ConfigError(
                 f"draft.num_speculative_tokens is {num_speculative_tokens}, but the head was trained on blocks of "
-                f"{module.config.block_size} tokens, the first of which is known; set it to {longest} or less."
+                f"{size} tokens{known}; set it to {size - first} or less."
             )
         assert head.mask_token_id is not None  # every head of this kind has one
-        info = _info(module)
-        return cls(num_speculative_tokens, export_block(module, num_speculative_tokens), {CONTEXT: info, BLOCK: info},
-                   head.features, module.draft_to_target, mask_token_id=head.mask_token_id)  # fmt: skip
+        info, num_masks = _info(module), num_speculative_tokens + first - 1
+        return cls(num_speculative_tokens, cls.export(module, num_masks), {CONTEXT: info, BLOCK: info}, head.features,
+                   module.draft_to_target, mask_token_id=head.mask_token_id, num_masks=num_masks)  # fmt: skip
+
+    @classmethod
+    def export(cls, module: Any, num_masks: int) -> dict[str, fx.GraphModule]:
+        """The graphs of a head, for blocks of an anchor and ``num_masks`` mask tokens."""
+        return export_block(module, num_masks)
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
@@ -189,9 +209,14 @@ class DFlashDrafter(Drafter):
             draft_vocab_size=len(projection.weight),
             block_size=max(RANDOM_BLOCK, options.num_speculative_tokens + 1),
         )
-        module = DFlash(config)
+        module = cls.random_module(config)
         module.embed_tokens.weight, module.lm_head.weight = embedding.weight, projection.weight
         return DraftHead(module.eval().requires_grad_(False), features, len(embedding.weight) - 1)
+
+    @classmethod
+    def random_module(cls, config: DFlashConfig) -> DFlash:
+        """A module of the usual kind, with random weights."""
+        return DFlash(config)
 
 
 def _info(module: DFlash) -> ModelInfo:
@@ -217,15 +242,15 @@ class _Context(_Features):
 
 
 class _Block(_Features):
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
-        return self.head.predict(self.head(tokens, positions)[:, 1:])
+    def forward(self, tokens: Tensor, positions: Tensor) -> Any:  # type: ignore[override]
+        return self.head.predict(self.head(tokens, positions)[:, self.head.config.first_row :])
 
 
 def export_block(head: DFlash, num_masks: int) -> dict[str, fx.GraphModule]:
     """Export a head as the three graphs that :data:`FEATURES`, :data:`CONTEXT` and :data:`BLOCK` name.
 
-    The first two take any number of rows. The third takes ``num_masks + 1`` rows and gives the logits of all but the
-    first.
+    The first two take any number of rows. The third takes ``num_masks + 1`` rows and gives the logits of those that
+    predict a draft.
     """
     weight = head.lm_head.weight
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)

@@ -1,12 +1,14 @@
 """Loads DFlash heads: which options their configurations give, and how their tensors become a module.
 
 Layouts: that of z-lab, with the options in ``dflash_config``, and that of speculators. They have the same names of
-tensors, and differ in what a configuration leaves open: see :func:`_masks` and :func:`default_features`.
+tensors, and differ in what a configuration leaves open: see :func:`_masks` and :func:`default_features`. Heads of other
+kinds with the same layers add their own options and their own module.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ IGNORED = re.compile(r"t2d$|d2t$|(.*\.)?rotary_emb\.inv_freq$|verifier_(lm_head|
 MASK_EMBEDDING = "mask_embedding"
 """The name of an optional file beside the weights, and of the tensor ``[H]`` that is made of it."""
 USUAL: dict[str, tuple[Any, ...]] = {
-    "sample_from_anchor": (None, False), "projector_type": (None, "dflash"), "attention_sink_bias": (None, False),
+    "projector_type": (None, "dflash"), "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1, 1.0), "is_neox_style": (None, True), "logit_scale": (None, 1, 1.0),
     "conv_kernel_size": (None, 0), "selector_rank": (None, 0), "final_logit_softcapping": (None, 0),
 }  # fmt: skip
@@ -56,6 +58,7 @@ class HeadOptions(LayerShape):
     features: tuple[int, ...] | None
     masks: tuple[BlockMask, ...]
     block_size: int
+    sample_from_anchor: bool
     mask_token_id: int
     sources: tuple[Choice, ...]
 
@@ -82,15 +85,31 @@ def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | No
     Raises:
         ConfigError: the head needs something that is not supported, or nothing gives the value of an option.
     """
-    reader = Reader(checkpoint, part="dflash_config", id_keys=("target_layer_ids", *ID_KEYS))
-    _refuse_variants(reader)
+    reader = head_reader(checkpoint)
+    refuse_variants(reader, USUAL, "DFlash")
+    # The key of JetSpec's heads has another name.
+    shifted = reader.flag("draft_shift" if "draft_shift" in reader.nested else "sample_from_anchor", False)
+    return common_options(reader, overrides, target_layers, shifted)
+
+
+def head_reader(checkpoint: Checkpoint) -> Reader:
+    """Reads the configuration of a head with these layers."""
+    return Reader(checkpoint, part="dflash_config", id_keys=("target_layer_ids", *ID_KEYS))
+
+
+def common_options(
+    reader: Reader, overrides: Any, target_layers: int | None, sample_from_anchor: bool
+) -> HeadOptions:
+    """The options of all heads with these layers; see :func:`read_options`."""
+    checkpoint = reader.checkpoint
     shape = read_layers(reader, set(checkpoint.tensors), overrides.rope_theta)
     reader = _with_defaults(reader, shape.num_layers)
     return HeadOptions(
         **vars(shape),
         features=reader.features(overrides.feature_layers, target_layers, True),
         masks=_masks(reader, shape.num_layers, overrides),
-        block_size=_block_size(reader),
+        block_size=_block_size(reader, 1 if sample_from_anchor else 2),
+        sample_from_anchor=sample_from_anchor,
         mask_token_id=_mask_token(reader, overrides),
         sources=tuple(reader.sources),
     )
@@ -104,23 +123,25 @@ def _with_defaults(reader: Reader, num_draft_layers: int) -> Reader:
                    default_source="default: evenly spaced from hs[2] to hs[L - 2]")  # fmt: skip
 
 
-def _refuse_variants(reader: Reader) -> None:
+def refuse_variants(reader: Reader, usual: dict[str, tuple[Any, ...]], kind: str) -> None:
+    """Refuse a head with another value of one of the keys of ``usual`` than those that it lists."""
     for values in (reader.checkpoint.config, reader.nested):
-        for name, usual in USUAL.items():
-            if values.get(name) not in usual:
+        for name, allowed in usual.items():
+            if values.get(name) not in allowed:
                 raise ConfigError(
-                    f"{reader.checkpoint.path} has {name}={values[name]!r}, a variant of DFlash that specgraph does "
-                    f"not run; it runs heads with {name}={usual[-1]!r}."
+                    f"{reader.checkpoint.path} has {name}={values[name]!r}, a variant of {kind} that specgraph does "
+                    f"not run; it runs heads with {name}={allowed[-1]!r}."
                 )
 
 
-def _block_size(reader: Reader) -> int:
+def _block_size(reader: Reader, least: int) -> int:
     """The rows of a trained block; newer files have it in ``dflash_config``."""
     own = reader.nested.get("block_size")
     size = read_size(reader.checkpoint, "block_size") if own is None else own
-    if not isinstance(size, int) or size < 2:
+    if not isinstance(size, int) or size < least:
         raise ConfigError(
-            f"block_size of {reader.checkpoint.path} is {size!r}, which leaves no token to draft; it must be 2 or more."
+            f"block_size of {reader.checkpoint.path} is {size!r}, which leaves no token to draft; it must be {least} "
+            "or more."
         )
     return int(reader.note("block_size", size, "config.json" if own is None else reader.part))
 
@@ -197,23 +218,37 @@ def read_mask_embedding(path: Path) -> tuple[Tensor, int | None] | None:
     return embedding.flatten(), None if token is None else int(token)
 
 
-def load_head(checkpoint: Checkpoint, overrides: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+Make = Callable[..., DFlash]
+"""Makes a module without weights of a :class:`DFlashConfig` and the argument ``mask_embedding``."""
+
+
+def load_head(
+    checkpoint: Checkpoint, options: HeadOptions, model: PreTrainedModel, info: ModelInfo, what: str = "a DFlash head",
+    make: Make = DFlash,
+) -> DraftHead:  # fmt: skip
     """Build the head on the target's device and in its dtype.
 
     If the checkpoint lacks ``embed_tokens`` or ``lm_head``, or has one that equals the target's, the head uses the
-    target's own tensor and not a copy. :func:`read_options` chooses the options.
+    target's own tensor and not a copy.
+
+    Args:
+        checkpoint: its files.
+        options: how they are used, as :func:`read_options` says.
+        model: the target.
+        info: facts about it.
+        what: what the head is, in words.
+        make: makes the module.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
     """
-    options = read_options(checkpoint, overrides, info.num_layers)
-    loader = HeadLoader(checkpoint, _stored(checkpoint), TargetTensors.of(model, info), "a DFlash head",
-                        (EMBEDDING, PROJECTION), IGNORED)  # fmt: skip
+    loader = HeadLoader(checkpoint, _stored(checkpoint), TargetTensors.of(model, info), what, (EMBEDDING, PROJECTION),
+                        IGNORED)  # fmt: skip
     if options.features is None:
         raise ConfigError(f"{checkpoint.path} does not say which hidden states it reads; set draft.feature_layers.")
     config = _config(loader, options, len(options.features))
     with torch.device("meta"):
-        module = DFlash(config, mask_embedding=MASK_EMBEDDING in loader.stored)
+        module = make(config, mask_embedding=MASK_EMBEDDING in loader.stored)
     loader.add_biases(module, without=("lm_head",))
     loader.check(module)
     _check_mask(loader, module, options.mask_token_id)
@@ -248,6 +283,7 @@ def _config(loader: HeadLoader, options: HeadOptions, num_features: int) -> DFla
         num_features=num_features,
         draft_vocab_size=read_size(checkpoint, "draft_vocab_size") if named else counted,
         block_size=options.block_size,
+        sample_from_anchor=options.sample_from_anchor,
     )
 
 

@@ -29,8 +29,12 @@ def save_head(head: DraftHead, folder: str | Path, *, target_name: str, shared: 
     Raises:
         ConfigError: the layout cannot express the head.
     """
+    return write_head(head, folder, head_config(head, head.module.config, target_name), shared)
+
+
+def write_head(head: DraftHead, folder: str | Path, written: dict[str, Any], shared: Iterable[Tensor]) -> Path:
+    """Write the files of a head, with ``written`` as its configuration; see :func:`save_head`."""
     module: DFlash = head.module
-    written = _config(head, module.config, target_name)
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     embedding = tensors.pop(MASK_EMBEDDING, None)
     if module.draft_to_target is not None:
@@ -43,7 +47,12 @@ def save_head(head: DraftHead, folder: str | Path, *, target_name: str, shared: 
     return saved
 
 
-def _config(head: DraftHead, config: DFlashConfig, target_name: str) -> dict[str, Any]:
+def head_config(head: DraftHead, config: DFlashConfig, target_name: str) -> dict[str, Any]:
+    """The configuration of a head in the layout of z-lab.
+
+    Raises:
+        ConfigError: the layout cannot express the head.
+    """
     if 0 in head.features:
         raise ConfigError("The layout of z-lab names outputs of layers, and cannot express a head that reads hs[0].")
     layers: Any = config.layers
@@ -58,6 +67,7 @@ def _config(head: DraftHead, config: DFlashConfig, target_name: str) -> dict[str
         "target_hidden_size": config.target_hidden_size,
         "base_model_name_or_path": target_name,
         "dflash_config": own,
+        **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
         **_masks(config),
     }
 

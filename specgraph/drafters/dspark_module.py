@@ -8,7 +8,6 @@ Sources: DSpark (DeepSeek, 2026), ``deepspec/modeling/dspark`` of DeepSpec; the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,24 +59,24 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, embedded: Tensor, hidden: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What :attr:`markov_w2` reads ``[..., r]``, and the next state.
 
         Args:
             embedded: the embedding ``[..., r]`` of the token before.
-            hidden: the row's hidden state ``[..., H]`` behind the last norm.
+            hidden: the row's hidden state ``[..., H]`` behind the last norm; None for ``vanilla``.
             state: ``[..., r]`` for ``rnn``, else None.
         """
+        if hidden is None:
+            return embedded, None
         if self.kind == "gated":
             gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], dim=-1)))
             return gate * embedded, None
-        if self.kind == "rnn":
-            assert state is not None
-            joint = self.joint_proj(torch.cat([state, embedded, hidden], dim=-1))
-            gate, candidate, out = joint.chunk(3, dim=-1)
-            kept = torch.sigmoid(gate)
-            return torch.tanh(out), kept * state + (1 - kept) * torch.tanh(candidate)
-        return embedded, None
+        assert state is not None
+        joint = self.joint_proj(torch.cat([state, embedded, hidden], dim=-1))
+        gate, candidate, out = joint.chunk(3, dim=-1)
+        kept = torch.sigmoid(gate)
+        return torch.tanh(out), kept * state + (1 - kept) * torch.tanh(candidate)
 
 
 class ConfidenceHead(nn.Module):
@@ -85,26 +84,13 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.proj = nn.Linear(
-            config.layers.hidden_size + (config.markov_rank if config.confidence_with_markov else 0), 1
-        )
+        rank = config.markov_rank if config.confidence_with_markov else 0
+        self.proj = nn.Linear(config.layers.hidden_size + rank, 1)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The logit ``[...]`` of the estimate, from the inputs ``[..., H]`` and, with Markov, ``[..., r]``."""
         logit: Tensor = self.proj(torch.cat(inputs, dim=-1)).squeeze(-1)
         return logit
-
-
-class Refined(NamedTuple):
-    """What the sequential part of a head makes of one row.
-
-    ``logits`` are ``[..., Vd]``, ``confidence`` is the logit ``[...]`` of the estimated acceptance, and ``state``
-    ``[..., r]`` goes to the next row. The last two are None if the head has no such part.
-    """
-
-    logits: Tensor
-    confidence: Tensor | None
-    state: Tensor | None
 
 
 class DSpark(DFlash):
@@ -117,30 +103,39 @@ class DSpark(DFlash):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
 
-    @property
-    def sequential(self) -> bool:
-        """Whether anything is computed draft by draft."""
-        return self.markov_head is not None or self.confidence_head is not None
-
-    def predict(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave, and these rows behind the last norm."""
+    def predict(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Of rows ``[B, R, H]`` that :meth:`forward` gave: logits ``[B, R, Vd]``, the rows behind the last norm and, for
+        a recurrent Markov head, the state ``[B, 1, r]`` of its first row.
+        """
         normed = self.norm(hidden)
-        return self.lm_head(normed), normed
+        state = [normed.new_zeros(normed.shape[0], 1, self.config.markov_rank)] * self.config.recurrent
+        return self.lm_head(normed), normed, *state
 
-    def refine(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None = None) -> Refined:
-        """Correct the logits of rows by the tokens before them, and estimate whether their drafts will be accepted.
+    def correct(
+        self, tokens: Tensor, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Correct the logits of rows by the tokens before them, and give the state of the next row.
 
         Args:
             tokens: the target's id of the token before each row, int64 ``[...]``.
             logits: ``[..., Vd]``, as :meth:`predict` gives them.
-            hidden: ``[..., H]``, as :meth:`predict` gives them.
-            state: what the row before returned, ``[..., r]``; None for heads that are not recurrent.
+            hidden: ``[..., H]``, as :meth:`predict` gives them; None if the Markov head is ``vanilla``.
+            state: what the row before returned, ``[..., r]``, or what :meth:`predict` did; None if the Markov head is
+                not recurrent.
         """
+        assert self.markov_head is not None
+        mixed, state = self.markov_head(self.markov_head.markov_w1(tokens), hidden, state)
+        return logits + self.markov_head.markov_w2(mixed), state
+
+    def confidence_logits(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The logits ``[...]`` of the estimates that the drafts of rows ``[..., H]`` are accepted.
+
+        ``tokens`` int64 ``[...]`` are those before each row; None for a head that does not read them.
+        """
+        assert self.confidence_head is not None
         inputs = [hidden]
-        if self.markov_head is not None:
-            embedded = self.markov_head.markov_w1(tokens)
-            mixed, state = self.markov_head(embedded, hidden, state)
-            logits = logits + self.markov_head.markov_w2(mixed)
-            inputs += [embedded] * self.config.confidence_with_markov
-        confidence = None if self.confidence_head is None else self.confidence_head(*inputs)
-        return Refined(logits, confidence, state)
+        if tokens is not None:
+            assert self.markov_head is not None
+            inputs.append(self.markov_head.markov_w1(tokens))
+        logits: Tensor = self.confidence_head(*inputs)
+        return logits

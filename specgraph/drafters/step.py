@@ -16,7 +16,7 @@ from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
-from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, Input, per_call
+from specgraph.kernels.state import CONFIDENCE, ROW_INDEX, ROWS, Buffer, Input, per_call
 
 SAMPLING = {
     "temperature": Buffer(("B",), torch.float32),
@@ -162,6 +162,14 @@ class DraftStep:
         if self.rule in STEP_NOISE_RULES:
             kept = self.state(POINT_MASS, Buffer(("B",), torch.bool))
             self.call(step.keep_point_mass_, kept, chosen, self.num_emitted, name="keep_point_mass_")
+
+    def keep_confidence(self, estimates: fx.Node) -> None:
+        """Append a node that keeps the probability that each draft is accepted if those before it are: ``[B, K]``.
+
+        The host reads it with the results of the step.
+        """
+        kept = self.state(CONFIDENCE, Buffer(("B", self.program.drafter.num_speculative_tokens), torch.float32))
+        self.call(step.keep_confidence_, kept, estimates, self.num_emitted, name="keep_confidence_")
 
     def draw(self, logits: fx.Node, row: int, vocab_size: int, dtype: torch.dtype, name: str | None = None) -> fx.Node:
         """Append a node that draws drafts number ``row``, ``row + 1``, ... ``[B, R]`` from logits ``[B, R, Vd]``.

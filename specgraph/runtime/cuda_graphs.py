@@ -83,16 +83,20 @@ def first_error(error: BaseException, before: BaseException | None = None) -> st
 
 @dataclass
 class Results:
-    """The packed results of a step (see :mod:`specgraph.kernels.step.results`), on their way to ``host``."""
+    """The packed results of a step (see :mod:`specgraph.kernels.step.results`), on their way to ``host``.
+
+    ``width`` is the number of rows of a decode step.
+    """
 
     host: Tensor
+    width: int
     ready: torch.cuda.Event | None = None
 
     def read(self, count: int) -> Unpacked:
         """Wait for them, and give those of the first ``count`` sequences."""
         if self.ready is not None:
             self.ready.synchronize()
-        return unpack_results(self.host[:count])
+        return unpack_results(self.host[:count], self.width)
 
 
 class Mailbox:
@@ -102,8 +106,9 @@ class Mailbox:
     results must be read before the second sending after their own.
     """
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self._both = [_empty_results(rows, columns, device) for _ in range(2)]
+    def __init__(self, rows: int, width: int, columns: int, device: torch.device) -> None:
+        """``width`` is the number of rows of a decode step."""
+        self._both = [_empty_results(rows, width, columns, device) for _ in range(2)]
 
     def send(self, packed: Tensor) -> Results:
         """Copy int32 ``[B, columns]``, where ``B`` is at most ``rows``, without waiting."""
@@ -115,7 +120,7 @@ class Mailbox:
         return results
 
 
-def _empty_results(rows: int, columns: int, device: torch.device) -> Results:
+def _empty_results(rows: int, width: int, columns: int, device: torch.device) -> Results:
     pinned = device.type == "cuda"
     host = torch.empty(rows, columns, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    return Results(host, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
+    return Results(host, width, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]

@@ -47,6 +47,8 @@ class _Step:
     emitted: list[list[int]]
     logprobs: list[list[float]]
     decoding: list[bool]
+    confidence: list[list[float]]
+    """What the drafter thinks of the drafts that each sequence verifies next; empty if it does not say."""
     seconds: float
 
 
@@ -141,8 +143,9 @@ class SpeculativeDecoder:
         stats = self._new_stats(len(request.prompts))
         tokens: list[list[int]] = [[] for _ in request.prompts]
         logprobs: list[list[float]] = [[] for _ in request.prompts]
+        thought: list[list[float]] = [[] for _ in request.prompts]
         for step in self._run(request):
-            _count(stats, step)
+            _count(stats, step, thought)
             for row, new in enumerate(step.emitted):
                 tokens[row] += new
                 logprobs[row] += step.logprobs[row]
@@ -225,7 +228,8 @@ class SpeculativeDecoder:
         return sampling.unused() if draws else (*sampling.unused(), "seeds")
 
     def _new_stats(self, batch: int) -> Stats:
-        return Stats(self._program.drafter.num_speculative_tokens, [[] for _ in range(batch)])
+        steps: list[list[int]] = [[] for _ in range(batch)]
+        return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=[[] for _ in range(batch)])
 
     def _chunks(self, request: Request) -> Iterator[StreamChunk]:
         lengths = [p.numel() for p in request.prompts]
@@ -315,17 +319,21 @@ def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, set[in
         )
     decoding = not under_way.forced
     forced = under_way.forced or [0] * len(rows)
-    step = _Step([[] for _ in range(count)], [[] for _ in range(count)], [False] * count, time.perf_counter() - begin)
+    none: list[list[list[float]]] = [[[] for _ in range(count)] for _ in range(3)]
+    emitted, logprobs, confidence = none
+    step = _Step(emitted, logprobs, [False] * count, confidence, time.perf_counter() - begin)
     for place, row in enumerate(rows):
         # The last tokens were read. How many of them come before those that were not forced?
         before = max(0, len(read.tokens[place]) + forced[place] - read.num_emitted[place])
         step.emitted[row][:] = read.tokens[place][before:]
         step.logprobs[row][:] = read.logprobs[place][before:]
         step.decoding[row] = decoding and read.num_emitted[place] > 0
+        step.confidence[row][:] = read.confidence[place]
     return step, {row for row, left in zip(rows, read.num_rows, strict=True) if not left} & under_way.started
 
 
-def _count(stats: Stats, step: _Step) -> None:
+def _count(stats: Stats, step: _Step, thought: list[list[float]]) -> None:
+    """Add a step. ``thought`` is the confidence in the drafts that each sequence verifies in its next one."""
     stats.steps += 1
     if any(step.decoding):
         stats.decode_seconds += step.seconds
@@ -334,6 +342,8 @@ def _count(stats: Stats, step: _Step) -> None:
     for row, decoding in enumerate(step.decoding):
         if decoding:
             stats.emitted_per_step[row].append(len(step.emitted[row]))
+            stats.confidence[row].append(thought[row])
+        thought[row] = step.confidence[row] or thought[row]
 
 
 def _pad(request: Request, new_tokens: list[Tensor]) -> Tensor:

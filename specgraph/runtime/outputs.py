@@ -24,6 +24,9 @@ class Stats:
     """Runs of the step graph, prefill included."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    confidence: list[list[list[float]]] = field(default_factory=list)
+    """For every sequence, what the drafter thought of the drafts that each of its decode steps verified: for each draft
+    the probability that it is accepted if those before it are. Empty for drafters that do not say."""
 
     def _counts(self) -> list[int]:
         return [n for sequence in self.emitted_per_step for n in sequence]
@@ -51,6 +54,17 @@ class Stats:
         return [
             sum(n > position for n in counts) / len(counts) for position in range(1, self.num_speculative_tokens + 1)
         ]
+
+    @property
+    def confidence_per_position(self) -> list[float]:
+        """For each draft position, how probable the drafter thought it that the step accepts it: K numbers, or none.
+
+        A step accepts a draft if it accepts all before it, so these are the means of products. A well-trained head
+        comes near :attr:`acceptance_per_position`.
+        """
+        steps = [torch.tensor(each, dtype=torch.float64, device="cpu") for row in self.confidence for each in row if each]
+        mean: list[float] = torch.stack(steps).cumprod(1).mean(0).tolist() if steps else []
+        return mean
 
     @property
     def tokens(self) -> int:

@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate, num_bytes
 from specgraph.kernels.launch import new_counters, own_counters
-from specgraph.kernels.state import ROWS
+from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
-from specgraph.kernels.step.results import NUM_COUNTS, pack_results
+from specgraph.kernels.step.results import num_columns, pack_results
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
 from specgraph.runtime.requests import Request
 from specgraph.runtime.state import Chunk, fill_state, load_chunk, new_state, staged, state_sizes
@@ -93,10 +93,13 @@ class Runner:
     def _call(self, rows: Tensor, window: Tensor) -> Tensor:
         """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
         emitted, num_emitted, logprobs, bad = self._step(window=window, **{**self.state, ROWS: rows})
-        return pack_results(emitted, num_emitted, logprobs, bad, self.state["num_rows"], self.width, rows)
+        state = self.state
+        return pack_results(
+            emitted, num_emitted, logprobs, bad, state["num_rows"], self.width, rows, state.get(CONFIDENCE)
+        )
 
     def _send(self, packed: Tensor) -> Results:
-        return Results(packed.cpu())
+        return Results(packed.cpu(), self.width)
 
 
 class _Captured(NamedTuple):
@@ -127,7 +130,8 @@ class Workspace:
         self.sizes = dict(sizes)
         self.state = allocate(program, sizes, device)
         self.counters = new_counters(device)
-        self.mailbox = Mailbox(sizes["B"], 2 * self.state["next_window"].shape[1] + NUM_COUNTS, device)
+        width = self.state["next_window"].shape[1]
+        self.mailbox = Mailbox(sizes["B"], width, num_columns(width, self.state.get(CONFIDENCE)), device)
         self._pool = pool
         self._program = program
         self._graphs: dict[tuple[Mode, int], _Captured] = {}

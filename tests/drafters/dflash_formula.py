@@ -109,9 +109,10 @@ class Given:
     seen: tuple[Seen, ...] = (Seen(), Seen())
     theta: float = 10000.0
     mask_embedding: Tensor | None = None
+    shifted: bool = False
 
 
-def _sliding() -> dict[str, Any]:
+def sliding_keys() -> dict[str, Any]:
     return {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
             "use_sliding_window": True}  # fmt: skip
 
@@ -125,47 +126,65 @@ GIVEN: dict[str, Given] = {
         theta=50.0,
     ),
     "mask embedding": Given(z_lab(tensors(), {"mask_token_id": None}), mask_embedding=MASK_EMBEDDING),
-    "sliding": Given(z_lab(tensors(), **_sliding()), (Seen(WINDOW, causal=True), Seen())),
+    "sliding": Given(z_lab(tensors(), **sliding_keys()), (Seen(WINDOW, causal=True), Seen())),
     "causal": Given(z_lab(tensors(), {"causal_head": True}), (Seen(causal=True),) * 2),
     "windows everywhere": Given(z_lab(tensors(), {"use_swa": True, "swa_window_size": WINDOW}), (Seen(WINDOW),) * 2),
     "one layer without norms": Given(z_lab(tensors(layers=1, norms=False), model_type="llama"), (Seen(),)),
     "speculators": Given(speculators(tensors()), theta=500.0),
     "speculators, sliding": Given(
-        speculators(tensors(draft_vocab=DRAFT_VOCAB), _sliding(), draft_vocab_size=DRAFT_VOCAB),
+        speculators(tensors(draft_vocab=DRAFT_VOCAB), sliding_keys(), draft_vocab_size=DRAFT_VOCAB),
         (Seen(WINDOW, causal=True, anchored=True), Seen()),
         500.0,
     ),
+    "speculators, from the anchor": Given(speculators(tensors(), sample_from_anchor=True), theta=500.0, shifted=True),
 }  # fmt: skip
 
 
 @torch.no_grad()
 def block_logits(name: str, accepted: tuple[int, ...], count: int) -> Tensor:
-    """Logits ``[count, Vd]`` of ``count`` drafts behind the accepted tokens, from a block of as many masks."""
+    """Logits ``[count, Vd]`` of ``count`` drafts behind the accepted tokens."""
+    return formula(name, context_of(accepted), accepted[-1], count)
+
+
+@torch.no_grad()
+def context_of(accepted: tuple[int, ...]) -> Tensor:
+    """The target's features ``[P, 2 * Ht]`` of all accepted tokens but the last."""
     tokens = torch.tensor([accepted[:-1]])
     known = target()(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
-    return formula(name, torch.cat([known[k][0] for k in (1, 3)], dim=-1), accepted[-1], count)
+    return torch.cat([known[k][0] for k in (1, 3)], dim=-1)
 
 
 def formula(name: str, features: Tensor, anchor: int, count: int) -> Tensor:
-    """Logits ``[count, Vd]`` of the mask rows of a block behind a context with ``features`` ``[P, 2 * Ht]``."""
+    """Logits ``[count, Vd]`` of the rows of a block that predict, behind a context with ``features`` ``[P, 2 * Ht]``."""
     given = GIVEN[name]
-    weights = {"embed_tokens.weight": target().get_input_embeddings().weight.detach(),
-               "lm_head.weight": target().get_output_embeddings().weight.detach()}  # fmt: skip
-    weights |= {key: tensor.double() for key, tensor in given.written.tensors.items()}
-    context = _norm(weights, "hidden_norm", _linear(weights, "fc", features.double()))
-    x = weights["embed_tokens.weight"][[anchor] + [MASK] * count]
+    return linear(weights_of(given), "lm_head", rows_of(given, features, anchor, count))
+
+
+def weights_of(given: Given) -> dict[str, Tensor]:
+    """The tensors of a head, with the target's where it has none."""
+    own = {"embed_tokens.weight": target().get_input_embeddings().weight.detach(),
+           "lm_head.weight": target().get_output_embeddings().weight.detach()}  # fmt: skip
+    return own | {key: tensor.double() for key, tensor in given.written.tensors.items()}
+
+
+def rows_of(given: Given, features: Tensor, anchor: int, count: int) -> Tensor:
+    """The rows ``[count, H]`` of a block that predict drafts, behind the last norm."""
+    weights, masks = weights_of(given), count - given.shifted
+    context = _norm(weights, "hidden_norm", linear(weights, "fc", features.double()))
+    x = weights["embed_tokens.weight"][[anchor] + [MASK] * masks]
     if given.mask_embedding is not None:
-        x = torch.cat([x[:1], given.mask_embedding.double().expand(count, -1)])
+        x = torch.cat([x[:1], given.mask_embedding.double().expand(masks, -1)])
     for index, seen in enumerate(given.seen):
         layer = {k.removeprefix(f"layers.{index}."): v for k, v in weights.items() if k.startswith(f"layers.{index}.")}
         x = x + _attention(layer, _norm(layer, "input_layernorm", x), context, seen, given.theta)
         y = _norm(layer, "post_attention_layernorm", x)
-        gate, up = (_linear(layer, f"mlp.{part}_proj", y) for part in ("gate", "up"))
-        x = x + _linear(layer, "mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
-    return _linear(weights, "lm_head", _norm(weights, "norm", x[1:]))
+        gate, up = (linear(layer, f"mlp.{part}_proj", y) for part in ("gate", "up"))
+        x = x + linear(layer, "mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
+    return _norm(weights, "norm", x[not given.shifted :])
 
 
-def _linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+def linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """A linear layer by its name, with the bias that it has."""
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
@@ -179,14 +198,14 @@ def _attention(weights: dict[str, Tensor], x: Tensor, context: Tensor, seen: See
     rows, start = torch.cat([context, x]), len(context)
     parts = {}
     for part in "qkv":
-        parts[part] = _linear(weights, f"self_attn.{part}_proj", rows).view(len(rows), -1, HEAD_DIM).transpose(0, 1)
+        parts[part] = linear(weights, f"self_attn.{part}_proj", rows).view(len(rows), -1, HEAD_DIM).transpose(0, 1)
     queries, keys = (_rotate(_norm(weights, f"self_attn.{part}_norm", parts[part]), theta) for part in "qk")
     keys, values = (each.repeat_interleave(HEADS // KV_HEADS, dim=0) for each in (keys, parts["v"]))
     scores = queries[:, start:] @ keys.transpose(1, 2) / math.sqrt(HEAD_DIM)
     hidden = torch.tensor([[not _sees(seen, start, row, key) for key in range(len(rows))]
                            for row in range(start, len(rows))])  # fmt: skip
     mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ values
-    return _linear(weights, "self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
+    return linear(weights, "self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
 
 
 def _sees(seen: Seen, start: int, row: int, key: int) -> bool:

@@ -118,7 +118,7 @@ def test_a_layout_is_recognised_and_loaded(name: str, tmp_path: Path) -> None:
     module: DFlash = loaded.module
     assert (loaded.features, loaded.mask_token_id, loaded.parallel) == ((1, 3), MASK, False)
     assert module.config.masks == tuple(BlockMask(s.window, s.causal, s.anchored) for s in given.seen)
-    assert module.config.block_size == BLOCK
+    assert (module.config.block_size, module.config.sample_from_anchor) == (BLOCK, given.shifted)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     stored = {n: t for n, t in given.written.tensors.items() if n not in ("d2t", "t2d")}
     own = {"embed_tokens.weight", "lm_head.weight", *(["mask_embedding"] if given.mask_embedding is not None else [])}
@@ -144,7 +144,8 @@ def test_options_say_where_they_come_from(tmp_path: Path) -> None:
         "embed_tokens": ("the target's", "tensors"), "layer_type": ("qwen3", "tensors"),
         "feature_layers": ("hs[2], hs[34]", "default: evenly spaced from hs[2] to hs[L - 2]"),
         "lm_head": ("the target's", "tensors"), "mask_token_id": (MASK, "mask_token_id"),
-        "num_layers": (2, "tensors"), "rope_theta": (7.0, "rope_theta"), "use_swa": (False, "default"),
+        "num_layers": (2, "tensors"), "rope_theta": (7.0, "rope_theta"), "sample_from_anchor": (False, "default"),
+        "use_swa": (False, "default"),
     }  # fmt: skip
     found = options(z_lab(tensors(), {"use_swa": True, "swa_window_size": 9}), anchored_window=True, mask_token_id=3)
     assert found["use_swa"] == (True, "dflash_config") and found["sliding_window"] == (9, "swa_window_size")
@@ -226,10 +227,13 @@ MISFITS: dict[str, tuple[Callable[[], Written], str]] = {
         lambda: z_lab(tensors(), {"use_swa": True}),
         "swa_window_size of .* is None; it must be an integer above 0",
     ),
-    "rows that predict the next token": (
-        lambda: speculators(tensors(), sample_from_anchor=True),
-        "has sample_from_anchor=True, a variant of DFlash that specgraph does not run; it runs heads with "
-        "sample_from_anchor=False",
+    "no block at all": (
+        lambda: speculators(tensors(), sample_from_anchor=True, block_size=0),
+        "block_size in the config.json of .* is 0; it must be an integer above 0",
+    ),
+    "another scale": (
+        lambda: z_lab(tensors(), logit_scale=0.5),
+        "has logit_scale=0.5, a variant of DFlash that specgraph does not run; it runs heads with logit_scale=1.0",
     ),
     "a correction of the logits": (
         lambda: z_lab(tensors(), {"projector_type": "domino"}),
@@ -270,14 +274,24 @@ def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         DFlashDrafter.bind(head("z-lab"), BLOCK)
+    message = f"is {BLOCK + 1}, but the head was trained on blocks of {BLOCK} tokens; set it to {BLOCK} or less."
+    with pytest.raises(ConfigError, match=message):
+        DFlashDrafter.bind(head("speculators, from the anchor"), BLOCK + 1)
+
+
+def test_a_shift_by_the_key_of_jetspec(tmp_path: Path) -> None:
+    """JetSpec's causal heads have z-lab's layout, and a key of their own for rows that predict the next token."""
+    z_lab(tensors(), {"causal_head": True, "draft_shift": True}).save(tmp_path)
+    config = load(tmp_path).module.config
+    assert config.sample_from_anchor and all(mask.causal for mask in config.masks)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         (
-            "DSparkDraftModel",
-            "is a DSpark head .DSparkDraftModel., which specgraph does not read; it reads DFlash heads",
+            "Gemma4DSparkModel",
+            "is a DSpark head .Gemma4DSparkModel., which specgraph does not read; it reads DFlash heads",
         ),
         ("DFlash2DraftModel", "is a variant of DFlash .DFlash2DraftModel., which specgraph does not read"),
         ("LiLiCorrDraftModel", "is no draft that specgraph knows .architectures ..LiLiCorrDraftModel"),
@@ -564,7 +578,7 @@ def test_a_dump_runs_bit_for_bit_as_the_decoder(tmp_path: Path) -> None:
 
 
 SAVED = ["z-lab", "reduced vocabulary, own embedding, biases", "mask embedding", "causal", "windows everywhere",
-         "one layer without norms", "speculators"]  # fmt: skip
+         "one layer without norms", "speculators", "speculators, from the anchor"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -576,7 +590,7 @@ def test_what_is_saved_is_what_is_loaded(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(folder).layout == "z-lab" and open_checkpoint(folder).tensors.keys() == stored
     again = load(folder)
     assert (again.features, again.mask_token_id) == (given.features, given.mask_token_id)
-    for field in ("masks", "block_size", "draft_vocab_size", "target_hidden_size", "num_features"):
+    for field in ("masks", "block_size", "sample_from_anchor", "draft_vocab_size", "target_hidden_size", "num_features"):
         assert getattr(again.module.config, field) == getattr(given.module.config, field)
     assert torch.equal(again.module.rotary.inv_freq, given.module.rotary.inv_freq)
     for (key, tensor), (other, expected) in zip(again.module.named_parameters(), given.module.named_parameters(),

@@ -43,7 +43,7 @@ def example() -> tuple[Tensor, list[int]]:
 
 @torch.no_grad()
 def ours(name: str, features: Tensor, anchor: int, count: int) -> Tensor:
-    """Logits ``[count, Vd]`` of the mask rows of a block behind a context with ``features`` ``[P, 2 * Ht]``."""
+    """Logits ``[count, Vd]`` of the rows of a block that predict, behind a context with ``features`` ``[P, 2 * Ht]``."""
     program, length = drafting_stage(test_dflash.decoder(name, count)), len(features)
     sizes = {"N": 9, "B": 1}
     caches = tuple(b.allocate(sizes, "cpu") for b in buffers_of(program.inputs["draft_caches"]))
@@ -53,7 +53,8 @@ def ours(name: str, features: Tensor, anchor: int, count: int) -> Tensor:
         given = {"num_rows": torch.tensor([end - begin]), "block_table": table, "max_length": torch.tensor([28])}
         positions = torch.arange(begin, end)[None]
         program.modules["draft_context"](hidden=rows[:, begin:end], positions=positions, caches=caches, **given)
-    tokens, positions = torch.tensor([[anchor] + [MASK] * count]), torch.arange(length, length + count + 1)[None]
+    masks = count - GIVEN[name].shifted
+    tokens, positions = torch.tensor([[anchor] + [MASK] * masks]), torch.arange(length, length + masks + 1)[None]
     logits: Tensor = program.modules["draft"](tokens=tokens, positions=positions, block_table=table, caches=caches)[0]
     return logits
 
@@ -70,13 +71,13 @@ def test_logits_are_those_of_speculators(
     features, tokens = example()
     features, tokens = features[:length], tokens[: length + 1]
     expected = _theirs(name, features, tokens, tmp_path, monkeypatch)
-    found = ours(name, features, tokens[-1], BLOCK - 1)
+    found = ours(name, features, tokens[-1], len(expected))
     torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(formula(name, features, tokens[-1], BLOCK - 1), expected, **CLOSE)
+    torch.testing.assert_close(formula(name, features, tokens[-1], len(expected)), expected, **CLOSE)
 
 
 def _theirs(name: str, features: Tensor, tokens: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Logits ``[BLOCK - 1, Vd]`` of the block whose anchor is the last token, by their draft model in float64."""
+    """Logits ``[R, Vd]`` of the block whose anchor is the last token, by their draft model in float64."""
     from speculators.models.dflash import DFlashSpeculatorConfig, core
 
     given = GIVEN[name].written
@@ -105,7 +106,7 @@ def _theirs(name: str, features: Tensor, tokens: list[int], folder: Path, monkey
             hidden_states=padded, input_ids=ids, loss_mask=torch.ones(1, size), document_ids=torch.zeros_like(ids),
             verifier_last_hidden_states=torch.zeros(1, size, HIDDEN, dtype=torch.float64), max_anchors=1,
         )  # fmt: skip
-    found: Tensor = logits[0, 1:]
+    found: Tensor = logits[0, not GIVEN[name].shifted :]
     return found
 
 

@@ -179,7 +179,7 @@ def test_a_chunk_is_not_overwritten_before_its_copy_has_run() -> None:
 
 
 def test_the_mailbox_holds_two_steps_while_the_device_is_busy() -> None:
-    box = Mailbox(2, 5, DEVICE)
+    box = Mailbox(2, 1, 5, DEVICE)
     given = [torch.tensor([[n, 0, 1, 0, 1]] * 2, dtype=torch.int32, device=DEVICE) for n in range(6)]
     torch.cuda._sleep(1 << 26)
     sent = box.send(given[0])

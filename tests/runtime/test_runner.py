@@ -221,7 +221,7 @@ def test_a_decoder_shrinks_a_large_state(decoder: SpeculativeDecoder, monkeypatc
 
 
 def test_the_mailbox_holds_the_results_of_two_steps() -> None:
-    box = Mailbox(4, 5, torch.device("cpu"))
+    box = Mailbox(4, 1, 5, torch.device("cpu"))
 
     def packed(token: int) -> Tensor:
         return torch.tensor([[token, 0, 1, 0, 1]] * 2, dtype=torch.int32)

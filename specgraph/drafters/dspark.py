@@ -1,0 +1,214 @@
+"""DSpark heads: a block of drafts from one call, corrected one after the other.
+
+The layers are those of a DFlash head, which :mod:`specgraph.drafters.dflash` describes. A *Markov head* adds to the
+logits of every row what the token before it makes more or less likely. For the first row, this token is the anchor, and
+for each other row it is the draft that was drawn before. So drafts are drawn one after the other, with the drafter's
+noise, and what each is drawn from is the exact distribution given the drafts before it, which the rules
+``probabilistic`` and ``block`` compare with the target's. One draft takes an embedding, a small product and a draw,
+because the layers have run for all of them.
+
+A *confidence head* estimates for each draft the probability that it is accepted if those before it are. It changes no
+draft. ``stats.confidence_per_position`` has its estimates beside what was accepted.
+
+Sources: DSpark (DeepSeek, 2026), with the layout of DeepSpec; the ``dspark`` of speculators.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from transformers import PreTrainedModel
+
+from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
+from specgraph.checkpoints.files import Files
+from specgraph.config import DraftConfig
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter, export_block
+from specgraph.drafters.dflash_loading import load_head
+from specgraph.drafters.dflash_module import DFlash, DFlashConfig
+from specgraph.drafters.dspark_loading import read_options, save_head
+from specgraph.drafters.dspark_module import DSpark, DSparkConfig
+from specgraph.drafters.step import DraftStep
+from specgraph.frontend.tracing import export_hooked
+from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels import step as functions
+
+MARKOV, CONFIDENCE = "draft_markov", "draft_confidence"
+"""The modules that DSpark adds to those of DFlash. The first corrects the logits of one row, and the second estimates
+which drafts of a block will be accepted."""
+RANDOM_RANK = 256
+"""The rank of the Markov head of a random head, which is that of the published heads."""
+
+
+@dataclass
+class DSparkDraftConfig(DFlashDraftConfig):
+    """Keys of ``draft`` for DSpark heads. A value overrides the checkpoint's; null keeps it."""
+
+    kind: str = "dspark"
+
+
+@dataclass(frozen=True, eq=False)
+class DSparkDrafter(DFlashDrafter):
+    """Runs a DSpark head: keeps the context, runs one block, and draws its drafts one after the other."""
+
+    kind: ClassVar[str] = "dspark"
+    Config: ClassVar[type[DraftConfig]] = DSparkDraftConfig
+    reads: ClassVar[str | None] = "DSpark heads (DeepSpec and speculators layouts)"
+    head: ClassVar[type[nn.Module] | None] = DSpark
+    returned: ClassVar[str] = "block_outputs"
+
+    def draw(self, step: DraftStep, tokens: fx.Node, returned: fx.Node) -> None:
+        """Append a call of :data:`MARKOV` and a draw for each draft, and a call of :data:`CONFIDENCE` for all."""
+        logits = step.call(operator.getitem, returned, 0, name="base_logits")
+        hidden = step.call(operator.getitem, returned, 1, name="block_hidden")
+        before = [_rows(step, tokens, 0, 1, "anchor")]
+        if MARKOV in step.program.modules:
+            before += self._draw_in_order(step, before[0], logits, hidden, returned)
+        else:
+            step.draw(logits, 0, self.model.vocab_size, self.model.dtype, name="proposals")
+        if CONFIDENCE in step.program.modules:
+            self._keep_confidence(step, before[:-1], hidden)
+
+    def _draw_in_order(
+        self, step: DraftStep, token: fx.Node, logits: fx.Node, hidden: fx.Node, returned: fx.Node
+    ) -> list[fx.Node]:
+        """Append the corrections and draws, and return the drafts ``[B, 1]``."""
+        inputs = _inputs(step, MARKOV)
+        state = step.call(operator.getitem, returned, 2, name="markov_state") if "state" in inputs else None
+        drafts = []
+        for row in range(self.num_speculative_tokens):
+            given: dict[str, Any] = {"tokens": token, "logits": _rows(step, logits, row, 1, f"base_logits_{row}")}
+            if "hidden" in inputs:
+                given["hidden"] = _rows(step, hidden, row, 1, f"block_hidden_{row}")
+            corrected = step.call(MARKOV, **given, **({} if state is None else {"state": state}), name=f"markov_{row}")
+            if state is not None:
+                state = step.call(operator.getitem, corrected, 1, name=f"markov_state_{row}")
+                corrected = step.call(operator.getitem, corrected, 0, name=f"draft_logits_{row}")
+            token = step.draw(corrected, row, self.model.vocab_size, self.model.dtype)
+            drafts.append(token)
+        return drafts
+
+    def _keep_confidence(self, step: DraftStep, before: list[fx.Node], hidden: fx.Node) -> None:
+        """Append the estimates for all drafts, from the token before each of them."""
+        inputs = {"hidden": hidden}
+        if "tokens" in _inputs(step, CONFIDENCE):
+            inputs["tokens"] = step.call(torch.cat, before, dim=1, name="tokens_before")
+        step.keep_confidence(step.call(CONFIDENCE, **inputs, name="estimates"))
+
+    @classmethod
+    def recognise(cls, files: Files) -> Checkpoint | None:
+        """Recognise a head by its configuration, or by the names of its tensors. Gemma 4's layers are not run."""
+        declared, classes = files.config.get("speculators_model_type"), architectures(files.config)
+        if declared is not None:
+            return Checkpoint.of(files, cls.kind, "speculators", cls.kind) if declared == cls.kind else None
+        if any("Gemma4" in name for name in classes):
+            return None
+        known = any("DSpark" in name for name in classes) or "markov_head.markov_w1.weight" in files.tensors
+        return Checkpoint.of(files, cls.kind, "deepspec", cls.kind) if known else None
+
+    @classmethod
+    def choices(cls, checkpoint: Checkpoint, options: Any, target_layers: int | None) -> tuple[Choice, ...]:
+        """All options of the head."""
+        return read_options(checkpoint, options, target_layers).sources
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
+        """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
+        found = read_options(checkpoint, options, info.num_layers)
+        return load_head(checkpoint, found, model, info, "a DSpark head", found.module)
+
+    @classmethod
+    def export(cls, module: Any, num_masks: int) -> dict[str, fx.GraphModule]:
+        """The graphs of a head: those of DFlash, and those that the head has of :data:`MARKOV`, :data:`CONFIDENCE`."""
+        return export_block(module, num_masks) | export_refinements(module, num_masks + 1 - module.config.first_row)
+
+    @classmethod
+    def save_head(
+        cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
+        shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
+    ) -> Path:  # fmt: skip
+        """Write the head in the layout of DeepSpec."""
+        return save_head(head, folder, target_name=target_name, shared=shared)
+
+    @classmethod
+    def random_module(cls, config: DFlashConfig) -> DFlash:
+        """A module with a Markov head and a confidence head, as the published ones have them."""
+        values = vars(config) | {"sample_from_anchor": True}
+        rows = config.layers.vocab_size
+        return DSpark(DSparkConfig(**values, markov_rank=RANDOM_RANK, markov_rows=rows, confidence=True,
+                                   confidence_with_markov=True))  # fmt: skip
+
+
+def _inputs(step: DraftStep, module: str) -> set[str]:
+    return {node.name for node in step.program.modules[module].graph.find_nodes(op="placeholder")}
+
+
+def _rows(step: DraftStep, values: fx.Node, first: int, count: int, name: str) -> fx.Node:
+    """The rows ``values[:, first : first + count]``."""
+    return step.call(operator.getitem, values, (slice(None), slice(first, first + count)), name=name)
+
+
+class _Part(nn.Module):
+    """One of the parts that are exported. The names of arguments become those of the graphs' inputs."""
+
+    def __init__(self, head: DSpark) -> None:
+        super().__init__()
+        self.head = head
+
+
+class _Vanilla(_Part):
+    def forward(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        return self.head.correct(tokens, logits)[0]
+
+
+class _Gated(_Part):
+    def forward(self, tokens: Tensor, logits: Tensor, hidden: Tensor) -> Tensor:
+        return self.head.correct(tokens, logits, hidden)[0]
+
+
+class _Recurrent(_Part):
+    def forward(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.head.correct(tokens, logits, hidden, state)
+
+
+class _Confidence(_Part):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _probability(self.head.confidence_logits(hidden))
+
+
+class _ConfidenceWithMarkov(_Part):
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return _probability(self.head.confidence_logits(hidden, tokens))
+
+
+def _probability(logits: Tensor) -> Tensor:
+    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
+MARKOV_PARTS: dict[str, type[_Part]] = {"vanilla": _Vanilla, "gated": _Gated, "rnn": _Recurrent}
+"""What runs a Markov head, by its kind."""
+
+
+def export_refinements(head: DSpark, count: int) -> dict[str, fx.GraphModule]:
+    """Export what a head adds to DFlash: :data:`MARKOV` for one row, and :data:`CONFIDENCE` for ``count`` rows."""
+    config, weight, batch = head.config, head.lm_head.weight, torch.export.Dim("batch", min=1)
+    sizes = {"logits": config.draft_vocab_size, "hidden": weight.shape[1], "state": config.markov_rank}
+    parts: dict[str, tuple[_Part, int]] = {}
+    if head.markov_head is not None:
+        parts[MARKOV] = MARKOV_PARTS[config.markov_kind](head), 1
+    if head.confidence_head is not None:
+        parts[CONFIDENCE] = (_ConfidenceWithMarkov if config.confidence_with_markov else _Confidence)(head), count
+    graphs = {}
+    for name, (part, rows) in parts.items():
+        names = list(inspect.signature(part.forward).parameters)
+        given = tuple(weight.new_zeros(3, rows, sizes[key]) if key in sizes
+                      else torch.zeros(3, rows, dtype=torch.int64, device=weight.device) for key in names)  # fmt: skip
+        graphs[name] = export_hooked(part, given, {key: {0: batch} for key in names}, name, "head.")
+    return graphs
