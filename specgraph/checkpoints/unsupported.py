@@ -11,7 +11,7 @@ from specgraph.checkpoints.files import Files
 
 
 def name_unsupported(files: Files) -> str | None:
-    """The unsupported format of the checkpoint in ``files``, such as ``a DSpark head``; None if it is none of them."""
+    """The unsupported format of the checkpoint in ``files``, such as ``an MLP speculator``; None if there is none."""
     return _declared(files.config) or _named(files.tensors)
 
 

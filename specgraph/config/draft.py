@@ -126,7 +126,7 @@ def _class_in(path: Path) -> type[DraftConfig] | None:
 
 def _imported(tree: ast.Module) -> dict[str, type[DraftConfig]]:
     """The configuration classes that a drafter's file imports from the files of others, to derive its own from one."""
-    found = {}
+    found: dict[str, type[DraftConfig]] = {}
     for node in tree.body:
         package, _, name = (node.module or "").rpartition(".") if isinstance(node, ast.ImportFrom) else ("", "", "")
         if isinstance(node, ast.ImportFrom) and package == "specgraph.drafters" and (DRAFTERS / f"{name}.py").exists():

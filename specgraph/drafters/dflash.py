@@ -243,7 +243,7 @@ class _Context(_Features):
 
 class _Block(_Features):
     def forward(self, tokens: Tensor, positions: Tensor) -> Any:  # type: ignore[override]
-        return self.head.predict(self.head(tokens, positions)[:, self.head.config.first_row :])
+        return self.head.draft(tokens, positions)
 
 
 def export_block(head: DFlash, num_masks: int) -> dict[str, fx.GraphModule]:

@@ -97,9 +97,7 @@ def head_reader(checkpoint: Checkpoint) -> Reader:
     return Reader(checkpoint, part="dflash_config", id_keys=("target_layer_ids", *ID_KEYS))
 
 
-def common_options(
-    reader: Reader, overrides: Any, target_layers: int | None, sample_from_anchor: bool
-) -> HeadOptions:
+def common_options(reader: Reader, overrides: Any, target_layers: int | None, sample_from_anchor: bool) -> HeadOptions:
     """The options of all heads with these layers; see :func:`read_options`."""
     checkpoint = reader.checkpoint
     shape = read_layers(reader, set(checkpoint.tensors), overrides.rope_theta)

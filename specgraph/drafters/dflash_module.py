@@ -163,9 +163,14 @@ class DFlash(nn.Module):
         masks = self.mask_embedding.expand(tokens.shape[0], tokens.shape[1] - 1, -1)
         return torch.cat([anchor, masks], dim=1)
 
-    def predict(self, hidden: Tensor) -> Any:
-        """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave.
+    def predict(self, hidden: Tensor) -> Tensor:
+        """Logits ``[B, R, Vd]`` of rows ``[B, R, H]`` that :meth:`forward` gave."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+    def draft(self, tokens: Tensor, positions: Tensor) -> Any:
+        """Run the rows of a block as :meth:`forward` does, to the logits ``[B, K, Vd]`` of those that predict a draft.
 
         Heads of other kinds may return a tuple with what else they compute of these rows.
         """
-        return self.lm_head(self.norm(hidden))
+        return self.predict(self(tokens, positions)[:, self.config.first_row :])

@@ -33,12 +33,11 @@ from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter, export_block
 from specgraph.drafters.dflash_loading import load_head
 from specgraph.drafters.dflash_module import DFlash, DFlashConfig
-from specgraph.drafters.dspark_loading import read_options, save_head
+from specgraph.drafters.dspark_loading import check_tokens, read_options, save_head
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
 from specgraph.drafters.step import DraftStep
 from specgraph.frontend.tracing import export_hooked
 from specgraph.ir.model_info import ModelInfo
-from specgraph.kernels import step as functions
 
 MARKOV, CONFIDENCE = "draft_markov", "draft_confidence"
 """The modules that DSpark adds to those of DFlash. The first corrects the logits of one row, and the second estimates
@@ -122,6 +121,7 @@ class DSparkDrafter(DFlashDrafter):
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
         found = read_options(checkpoint, options, info.num_layers)
+        check_tokens(checkpoint, found, info)
         return load_head(checkpoint, found, model, info, "a DSpark head", found.module)
 
     @classmethod

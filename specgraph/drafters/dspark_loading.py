@@ -21,8 +21,9 @@ from specgraph.drafters.dflash_module import DFlashConfig
 from specgraph.drafters.dflash_saving import head_config, write_head
 from specgraph.drafters.dspark_module import MARKOV_KINDS, DSpark, DSparkConfig
 from specgraph.errors import ConfigError
+from specgraph.ir.model_info import ModelInfo
 
-W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"
+W1, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 UNUSUAL: dict[str, tuple[Any, ...]] = {**USUAL, "dspark_draft_topk": (None, 0)}
 """Keys of variants, and the values that mean none of that, as in :data:`~specgraph.drafters.dflash_loading.USUAL`."""
 
@@ -92,6 +93,19 @@ def _confidence(reader: Reader, has_markov: bool) -> dict[str, Any]:
             "its config.json."
         )
     return {"confidence": enabled, "confidence_with_markov": with_markov}
+
+
+def check_tokens(checkpoint: Checkpoint, options: SparkOptions, info: ModelInfo) -> None:
+    """Refuse a Markov head that does not embed every token of the target.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    if W1 in checkpoint.tensors and options.markov_rank and options.markov_rows < info.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.path} does not fit: {W1} has {options.markov_rows} rows, but the target {info.name} has a "
+            f"vocabulary of {info.vocab_size}."
+        )
 
 
 def save_head(head: DraftHead, folder: str | Path, *, target_name: str, shared: Iterable[Tensor] = ()) -> Path:

@@ -103,13 +103,26 @@ class DSpark(DFlash):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
 
-    def predict(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Of rows ``[B, R, H]`` that :meth:`forward` gave: logits ``[B, R, Vd]``, the rows behind the last norm and, for
-        a recurrent Markov head, the state ``[B, 1, r]`` of its first row.
+    def draft(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Run the rows of a block. Of those that predict a draft, this gives the logits ``[B, K, Vd]``, the rows
+        ``[B, K, H]`` behind the last norm and, for a recurrent Markov head, the state ``[B, 1, r]`` of the first.
         """
-        normed = self.norm(hidden)
-        state = [normed.new_zeros(normed.shape[0], 1, self.config.markov_rank)] * self.config.recurrent
-        return self.lm_head(normed), normed, *state
+        rows = self.norm(self(tokens, positions))
+        predicting = rows[:, self.config.first_row :]
+        state = [self.first_state(rows, tokens)] if self.config.recurrent else []
+        return self.lm_head(predicting), predicting, *state
+
+    def first_state(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """The state ``[B, 1, r]`` of the first row that predicts a draft, in a block with ``rows`` ``[B, R, H]``.
+
+        It is 0 at the anchor. A head that does not sample from the anchor was trained with its row in front, as if the
+        anchor were the token before itself.
+        """
+        state = rows.new_zeros(rows.shape[0], 1, self.config.markov_rank)
+        if not self.config.sample_from_anchor:
+            assert self.markov_head is not None
+            _, state = self.markov_head(self.markov_head.markov_w1(tokens[:, :1]), rows[:, :1], state)
+        return state
 
     def correct(
         self, tokens: Tensor, logits: Tensor, hidden: Tensor | None = None, state: Tensor | None = None
@@ -118,9 +131,9 @@ class DSpark(DFlash):
 
         Args:
             tokens: the target's id of the token before each row, int64 ``[...]``.
-            logits: ``[..., Vd]``, as :meth:`predict` gives them.
-            hidden: ``[..., H]``, as :meth:`predict` gives them; None if the Markov head is ``vanilla``.
-            state: what the row before returned, ``[..., r]``, or what :meth:`predict` did; None if the Markov head is
+            logits: ``[..., Vd]``, as :meth:`draft` gives them.
+            hidden: ``[..., H]``, as :meth:`draft` gives them; None if the Markov head is ``vanilla``.
+            state: what the row before returned, ``[..., r]``, or what :meth:`draft` did; None if the Markov head is
                 not recurrent.
         """
         assert self.markov_head is not None

@@ -319,9 +319,9 @@ def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, set[in
         )
     decoding = not under_way.forced
     forced = under_way.forced or [0] * len(rows)
-    none: list[list[list[float]]] = [[[] for _ in range(count)] for _ in range(3)]
-    emitted, logprobs, confidence = none
-    step = _Step(emitted, logprobs, [False] * count, confidence, time.perf_counter() - begin)
+    logprobs: list[list[float]] = [[] for _ in range(count)]
+    confidence: list[list[float]] = [[] for _ in range(count)]
+    step = _Step([[] for _ in range(count)], logprobs, [False] * count, confidence, time.perf_counter() - begin)
     for place, row in enumerate(rows):
         # The last tokens were read. How many of them come before those that were not forced?
         before = max(0, len(read.tokens[place]) + forced[place] - read.num_emitted[place])

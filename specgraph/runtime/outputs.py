@@ -62,8 +62,9 @@ class Stats:
         A step accepts a draft if it accepts all before it, so these are the means of products. A well-trained head
         comes near :attr:`acceptance_per_position`.
         """
-        steps = [torch.tensor(each, dtype=torch.float64, device="cpu") for row in self.confidence for each in row if each]
-        mean: list[float] = torch.stack(steps).cumprod(1).mean(0).tolist() if steps else []
+        steps = [step for sequence in self.confidence for step in sequence if step]
+        values = torch.tensor(steps, dtype=torch.float64, device="cpu")
+        mean: list[float] = values.cumprod(1).mean(0).tolist() if steps else []
         return mean
 
     @property

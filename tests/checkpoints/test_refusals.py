@@ -19,7 +19,8 @@ from tests.checkpoints.running import load, target
 UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "mtp of another form": ({"model_type": "deepseek_v4"}, ["mtp.0.e_proj.weight"], "an MTP head"),
     "dflash2": ({"architectures": ["DFlash2DraftModel"]}, ["fc.weight"], r"a variant of DFlash \(DFlash2DraftModel\)"),
-    "dspark": ({"speculators_model_type": "dspark"}, ["fc.weight"], "a dspark head"),
+    "xpress": ({"speculators_model_type": "xpress"}, ["fc.weight"], "a xpress head"),
+    "dspark": ({"architectures": ["Gemma4DSparkModel"]}, ["fc.weight"], r"a DSpark head \(Gemma4DSparkModel\)"),
     "mla": (
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
         ["layers.0.hidden_norm.weight"],

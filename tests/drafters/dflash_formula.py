@@ -155,9 +155,10 @@ def context_of(accepted: tuple[int, ...]) -> Tensor:
 
 
 def formula(name: str, features: Tensor, anchor: int, count: int) -> Tensor:
-    """Logits ``[count, Vd]`` of the rows of a block that predict, behind a context with ``features`` ``[P, 2 * Ht]``."""
+    """Logits ``[count, Vd]`` of the drafts of a block behind a context with ``features`` ``[P, 2 * Ht]``."""
     given = GIVEN[name]
-    return linear(weights_of(given), "lm_head", rows_of(given, features, anchor, count))
+    rows = all_rows(given, features, anchor, count)
+    return linear(weights_of(given), "lm_head", rows[not given.shifted :])
 
 
 def weights_of(given: Given) -> dict[str, Tensor]:
@@ -167,8 +168,8 @@ def weights_of(given: Given) -> dict[str, Tensor]:
     return own | {key: tensor.double() for key, tensor in given.written.tensors.items()}
 
 
-def rows_of(given: Given, features: Tensor, anchor: int, count: int) -> Tensor:
-    """The rows ``[count, H]`` of a block that predict drafts, behind the last norm."""
+def all_rows(given: Given, features: Tensor, anchor: int, count: int) -> Tensor:
+    """The rows ``[R, H]`` of a block of ``count`` drafts behind the last norm, that of the anchor included."""
     weights, masks = weights_of(given), count - given.shifted
     context = _norm(weights, "hidden_norm", linear(weights, "fc", features.double()))
     x = weights["embed_tokens.weight"][[anchor] + [MASK] * masks]
@@ -180,7 +181,7 @@ def rows_of(given: Given, features: Tensor, anchor: int, count: int) -> Tensor:
         y = _norm(layer, "post_attention_layernorm", x)
         gate, up = (linear(layer, f"mlp.{part}_proj", y) for part in ("gate", "up"))
         x = x + linear(layer, "mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
-    return _norm(weights, "norm", x[not given.shifted :])
+    return _norm(weights, "norm", x)
 
 
 def linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:

@@ -590,7 +590,14 @@ def test_what_is_saved_is_what_is_loaded(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(folder).layout == "z-lab" and open_checkpoint(folder).tensors.keys() == stored
     again = load(folder)
     assert (again.features, again.mask_token_id) == (given.features, given.mask_token_id)
-    for field in ("masks", "block_size", "sample_from_anchor", "draft_vocab_size", "target_hidden_size", "num_features"):
+    for field in (
+        "masks",
+        "block_size",
+        "sample_from_anchor",
+        "draft_vocab_size",
+        "target_hidden_size",
+        "num_features",
+    ):
         assert getattr(again.module.config, field) == getattr(given.module.config, field)
     assert torch.equal(again.module.rotary.inv_freq, given.module.rotary.inv_freq)
     for (key, tensor), (other, expected) in zip(again.module.named_parameters(), given.module.named_parameters(),

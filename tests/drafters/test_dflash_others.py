@@ -43,7 +43,7 @@ def example() -> tuple[Tensor, list[int]]:
 
 @torch.no_grad()
 def ours(name: str, features: Tensor, anchor: int, count: int) -> Tensor:
-    """Logits ``[count, Vd]`` of the rows of a block that predict, behind a context with ``features`` ``[P, 2 * Ht]``."""
+    """Logits ``[count, Vd]`` of the drafts of a block behind a context with ``features`` ``[P, 2 * Ht]``."""
     program, length = drafting_stage(test_dflash.decoder(name, count)), len(features)
     sizes = {"N": 9, "B": 1}
     caches = tuple(b.allocate(sizes, "cpu") for b in buffers_of(program.inputs["draft_caches"]))

@@ -29,7 +29,7 @@ def test_lists_are_those_of_the_outputs(width: int, logprobs: bool) -> None:
     emitted, count, values, bad, rows = step_results(width, counts, logprobs=logprobs)
     packed = results.pack_results(emitted, count, values, bad, rows, 4, rows)
     assert packed.shape == (6, 11) and packed.dtype == torch.int32
-    found = results.unpack_results(packed)
+    found = results.unpack_results(packed, 4)
     assert (found.num_emitted, found.bad, found.num_rows) == (counts, bad.tolist(), rows.tolist())
     for row, n in enumerate(counts):
         last = slice(max(0, n - 4), n)
@@ -42,27 +42,40 @@ def test_the_next_rows_are_those_of_the_named_sequences() -> None:
     emitted, count, values, bad, _ = step_results(4, [1, 2, 0])
     state, rows = torch.tensor([3, 7, 5, 9]), torch.tensor([3, 0, -1])
     given = (emitted, count, values, bad, state, 4, rows)
-    assert results.unpack_results(results.pack_results(*given)).num_rows == [9, 3, 0]
+    assert results.unpack_results(results.pack_results(*given), 4).num_rows == [9, 3, 0]
     found = results.PACK_RESULTS.form("triton")(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given))
-    assert results.unpack_results(found.cpu()).num_rows == [9, 3, 0]
+    assert results.unpack_results(found.cpu(), 4).num_rows == [9, 3, 0]
 
 
 def test_bits_of_log_probabilities_stay_as_they_are() -> None:
     values = torch.tensor([[float("nan"), float("-inf"), -0.0, -1e-45]])
     one = torch.tensor([4])
-    found = results.unpack_results(
-        results.pack_results(torch.ones(1, 4).long(), one, values, one > 9, one, 4, one - one)
-    )
+    packed = results.pack_results(torch.ones(1, 4).long(), one, values, one > 9, one, 4, one - one)
+    found = results.unpack_results(packed, 4)
     assert torch.equal(torch.tensor(found.logprobs).view(torch.int32), values.view(torch.int32))
 
 
 @pytest.mark.parametrize(("width", "rows"), [(1, 1), (4, 4), (5, 5), (4, 37), (9, 16)])
-@pytest.mark.parametrize("logprobs", [True, False])
-def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs: bool) -> None:
+@pytest.mark.parametrize(("logprobs", "confident"), [(True, False), (False, True)])
+def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs: bool, confident: bool) -> None:
     given = step_results(rows, [0, 1, rows // 2, rows], seed=rows, logprobs=logprobs)
     index = given[-1].flip(0)
-    found = results.PACK_RESULTS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE))
-    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width, index))
+    index[1] = -1
+    thought = torch.rand(len(index), width - 1) if confident else None
+    moved = None if thought is None else thought.to(DEVICE)
+    found = results.PACK_RESULTS.form("triton")(
+        *(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE), moved
+    )
+    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width, index, thought))
+
+
+def test_the_confidence_in_the_next_drafts_is_that_of_the_named_sequences() -> None:
+    emitted, count, values, bad, state = step_results(4, [1, 2, 0])
+    thought = torch.rand(3, 3)
+    found = results.pack_results(emitted, count, values, bad, state, 4, torch.tensor([2, -1, 0]), thought)
+    assert results.unpack_results(found, 4).confidence == [thought[2].tolist(), [0.0] * 3, thought[0].tolist()]
+    found = results.pack_results(emitted, count, values, bad, state, 4, state)
+    assert results.unpack_results(found, 4).confidence == [[], [], []]
 
 
 def test_the_op_is_registered_as_it_behaves() -> None:

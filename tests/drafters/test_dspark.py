@@ -1,0 +1,490 @@
+"""DSpark heads: layouts, misfits, the formula, another implementation, equal tokens, history, files.
+
+What DSpark shares with DFlash is tested in ``test_dflash``. The oracle of the detectors is the published formula in
+plain PyTorch, without a cache, which is given the drafts before each one. Each planted bug, and what caught it here
+(``test_planted_bugs_are_caught_but_not_by_tokens`` asserts hits and misses; tokens stay equal):
+
+==================================  ===========  ======  ===========
+bug                                 fresh start  oracle  confidence
+==================================  ===========  ======  ===========
+the anchor before every draft       missed       caught  missed
+the state of the row before         missed       caught  missed
+every row is the first one          missed       caught  missed
+noise off by one position           missed       caught  missed
+confidence of the draft itself      missed       missed  caught
+confidence of inactive rows kept    caught       missed  caught
+==================================  ===========  ======  ===========
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.bench import run as bench_run
+from specgraph.cli import main
+from specgraph.drafters import dflash, dspark
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.dspark import DSparkDraftConfig, DSparkDrafter
+from specgraph.drafters.dspark_module import DSpark
+from specgraph.drafters.registry import open_checkpoint
+from specgraph.errors import ConfigError
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.kernels.step import keep_confidence_
+from tests import harness
+from tests.checkpoints.layouts import HIDDEN, Written
+from tests.checkpoints.running import info
+from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
+from tests.detectors import NextLogits, check_fresh_start, check_oracle
+from tests.drafters import test_dflash_others
+from tests.drafters.dflash_formula import all_rows, context_of, target
+from tests.drafters.dspark_formula import (
+    BLOCK,
+    RANK,
+    SPARKS,
+    deepspec,
+    refined,
+    without,
+)
+from tests.drafters.test_dflash import EXPORT, LIMITS, PROMPTS, QUICK, plain_tokens, tokens_of
+from tests.harness import Run, drafting_stage, forced_run
+from tests.models import exact_norms, make_model
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+REFINEMENTS = functools.cache(dspark.export_refinements)
+
+
+@pytest.fixture(autouse=True)
+def cached_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export every head once for each K."""
+    monkeypatch.setattr(dspark, "export_block", EXPORT)
+    monkeypatch.setattr(dspark, "export_refinements", REFINEMENTS)
+
+
+# Layouts
+
+
+def load(folder: Path, **options: Any) -> DraftHead:
+    return DSparkDrafter.load(open_checkpoint(folder), DSparkDraftConfig(**options), target(), info(target()))
+
+
+@functools.cache
+def head(name: str) -> DraftHead:
+    """One of ``SPARKS`` by way of its files, computing in float64 throughout."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = load(SPARKS[name].written.save(Path(folder)))
+    exact_norms(made.module)
+    return made
+
+
+@pytest.mark.parametrize("name", SPARKS)
+def test_a_layout_is_recognised_loaded_and_saved(name: str, tmp_path: Path) -> None:
+    given = SPARKS[name]
+    found = open_checkpoint(given.written.save(tmp_path / "given"))
+    layout = "speculators" if "speculators" in name else "deepspec"
+    assert (found.kind, found.layout, found.algorithm) == ("dspark", layout, "dspark")
+    loaded = load(tmp_path / "given")
+    module: DSpark = loaded.module
+    assert (loaded.features, module.config.sample_from_anchor) == ((1, 3), given.shifted)
+    stored = {n: t for n, t in given.written.tensors.items() if n not in ("d2t", "t2d")}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    assert parameters.keys() == stored.keys() | {"embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(parameters[key], tensor.double()) for key, tensor in stored.items())
+    if any(mask.anchored for mask in module.config.masks):
+        return  # which the layout of DeepSpec cannot express
+    folder = DSparkDrafter.save_head(loaded, tmp_path / "saved", target_name="target", algorithm="dspark",
+                                     num_speculative_tokens=3, shared=target().parameters())  # fmt: skip
+    assert open_checkpoint(folder).layout == "deepspec"
+    again = load(folder)
+    assert (again.features, again.mask_token_id) == (loaded.features, loaded.mask_token_id)
+    kept = [{key: value for key, value in vars(each.module.config).items() if key != "layers"}
+            for each in (again, loaded)]  # fmt: skip
+    assert kept[0] == kept[1]
+    written = dict(again.module.named_parameters())
+    assert all(torch.equal(tensor, written.pop(key)) for key, tensor in module.named_parameters()) and not written
+
+
+def test_options_say_where_they_come_from(tmp_path: Path) -> None:
+    def options(given: Written) -> dict[str, tuple[Any, str]]:
+        choices = DSparkDrafter.choices(open_checkpoint(given.save(tmp_path)), DSparkDraftConfig(), 4)
+        return {choice.name: (choice.value, choice.source) for choice in choices}
+
+    found = options(SPARKS["deepspec"].written)
+    assert found["markov_rank"] == (RANK, "config.json") and found["markov_head_type"] == ("vanilla", "config.json")
+    assert found["feature_layers"] == ("hs[1], hs[3]", "target_layer_ids")
+    assert found["sample_from_anchor"] == (True, "default")
+    assert found["confidence_head_with_markov"] == (True, "config.json")
+    silent = replace(SPARKS["deepspec"].written, config={
+        key: value for key, value in SPARKS["deepspec"].written.config.items()
+        if not key.startswith(("markov", "confidence", "enable", "architectures"))
+    })  # fmt: skip
+    found = options(silent)
+    assert found["markov_rank"] == (RANK, "tensors") and found["markov_head_type"] == ("vanilla", "default")
+    assert found["enable_confidence_head"] == (True, "default")
+    found = options(deepspec(SPARKS["deepspec"].written.tensors, target_layer_ids=[-1, 2]))
+    assert found["feature_layers"] == ("hs[0], hs[3]", "target_layer_ids")
+
+
+def _rank_of_another_head() -> Written:
+    return deepspec(SPARKS["deepspec"].written.tensors, markov_rank=RANK + 1)
+
+
+MISFITS: dict[str, tuple[Callable[[], Written], str]] = {
+    "another rank": (
+        _rank_of_another_head,
+        r"markov_head.markov_w1.weight has the shape \[101, 12\], but the target Llama and config.json need "
+        r"\[101, 13\]",
+    ),
+    "no embedding of the Markov head": (
+        lambda: without(SPARKS["deepspec"].written, "markov_head.markov_w1.weight"),
+        "lacks markov_head.markov_w1.weight; download it again or correct its config.json",
+    ),
+    "too few tokens": (
+        lambda: replace(SPARKS["deepspec"].written, tensors={
+            **SPARKS["deepspec"].written.tensors, "markov_head.markov_w1.weight": torch.zeros(60, RANK)}),
+        "markov_head.markov_w1.weight has 60 rows, but the target Llama has a vocabulary of 101",
+    ),
+    "another kind than its tensors": (
+        lambda: deepspec(SPARKS["gated"].written.tensors, "vanilla", draft_vocab_size=60),
+        "holds markov_head.gate_proj.bias, markov_head.gate_proj.weight, which a DSpark head with its configuration",
+    ),
+    "an unknown kind": (
+        lambda: deepspec(SPARKS["deepspec"].written.tensors, "lstm"),
+        "markov_head_type of .* is 'lstm'; specgraph runs vanilla, gated, rnn",
+    ),
+    "a negative rank": (
+        lambda: deepspec(SPARKS["deepspec"].written.tensors, markov_rank=-1),
+        "markov_rank of .* is -1; it must be an integer of 0 or more",
+    ),
+    "no Markov head to read": (
+        lambda: deepspec(SPARKS["confidence alone"].written.tensors, None, confidence_head_with_markov=True),
+        r"has confidence_head_with_markov, but no Markov head \(markov_rank is 0\); correct its config.json",
+    ),
+    "top tokens only": (
+        lambda: deepspec(SPARKS["deepspec"].written.tensors, dspark_draft_topk=20),
+        "has dspark_draft_topk=20, a variant of DSpark that specgraph does not run; it runs heads with "
+        "dspark_draft_topk=0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
+    make, message = MISFITS[case]
+    make().save(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+# The detectors
+
+
+@functools.cache
+def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
+    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
+             "fuse_verify"]  # fmt: skip
+    config = {
+        **CONFIG,
+        "draft": {"kind": "dspark", "num_speculative_tokens": k},
+        "verify": {"rule": rule},
+        "pipeline": {"order": order, "verify": False},
+        "passes": {"plant_bug": {"_target_": f"{__name__}.PlantBug", "bug": bug}} if bug else {},
+    }
+    return specgraph.compile_speculative(target(), config, draft=head(name))
+
+
+@functools.cache
+def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> Run:
+    return forced_run(drafting_stage(decoder(name, k, rule, bug)), PROMPTS, LIMITS, seed=0)
+
+
+@functools.cache
+def rows_behind(name: str, accepted: tuple[int, ...], k: int) -> Tensor:
+    with torch.no_grad():
+        return all_rows(SPARKS[name], context_of(accepted), accepted[-1], k)
+
+
+def oracle(name: str, k: int) -> NextLogits:
+    """Next logits by the formula: context, block and corrections again from the first token."""
+
+    def logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
+        pairs = zip(accepted, drafted, strict=True)
+        return torch.stack([refined(name, rows_behind(name, tuple(known), k), [known[-1], *drafts])[0][-1]
+                            for known, drafts in pairs])  # fmt: skip
+
+    return logits
+
+
+def check_confidence(run: Run, name: str) -> None:
+    """What is kept are the estimates for the drafts of the next window, and nothing where there was no step yet."""
+    for at, step in enumerate(run.steps):
+        for row, accepted in enumerate(step.accepted):
+            kept, drafts = step.kept["confidence"][row], step.drafts[row].tolist()
+            if not any(each.num_emitted[row] for each in run.steps[: at + 1]):
+                expected = torch.zeros(run.k)
+            else:
+                before = [accepted[-1], *drafts[:-1]]
+                estimates = refined(name, rows_behind(name, tuple(accepted), run.k), before)[1]
+                assert estimates is not None
+                expected = estimates.float()
+            torch.testing.assert_close(kept, expected, rtol=0.0, atol=1e-7, msg=f"step {at}, sequence {row}")
+
+
+def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
+    """The detectors that fail on a run."""
+    detectors: dict[str, Callable[[], None]] = {
+        "fresh start": lambda: check_fresh_start(run),
+        "oracle": lambda: check_oracle(run, oracle(name, run.k), rule),
+        "confidence": lambda: check_confidence(run, name),
+    }
+    caught = set()
+    for found, detector in detectors.items():
+        try:
+            detector()
+        except AssertionError:
+            caught.add(found)
+    return caught
+
+
+CASES = [
+    ("deepspec", 1, "strict"), ("deepspec", 7, "probabilistic"), ("gated", 3, "block"), ("recurrent", 7, "strict"),
+    ("confidence alone", 3, "probabilistic"), ("speculators, gated, sliding", 7, "strict"),
+    ("speculators, recurrent, not from the anchor", 3, "probabilistic"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "k", "rule"), CASES)
+def test_drafts_do_not_depend_on_history_and_are_those_of_the_formula(name: str, k: int, rule: str) -> None:
+    run = forced(name, k, rule)
+    assert {0, k} <= set(run.accept_counts)
+    check_fresh_start(run)
+    check_oracle(run, oracle(name, k), rule)
+    assert ("confidence" in run.steps[-1].kept) == (head(name).module.confidence_head is not None)
+    if "confidence" in run.steps[-1].kept:
+        check_confidence(run, name)
+
+
+def _inputs(module: str, name: str, change: Callable[[Any, list[Any]], Any]) -> Callable[[Program], int]:
+    """Another input of every call of a module but the first: ``change`` gets the call and all of them."""
+
+    def plant(program: Program) -> int:
+        found = list(calls(program.graph, module))
+        for node in found[1:]:
+            node.kwargs = {**node.kwargs, name: change(node, found)}
+        return len(found) - 1
+
+    return plant
+
+
+def _of_itself(program: Program) -> int:
+    (node,) = calls(program.graph, torch.cat)
+    (estimates,) = calls(program.graph, dspark.CONFIDENCE)
+    with program.graph.inserting_before(estimates):
+        moved = program.graph.call_function(torch.roll, (node, -1), {"dims": 1})
+    estimates.kwargs = {**estimates.kwargs, "tokens": moved}
+    return 1
+
+
+def _always_kept(confidence: Tensor, estimates: Tensor, num_emitted: Tensor) -> None:
+    confidence.copy_(estimates)
+
+
+def _keep(program: Program) -> int:
+    (node,) = calls(program.graph, keep_confidence_)
+    node.target = _always_kept
+    return 1
+
+
+BUGS: dict[str, tuple[str, Callable[[Program], int], set[str]]] = {
+    "the anchor before every draft": (
+        "deepspec", _inputs(dspark.MARKOV, "tokens", lambda node, all_: all_[0].kwargs["tokens"]), {"oracle"},
+    ),
+    "the state of the row before": (
+        "speculators, recurrent, not from the anchor",
+        _inputs(dspark.MARKOV, "state", lambda node, all_: all_[0].kwargs["state"]), {"oracle"},
+    ),
+    "every row is the first one": (
+        "deepspec", _inputs(dspark.MARKOV, "logits", lambda node, all_: all_[0].kwargs["logits"]), {"oracle"},
+    ),
+    "noise off by one position": ("deepspec", harness.BUGS["noise off by one position"], {"oracle"}),
+    "confidence of the draft itself": ("deepspec", _of_itself, {"confidence"}),
+    "confidence of inactive rows kept": ("deepspec", _keep, {"fresh start", "confidence"}),
+}  # fmt: skip
+
+
+class PlantBug(harness.PlantBug):
+    """Breaks the drafter on purpose, with a bug of this file."""
+
+    def apply(self, program: Program) -> Any:
+        matches = BUGS[self.bug][1](program)
+        assert matches > 0
+        return harness.PassResult(matches)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
+    name, _, expected = BUGS[bug]
+    assert caught_by(forced(name, 3, bug=bug), name) == expected
+    assert tokens_of(decoder(name, 3, bug=bug)) == plain_tokens()
+
+
+# Another implementation
+
+
+@pytest.mark.parametrize("name", [name for name in SPARKS if "speculators" in name])
+def test_logits_and_confidence_are_those_of_speculators(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("speculators", reason="make installs it")
+    features, tokens = test_dflash_others.example()
+    block = [5, 60, 17, 99, 3, 42, 8]
+    logits, estimates = _theirs(name, features, tokens, block, tmp_path, monkeypatch)
+    rows = all_rows(SPARKS[name], features, tokens[-1], len(logits))
+    found, thought = refined(name, rows, [tokens[-1], *block][: len(logits)])
+    assert thought is not None
+    torch.testing.assert_close(found, logits, **test_dflash_others.CLOSE)
+    torch.testing.assert_close(thought, torch.sigmoid(estimates), **test_dflash_others.CLOSE)
+
+
+@torch.no_grad()
+def _theirs(
+    name: str, features: Tensor, tokens: list[int], block: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """Logits and logits of confidence of the rows behind the last of ``tokens``, if ``block`` is what follows."""
+    from speculators.models.dflash import core
+    from speculators.models.dspark import DSparkSpeculatorConfig
+    from speculators.models.dspark import core as spark
+
+    given = SPARKS[name].written
+    target().save_pretrained(folder)
+    config: Any = DSparkSpeculatorConfig(**given.config, speculators_config={
+        "algorithm": "dspark", "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK}],
+        "verifier": {"name_or_path": str(folder), "architectures": ["LlamaForCausalLM"]},
+    })  # fmt: skip
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    model: Any = spark.DSparkDraftModel(config)
+    own = {"embed_tokens.weight": target().get_input_embeddings().weight,
+           "lm_head.weight": target().get_output_embeddings().weight}  # fmt: skip
+    left, unknown = model.load_state_dict({**own, **given.tensors}, strict=False)
+    assert not unknown and all(key.startswith("verifier_") for key in left)
+    model = model.double().eval()
+    exact_norms(model)
+    last, size = len(tokens) - 1, len(tokens) + BLOCK
+    seen: dict[str, Any] = {}
+
+    def watch(logits: Tensor, targets: Tensor, confidence: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.update(logits=logits, confidence=confidence)
+        return torch.zeros(()), {}
+
+    monkeypatch.setattr(core, "select_anchors", lambda *_: (torch.tensor([last]), torch.tensor([True])))
+    monkeypatch.setattr(spark, "compute_metrics", watch)
+    padded = torch.full((1, size, features.shape[1]), 99.0, dtype=torch.float64)
+    padded[0, :last] = features
+    ids = torch.zeros(1, size, dtype=torch.int64)
+    ids[0, : last + 1 + len(block)] = torch.tensor(tokens + block)[:size]
+    model.forward(
+        hidden_states=padded, input_ids=ids, loss_mask=torch.ones(1, size), document_ids=torch.zeros_like(ids),
+        verifier_last_hidden_states=torch.zeros(1, size, HIDDEN, dtype=torch.float64), max_anchors=1,
+    )  # fmt: skip
+    first = not SPARKS[name].shifted
+    return seen["logits"][0, first:], seen["confidence"][0, first:]
+
+
+# Equal tokens, and what a user sees
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])
+def test_greedy_tokens_are_those_of_transformers(rule: str) -> None:
+    found = decoder("recurrent", 7, rule).generate(PROMPTS, max_new_tokens=18)
+    assert_same_tokens(target(), PROMPTS, found.new_tokens, reference_greedy(target(), PROMPTS, 18))
+    assert found.stats.confidence_per_position == []
+
+
+@pytest.mark.parametrize(("name", "k"), [("deepspec", 1), ("gated", 3), ("recurrent", 7)])
+def test_seeded_tokens_are_those_without_drafts(name: str, k: int) -> None:
+    assert tokens_of(decoder(name, k)) == plain_tokens()
+
+
+def test_the_confidence_of_every_verified_draft_is_reported() -> None:
+    out = decoder("deepspec", 3).generate(PROMPTS, max_new_tokens=12, eos_token_id=[])
+    for prompt, new, counts, steps in zip(PROMPTS, out.new_tokens, out.stats.emitted_per_step, out.stats.confidence,
+                                          strict=True):  # fmt: skip
+        assert len(steps) == len(counts)
+        known = [*prompt.tolist(), int(new[0])]
+        for count, found in zip(counts, steps, strict=True):
+            rows, drafts = rows_behind("deepspec", tuple(known), 3), [known[-1]]
+            for _ in range(3):
+                logits, estimates = refined("deepspec", rows, drafts)
+                drafts.append(int(logits[-1].argmax()))
+            assert estimates is not None and found == pytest.approx(estimates.tolist(), abs=1e-6)
+            known += new[len(known) - len(prompt) :][:count].tolist()
+    every = torch.tensor([step for steps in out.stats.confidence for step in steps])
+    assert out.stats.confidence_per_position == pytest.approx(every.cumprod(1).mean(0).tolist(), abs=1e-6)
+
+
+def test_the_graph_has_one_block_and_a_correction_for_each_draft() -> None:
+    program = drafting_stage(decoder("recurrent", 7))
+    assert len(program.with_role("draft")) == 1
+    assert len(list(calls(program.graph, dspark.MARKOV))) == 7 and dspark.CONFIDENCE not in program.modules
+    program = drafting_stage(decoder("confidence alone", 3, "probabilistic"))
+    assert dspark.MARKOV not in program.modules and len(list(calls(program.graph, dspark.CONFIDENCE))) == 1
+    assert len(program.with_role("drafts")) == 1
+
+
+def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"trained on blocks of {BLOCK} tokens; set it to {BLOCK} or less"):
+        DSparkDrafter.bind(head("deepspec"), BLOCK + 1)
+
+
+def test_inspect_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target().save_pretrained(tmp_path / "target")
+    SPARKS["gated"].written.save(tmp_path / "head")
+    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'target'}"]) == 0
+    cells = [[cell.strip() for cell in row.split("  ") if cell] for row in capsys.readouterr().out.splitlines()]
+    for expected in (["kind", "dspark"], ["layout", "deepspec"], ["fits the target", "yes"],
+                     ["markov_head_type", "gated", "config.json"]):  # fmt: skip
+        assert expected in cells, (expected, cells)
+
+
+def test_bench_with_a_random_head(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "measure_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(dflash, "RANDOM_LAYERS", 2)
+    options = ["device=cpu", "batch_sizes=[2]", "num_speculative_tokens=[2]", "steps=2", "warmup=1", "prompt_length=9",
+               "pipeline.verify=false", "debug.self_check=false"]  # fmt: skip
+    assert main(["bench", "target=tiny-shape", "draft=dspark", *options]) == 0
+    assert "dspark (random)" in capsys.readouterr().out
+
+
+def test_a_head_is_lowered_with_its_target(tmp_path: Path) -> None:
+    """Drafts and confidence stay the same."""
+    model = make_model("llama", dtype=torch.float64, num_hidden_layers=4)
+    for name in ("deepspec", "recurrent"):
+        checkpoint = open_checkpoint(SPARKS[name].written.save(tmp_path / name))
+        made = DSparkDrafter.load(checkpoint, DSparkDraftConfig(), model, info(model))
+        config = {**CONFIG, **QUICK, "draft": {"kind": "dspark", "num_speculative_tokens": 3}}
+        decoders = [specgraph.compile_speculative(model, {**config, "lowering": {"name": lowering}}, draft=made)
+                    for lowering in ("eager", "gpu")]  # fmt: skip
+        eager, lowered = (each.generate(PROMPTS, max_new_tokens=14, temperature=[0.0, 0.8, 1.3], seed=[1, 2, 3],
+                                        eos_token_id=[]) for each in decoders)  # fmt: skip
+        assert all(map(torch.equal, eager.new_tokens, lowered.new_tokens))
+        assert eager.stats.emitted_per_step == lowered.stats.emitted_per_step
+        found, expected = (torch.tensor(each.stats.confidence_per_position) for each in (lowered, eager))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        modules = decoders[1].stages["index_rows"].modules
+        parts = [modules[part] for part in (dspark.MARKOV, dspark.CONFIDENCE) if part in modules]
+        found_ops = [str(node.target) for part in parts for node in part.graph.nodes]
+        assert sum(op.startswith("specgraph.linear") for op in found_ops) == 2
