@@ -6,7 +6,7 @@ They read runs that ``tests.harness`` recorded and know three kinds of drafting:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-11}
 NextLogits = Callable[[Sequence[list[int]], Sequence[list[int]]], Tensor]
 """The oracle of a drafter: raw logits ``[N, Vd]`` of the next draft, from the accepted tokens of each sequence and the
 drafts before it, computed without any cache."""
+
+
+def failing(detectors: Mapping[str, Callable[[], None]]) -> set[str]:
+    """The names of the detectors that fail."""
+    caught = set()
+    for name, detector in detectors.items():
+        try:
+            detector()
+        except AssertionError:
+            caught.add(name)
+    return caught
 
 
 def expected_drafts(

@@ -31,6 +31,7 @@ from specgraph.kernels.state import Buffer
 from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.requests import Request, Sampling
 from specgraph.runtime.state import Prefill, load_chunk, new_state
+from tests.decoding import CONFIG
 
 GUARD_BLOCKS = 2
 """Blocks of a forced run's cache that no sequence owns."""
@@ -543,15 +544,31 @@ BUGS: dict[str, Callable[[Program], int]] = {
 
 @dataclass(frozen=True)
 class PlantBug(Pass):
-    """Breaks the drafter on purpose. Options: ``bug``, a key of :data:`BUGS`."""
+    """Breaks the drafter on purpose. Options: ``bug``, a key of :attr:`bugs`, which files with own bugs replace."""
 
     bug: str = ""
 
     name: ClassVar[str] = "plant_bug"
     requires: ClassVar[frozenset[str]] = frozenset({"draft"})
+    bugs: ClassVar[dict[str, Callable[[Program], int]]] = BUGS
 
     def apply(self, program: Program) -> PassResult:
         """A bug that finds nothing to break is an error of the test."""
-        matches = BUGS[self.bug](program)
+        matches = self.bugs[self.bug](program)
         assert matches > 0, f"nothing to plant {self.bug!r} in"
         return PassResult(matches)
+
+
+def drafting_config(
+    draft: dict[str, Any], rule: str = "strict", bug: str | None = None, *, bugs: type[PlantBug] = PlantBug,
+    parallel: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """A configuration without kernels, whose drafter is broken if ``bug`` names one of ``bugs``.
+
+    ``draft`` are the keys of that group. ``parallel`` puts ``parallel_draft`` into the order.
+    """
+    before = ["expose_features", "insert_kv_cache", "insert_draft", *["parallel_draft"] * parallel]
+    planted = {"plant_bug": {"_target_": f"{bugs.__module__}.{bugs.__qualname__}", "bug": bug}} if bug else {}
+    order = [*before, *planted, "insert_verify", "fuse_verify"]
+    return {**CONFIG, "draft": draft, "verify": {"rule": rule}, "pipeline": {"order": order, "verify": False},
+            "passes": planted}  # fmt: skip

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ from tests import harness
 from tests.checkpoints.layouts import VOCAB, Written
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
-from tests.detectors import NextLogits, check_fresh_start, check_oracle
+from tests.detectors import NextLogits, check_fresh_start, check_oracle, failing
 from tests.drafters.dflash_formula import (
     BLOCK,
     GIVEN,
@@ -67,7 +67,7 @@ from tests.drafters.dflash_formula import (
     z_lab,
 )
 from tests.dump.test_dump import assert_runs_alike
-from tests.harness import Run, drafting_stage, forced_run, real_run, slots_of
+from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run, slots_of
 from tests.models import exact_norms, make_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
@@ -308,15 +308,7 @@ def test_heads_with_the_same_layers_are_told_apart(name: str, words: str, tmp_pa
 
 @functools.cache
 def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
-             "fuse_verify"]  # fmt: skip
-    config = {
-        **CONFIG,
-        "draft": {"kind": "dflash", "num_speculative_tokens": k},
-        "verify": {"rule": rule},
-        "pipeline": {"order": order, "verify": False},
-        "passes": {"plant_bug": {"_target_": f"{__name__}.PlantBug", "bug": bug}} if bug else {},
-    }
+    config = drafting_config({"kind": "dflash", "num_speculative_tokens": k}, rule, bug, bugs=PlantBug)
     return specgraph.compile_speculative(target(), config, draft=head(name))
 
 
@@ -359,13 +351,7 @@ def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
         "oracle": lambda: check_oracle(run, oracle(name, run.k), rule),
         "slots": lambda: check_slots(run),
     }
-    caught = set()
-    for found, detector in detectors.items():
-        try:
-            detector()
-        except AssertionError:
-            caught.add(found)
-    return caught
+    return failing(detectors)
 
 
 cases = pytest.mark.parametrize(
@@ -471,10 +457,7 @@ BUGS: dict[str, tuple[Callable[[Program], int], set[str]]] = {
 class PlantBug(harness.PlantBug):
     """Breaks the drafter on purpose, with a bug of this file."""
 
-    def apply(self, program: Program) -> Any:
-        matches = BUGS[self.bug][0](program)
-        assert matches > 0
-        return harness.PassResult(matches)
+    bugs: ClassVar = {name: bug[0] for name, bug in BUGS.items()}
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ from tests import harness
 from tests.checkpoints.layouts import HIDDEN, Written
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
-from tests.detectors import NextLogits, check_fresh_start, check_oracle
+from tests.detectors import NextLogits, check_fresh_start, check_oracle, failing
 from tests.drafters import test_dflash_others
 from tests.drafters.dflash_formula import all_rows, context_of, target
 from tests.drafters.dspark_formula import (
@@ -58,7 +58,7 @@ from tests.drafters.dspark_formula import (
     without,
 )
 from tests.drafters.test_dflash import EXPORT, LIMITS, PROMPTS, QUICK, plain_tokens, tokens_of
-from tests.harness import Run, drafting_stage, forced_run
+from tests.harness import Run, drafting_config, drafting_stage, forced_run
 from tests.models import exact_norms, make_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
@@ -194,15 +194,7 @@ def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
 
 @functools.cache
 def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
-             "fuse_verify"]  # fmt: skip
-    config = {
-        **CONFIG,
-        "draft": {"kind": "dspark", "num_speculative_tokens": k},
-        "verify": {"rule": rule},
-        "pipeline": {"order": order, "verify": False},
-        "passes": {"plant_bug": {"_target_": f"{__name__}.PlantBug", "bug": bug}} if bug else {},
-    }
+    config = drafting_config({"kind": "dspark", "num_speculative_tokens": k}, rule, bug, bugs=PlantBug)
     return specgraph.compile_speculative(target(), config, draft=head(name))
 
 
@@ -250,13 +242,7 @@ def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
         "oracle": lambda: check_oracle(run, oracle(name, run.k), rule),
         "confidence": lambda: check_confidence(run, name),
     }
-    caught = set()
-    for found, detector in detectors.items():
-        try:
-            detector()
-        except AssertionError:
-            caught.add(found)
-    return caught
+    return failing(detectors)
 
 
 CASES = [
@@ -328,10 +314,7 @@ BUGS: dict[str, tuple[str, Callable[[Program], int], set[str]]] = {
 class PlantBug(harness.PlantBug):
     """Breaks the drafter on purpose, with a bug of this file."""
 
-    def apply(self, program: Program) -> Any:
-        matches = BUGS[self.bug][1](program)
-        assert matches > 0
-        return harness.PassResult(matches)
+    bugs: ClassVar = {name: bug[1] for name, bug in BUGS.items()}
 
 
 @pytest.mark.parametrize("bug", BUGS)

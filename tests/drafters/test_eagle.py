@@ -58,7 +58,7 @@ from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greed
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
 from tests.drafters.eagle_formula import EPS, HEADS_WRITTEN, behind, formula, project, target, written
 from tests.dump.test_dump import assert_runs_alike
-from tests.harness import Run, drafting_stage, forced_run, real_run
+from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import exact_norms, make_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
@@ -293,15 +293,7 @@ def test_other_formulas_are_told_apart(change: Callable[[Eagle], None]) -> None:
 
 @functools.cache
 def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
-    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
-             "fuse_verify"]  # fmt: skip
-    config = {
-        **CONFIG,
-        "draft": {"kind": "eagle", "num_speculative_tokens": k},
-        "verify": {"rule": rule},
-        "pipeline": {"order": order, "verify": False},
-        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
-    }
+    config = drafting_config({"kind": "eagle", "num_speculative_tokens": k}, rule, bug)
     return specgraph.compile_speculative(target(), config, draft=head(name))
 
 

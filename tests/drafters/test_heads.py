@@ -44,7 +44,7 @@ from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError, PassError
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
-from tests.harness import Run, drafting_stage, forced_run, real_run
+from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
@@ -85,16 +85,9 @@ DRAFTS = ("plain", "two qwen3 layers", "every norm", "few norms", "pard")
 @functools.cache
 def decoder(name: str, parallel: bool, k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
     """A decoder by the name of its draft: one of ``DRAFTS``."""
-    order = ["expose_features", "insert_kv_cache", "insert_draft", "parallel_draft", *["plant_bug"] * (bug is not None),
-             "insert_verify", "fuse_verify"]  # fmt: skip
     options: dict[str, Any] = {"kind": "draft_model", "mask_token_id": MASK} if name == "pard" else {"kind": "eagle3"}
-    config = {
-        **CONFIG,
-        "draft": {**options, "num_speculative_tokens": k, "parallel": parallel},
-        "verify": {"rule": rule},
-        "pipeline": {"order": order, "verify": False},
-        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
-    }
+    options |= {"num_speculative_tokens": k, "parallel": parallel}
+    config = drafting_config(options, rule, bug, parallel=True)
     return specgraph.compile_speculative(target(), config, draft=pard() if name == "pard" else head(name))
 
 

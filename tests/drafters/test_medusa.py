@@ -57,7 +57,7 @@ from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots
 from tests.dump.test_dump import assert_runs_alike
-from tests.harness import Run, drafting_stage, forced_run, real_run
+from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import VOCAB, double_model, make_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
@@ -376,15 +376,7 @@ def decoder(name: str, k: int, rule: str = "strict", bug: str | None = None) -> 
     """A decoder by the name of its draft, with a bug of the harness, of the head, or of a pass's options."""
     head = as_module(tensors_of(name), VOCABULARY if name == "reduced vocabulary" else None)
     planted = bug is not None and bug not in OTHER_BUGS
-    order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * planted, "insert_verify",
-             "fuse_verify"]  # fmt: skip
-    config: dict[str, Any] = {
-        **CONFIG,
-        "draft": {"kind": "medusa", "num_speculative_tokens": k},
-        "verify": {"rule": rule},
-        "pipeline": {"order": order, "verify": False},
-        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if planted else {},
-    }
+    config = drafting_config({"kind": "medusa", "num_speculative_tokens": k}, rule, bug if planted else None)
     if bug in OTHER_BUGS:
         head, config = OTHER_BUGS[bug](head, config)
     return specgraph.compile_speculative(target(), config, draft=head)
