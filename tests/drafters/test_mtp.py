@@ -34,10 +34,10 @@ from specgraph.drafters.mtp import MtpDraftConfig
 from specgraph.drafters.mtp_module import MtpOptions
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import caught_by, check_fresh_start, check_oracle, check_slots
-from tests.drafters.mtp_formula import CHAINED, FED, OTHER, definition, modules, target
+from tests.drafters.mtp_formula import CHAINED, FED, MIMO_V2, OTHER, STEP, definition, modules, target
 from tests.dump.test_dump import assert_runs_alike
 from tests.harness import Run, drafting_stage, forced_run, real_run
-from tests.models import make_model, ragged_prompts
+from tests.models import WINDOW, make_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
@@ -103,6 +103,19 @@ def test_modules_that_take_turns_leave_nothing_behind(count: int, options: MtpOp
     check_fresh_start(run)
     check_oracle(run, definition("llama", head, "turns"), "strict")
     assert tokens_of(tested) == plain_tokens()
+
+
+@pytest.mark.parametrize(("architecture", "options"), [("mimo_v2_flash", MIMO_V2), ("step_text", STEP)])
+def test_layers_of_another_kind_than_the_targets_last(architecture: str, options: MtpOptions) -> None:
+    """The target's last layer attends to everything; those of its modules have a window, and other heads."""
+    tested = decoder(3, 4, options, architecture=architecture)
+    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
+    assert caught_by(run, definition(architecture, modules(architecture, 3, options)), "strict") == set()
+    assert tokens_of(tested) == plain_tokens(architecture)
+    last, module = target(architecture).base_model.layers[-1], modules(architecture, 3, options).module[2]
+    own = module.block.layers[0]
+    assert (last.self_attn.sliding_window, own.self_attn.sliding_window) == (None, WINDOW)
+    assert sum(p.numel() for p in own.parameters()) > sum(p.numel() for p in last.parameters())
 
 
 @pytest.mark.parametrize(("count", "k"), [(1, 3), (3, 3), (3, 7)])
