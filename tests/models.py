@@ -68,7 +68,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "step_text": {
         **_MOE, "n_routed_experts": 4, "head_dim": 8, "sliding_window": WINDOW, "num_sliding_attention_heads": 6,
-        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
     },
 }  # fmt: skip
 """Models that single tests use: the layers of their MTP modules are of another kind than the last layer."""

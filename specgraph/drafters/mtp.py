@@ -372,7 +372,7 @@ class MtpDrafter(Drafter):
         """``draft.num_modules`` random modules (1 by default) whose embedding and projection are the target's."""
         text: Any = model.config.get_text_config()
         given = {name: value for name, value in own_options(options).items() if value is not None}
-        used = [replace(MtpOptions(), **declared_kinds(text, i), **given) for i in range(options.num_modules or 1)]
+        used = [replace(MtpOptions(), **declared_kinds(text, i) | given) for i in range(options.num_modules or 1)]
         blocks = (make_block(model, model.device, own).requires_grad_(False) for own in used)
         modules = Mtp(MtpModule(model, block, used[index], index) for index, block in enumerate(blocks))
         return DraftHead(modules.eval(), (cls.hidden_layer(used[0], text.num_hidden_layers),))

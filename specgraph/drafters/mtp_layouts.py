@@ -8,6 +8,7 @@ layout says which tensors belong to which module, what they are called here
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -154,7 +155,7 @@ SPECULATORS = Layout(
     "mtp_layers.{index}.",
     MIMO.names,
     MtpOptions(),
-    dict.fromkeys(_ALL_VLLM, "speculators"),
+    {**dict.fromkeys(_ALL_VLLM, "speculators"), "family": "default (speculators knows one module)"},
 )
 LAYOUTS = {layout.name: layout for layout in (SPECULATORS, MIMO, MIMO_V2, QWEN3_NEXT, STEP, DEEPSEEK)}
 """In the order in which they are tried: Step's names would pass for those of DeepSeek."""
@@ -219,4 +220,4 @@ def text_config(config: Mapping[str, Any]) -> object:
         kind = CONFIG_MAPPING[config["model_type"]]
     except KeyError:
         return None
-    return kind.from_dict(dict(config)).get_text_config()
+    return kind.from_dict(copy.deepcopy(dict(config))).get_text_config()

@@ -49,13 +49,13 @@ LIMITS = (48, 41, 23)
 @functools.cache
 def decoder(
     count: int, k: int, options: MtpOptions = CHAINED, rule: str = "strict", bug: str | None = None,
-    architecture: str = "llama",
+    architecture: str = "llama", beyond: str = "continue",
 ) -> SpeculativeDecoder:  # fmt: skip
     order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
              "fuse_verify"]  # fmt: skip
     config = {
         **CONFIG,
-        "draft": {"kind": "mtp", "num_speculative_tokens": k},
+        "draft": {"kind": "mtp", "num_speculative_tokens": k, "beyond": beyond},
         "verify": {"rule": rule},
         "pipeline": {"order": order, "verify": False},
         "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
@@ -92,16 +92,19 @@ def test_only_own_and_real_slots_are_written(count: int, k: int, options: MtpOpt
     check_slots(forced(count, k, options, rule))
 
 
-@pytest.mark.parametrize(("count", "options"), [(1, CHAINED), (2, CHAINED), (3, FED)])
-def test_modules_that_take_turns_leave_nothing_behind(count: int, options: MtpOptions) -> None:
-    config = {**CONFIG, "draft": {"kind": "mtp", "num_speculative_tokens": 5, "beyond": "turns"}, **QUICK}
-    head = modules("llama", count, options)
-    tested = specgraph.compile_speculative(target(), config, draft=head)
+@pytest.mark.parametrize(
+    ("count", "options", "bug", "caught"),
+    [(1, CHAINED, None, set()), (2, CHAINED, None, set()), (3, FED, None, set()),
+     (2, CHAINED, "chained position off by one", {"oracle", "slots"})],
+)  # fmt: skip
+def test_modules_that_take_turns_leave_nothing_behind(
+    count: int, options: MtpOptions, bug: str | None, caught: set[str]
+) -> None:
+    tested = decoder(count, 5, options, bug=bug, beyond="turns")
     called = [node.target for node in tested.stages["insert_draft"].with_role("draft")]
     assert called == [f"mtp_{index % count}" for index in range(5)]
     run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
-    check_fresh_start(run)
-    check_oracle(run, definition("llama", head, "turns"), "strict")
+    assert caught_by(run, definition("llama", modules("llama", count, options), "turns"), "strict") == caught
     assert tokens_of(tested) == plain_tokens()
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.tracing import ATTENTION, attention_hook, max_positions, trace
-from tests.models import ARCHITECTURES, VOCAB, WINDOW, make_model
+from tests.models import ARCHITECTURES, MORE, VOCAB, WINDOW, make_model
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -30,7 +30,7 @@ class HiddenStates(fx.Interpreter):
         return value
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE])
 @pytest.mark.parametrize("shape", [(1, 17), (4, 1)], ids=str)
 def test_graph_computes_every_hidden_state_and_the_logits(architecture: str, shape: tuple[int, int]) -> None:
     model = make_model(architecture, dtype=torch.float64)
