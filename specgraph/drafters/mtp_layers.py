@@ -98,9 +98,9 @@ def like_layer(model: PreTrainedModel, options: MtpOptions) -> tuple[int, bool]:
         ConfigError: no layer attends as wanted.
     """
     text: Any = model.config.get_text_config()
-    mlps = mlp_types(text) or [options.mlp_type] * text.num_hidden_layers
+    mlps, wanted = mlp_types(text), options.mlp_type
     candidates = _attending(model, options.layer_type)
-    both = [index for index in candidates if options.mlp_type in (None, mlps[index])]
+    both = [index for index in candidates if wanted is None or mlps is None or mlps[index] == wanted]
     return (both or candidates)[-1], bool(both)
 
 

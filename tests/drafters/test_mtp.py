@@ -112,7 +112,7 @@ def test_modules_that_take_turns_leave_nothing_behind(
 def test_layers_of_another_kind_than_the_targets_last(architecture: str, options: MtpOptions) -> None:
     """The target's last layer attends to everything; those of its modules have a window, and other heads."""
     tested = decoder(3, 4, options, architecture=architecture)
-    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
+    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=10)
     assert caught_by(run, definition(architecture, modules(architecture, 3, options)), "strict") == set()
     assert tokens_of(tested) == plain_tokens(architecture)
     last, module = target(architecture).base_model.layers[-1], modules(architecture, 3, options).module[2]

@@ -132,7 +132,7 @@ def test_a_type_of_layer_that_the_target_lacks_is_refused(tmp_path: Path) -> Non
     folder = example("mimo_v2", tmp_path)[2]
     wanted = "The MTP modules have a decoder layer of the type sliding_attention, and LlamaForCausalLM has no types of"
     with pytest.raises(ConfigError, match=wanted):
-        compiled(model_of("llama"), "mtp", 2, draft=folder, **QUICK)
+        MtpDrafter.load(open_checkpoint(folder, "mtp"), MtpDraftConfig(), model_of("llama"), info(model_of("llama")))
     message = (
         "the type linear, and MiMoV2FlashForCausalLM has only full_attention, sliding_attention; set draft.layer_ty"
     )
