@@ -59,7 +59,7 @@ def test_parameters_are_the_models_own() -> None:
     assert {id(p) for g in (traced.body, traced.head) for p in g.parameters()} == own
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "mixtral", "step_text"])
 def test_model_is_left_as_it_was(architecture: str) -> None:
     model = make_model(architecture).train()
     tokens = torch.arange(3, 12).unsqueeze(0)
@@ -70,6 +70,7 @@ def test_model_is_left_as_it_was(architecture: str) -> None:
     trace(model)
     assert (model.config.to_dict(), model.config._attn_implementation) == before
     assert model.training
+    assert all("forward" not in vars(module) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model.eval()(tokens).logits, expected)
 
