@@ -7,6 +7,7 @@ They read runs that ``tests.harness`` recorded and know three kinds of drafting:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,11 +131,16 @@ def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
     of one row for the other drafts.
 
     With several modules, a call runs again what lies before the window, as many rows as there are further modules.
+    Modules that take turns write the last row of the prefix with every further draft, so a call runs at least this one
+    again.
     """
-    modules = len(run.program.drafter.models)
+    drafter: Any = run.program.drafter
+    modules = len(drafter.models)
     if not modules:
         return []
-    masks, again = run.k - 1 if run.parallel else 0, modules - 1
+    further = 0 if run.parallel else run.k - modules
+    turns = getattr(drafter, "beyond", None) == "turns" and further > 0
+    masks, again = run.k - 1 if run.parallel else 0, max(modules - 1, int(turns))
     # Positions that the accepted prefix ends before: one more is run by a drafter that is not shifted.
     ends = [s + run.real_rows(n + 1) for s, n in zip(step.start, step.num_emitted, strict=True)]
     active = [n > 0 for n in step.num_emitted]
@@ -142,8 +148,9 @@ def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
         range(s - again, e + masks) if a else range(0) for s, e, a in zip(step.start, ends, active, strict=True)
     ]
     calls = [_slots(run, caught_up, run.real_rows(step.width + 1) + masks + again)] * modules
-    for offset in range(0 if run.parallel else run.k - modules):
-        calls.append(_slots(run, [range(e + offset, e + offset + a) for e, a in zip(ends, active, strict=True)], 1))
+    for offset in range(further):
+        rows = [e - 1 if turns else e + offset for e in ends]
+        calls.append(_slots(run, [range(row, row + a) for row, a in zip(rows, active, strict=True)], 1))
     return [call for call in calls for _ in range(2 * run.program.drafter.model.num_layers)]
 
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3, Eagle3Config
+from tests import step_text  # noqa: F401  (registers this model)
 
 VOCAB = 101
 WINDOW = 6
@@ -60,6 +61,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_MOE, "head_dim": 8, "sliding_window": WINDOW},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
 }  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "mimo_v2_flash": {
+        **_MOE, "n_routed_experts": 4, "head_dim": 12, "v_head_dim": 8, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+    },
+    "step_text": {
+        **_MOE, "n_routed_experts": 4, "head_dim": 8, "sliding_window": WINDOW, "num_sliding_attention_heads": 6,
+        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+    },
+}  # fmt: skip
+"""Models that single tests use: the layers of their MTP modules are of another kind than the last layer."""
 
 
 def make_model(
@@ -74,9 +86,11 @@ def make_model(
 
     `attention` is transformers' implementation; the default is sdpa, as eager rounds its softmax to float32.
     """
-    options = {**_BASE, **ARCHITECTURES.get(architecture, {}), **overrides}
+    options = {**_BASE, **(ARCHITECTURES | MORE).get(architecture, {}), **overrides}
     config = AutoConfig.for_model(architecture, **options)
-    config._attn_implementation = attention or ("eager" if architecture in {"gemma2", "gpt_oss"} else "sdpa")
+    config._attn_implementation = attention or (
+        "eager" if architecture in {"gemma2", "gpt_oss", "mimo_v2_flash"} else "sdpa"
+    )
     config._experts_implementation = "eager"  # the default has no float64
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -118,11 +132,15 @@ def make_head(
 
 
 def exact_norms(module: torch.nn.Module) -> None:
-    """Replace transformers' RMS norms, which round to float32 inside, where 1e-16 can become 6e-8."""
+    """Replace transformers' RMS norms, which round to float32 inside, where 1e-16 can become 6e-8.
+
+    Those of Gemma and Step scale by their weight plus one, and call their epsilon ``eps``.
+    """
     for name, norm in list(module.named_modules()):
         if "RMSNorm" in type(norm).__name__:
-            exact = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
-            exact.weight = norm.weight
+            plus_one = not hasattr(norm, "variance_epsilon")
+            exact = torch.nn.RMSNorm(norm.weight.shape, norm.eps if plus_one else norm.variance_epsilon)
+            exact.weight = torch.nn.Parameter(norm.weight + 1) if plus_one else norm.weight
             module.set_submodule(name, exact)
 
 

@@ -102,13 +102,13 @@ class HeadLoader:
         return ConfigError(f"{self.checkpoint.path} does not fit: {found}, but the target {name} {needed}.")
 
     def _check_tensor(self, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape:
-            raise self.unfit(
-                f"{self.shown(name)} has the shape {list(tensor.shape)}", f"and config.json need {list(shape)}"
-            )
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ConfigError(
                 f"{self.shown(name)} of {self.checkpoint.path} is {tensor.dtype}; convert it to bfloat16 or float32."
+            )
+        if tensor.shape != shape:
+            raise self.unfit(
+                f"{self.shown(name)} has the shape {list(tensor.shape)}", f"and config.json need {list(shape)}"
             )
 
     def _check_borrowed(self, name: str, shape: tuple[int, ...]) -> None:

@@ -34,22 +34,28 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
-from specgraph.checkpoints.writing import write_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.config.draft import at_least_one
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
 from specgraph.drafters.mtp_graphs import export, join, module_info, module_name, part_names
-from specgraph.drafters.mtp_layouts import LAYOUTS, OPTIONS, recognise, with_overrides
+from specgraph.drafters.mtp_layers import check_plan, make_block
+from specgraph.drafters.mtp_layouts import (
+    Modules,
+    declared_kinds,
+    recognise,
+    shown_values,
+    text_config,
+)
 from specgraph.drafters.mtp_loading import (
-    block_settings,
     check_modules,
     declared_modules,
     load_module,
     own_folder,
-    published,
     used_modules,
+    used_options,
 )
-from specgraph.drafters.mtp_module import Mtp, MtpModule, MtpOptions, make_block
+from specgraph.drafters.mtp_module import Mtp, MtpModule, MtpOptions
+from specgraph.drafters.mtp_saving import save_modules
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
@@ -80,6 +86,10 @@ class MtpDraftConfig(DraftConfig):
     """the position of rotary embeddings: that of the row (row) or of the token that is read there (token)."""
     zero_first_embedding: bool | None = None
     """the embedding at row 0 is replaced by zeros."""
+    layer_type: str | None = None
+    """how the modules' decoder layers attend: one of the target's layer_types."""
+    mlp_type: str | None = None
+    """whether the modules' decoder layers have experts (sparse) or not (dense)."""
 
     trains: ClassVar[tuple[str, ...]] = ("mtp",)
 
@@ -95,6 +105,7 @@ class MtpDraftConfig(DraftConfig):
             "fed_hidden": hidden,
             "order": ("embedding", "hidden"),
             "rotary_position": ("row", "token"),
+            "mlp_type": ("dense", "sparse"),
         }
         for name, values in allowed.items():
             given = getattr(self, name)
@@ -243,11 +254,11 @@ class MtpDrafter(Drafter):
     @classmethod
     def choices(cls, checkpoint: Checkpoint, options: MtpDraftConfig, target_layers: int | None) -> tuple[Choice, ...]:
         """The number of modules, and how they are used."""
-        layout = LAYOUTS[checkpoint.layout]
-        used, sources = with_overrides(layout, checkpoint.config, own_options(options))
         count = len(used_modules(checkpoint, options.num_modules))
         from_ = "tensors" if options.num_modules is None else "draft.num_modules"
-        choices = (Choice(name, value, sources[name]) for name, value in vars(used).items())
+        used = used_options(checkpoint, own_options(options), text_config(checkpoint.config), range(count))
+        names, sources = vars(used[0][0]), used[0][1]
+        choices = (Choice(n, shown_values([vars(own)[n] for own, _ in used]), sources[n]) for n in names)
         return (Choice("num_modules", count, from_), *choices)
 
     @classmethod
@@ -255,7 +266,7 @@ class MtpDrafter(Drafter):
         cls, checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
     ) -> None:
         """Compare names and shapes; nothing is read."""
-        check_modules(checkpoint, used_modules(checkpoint, options.num_modules), model, info)
+        cls._fitting(checkpoint, options, model, info)
 
     @classmethod
     def load(
@@ -267,11 +278,19 @@ class MtpDrafter(Drafter):
             ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found
                 shape.
         """
-        stored = used_modules(checkpoint, options.num_modules)
-        check_modules(checkpoint, stored, model, info)
-        used, _ = with_overrides(LAYOUTS[checkpoint.layout], checkpoint.config, own_options(options))
-        loaded = Mtp(load_module(checkpoint, index, own, used, model, info) for index, own in stored.items())
-        return DraftHead(loaded, (cls.hidden_layer(used, info.num_layers),))
+        stored, used = cls._fitting(checkpoint, options, model, info)
+        loaded = (load_module(checkpoint, index, stored[index], used[index], model, info) for index in stored)
+        return DraftHead(Mtp(loaded), (cls.hidden_layer(used[0], info.num_layers),))
+
+    @staticmethod
+    def _fitting(
+        checkpoint: Checkpoint, options: MtpDraftConfig, model: PreTrainedModel, info: ModelInfo
+    ) -> tuple[Modules, list[MtpOptions]]:
+        """The modules that are used, whose names and shapes are compared, and how each of them is used."""
+        stored, text = used_modules(checkpoint, options.num_modules), model.config.get_text_config()
+        used = [own for own, _ in used_options(checkpoint, own_options(options), text, stored)]
+        check_modules(checkpoint, stored, used, model, info)
+        return stored, used
 
     @staticmethod
     def hidden_layer(options: MtpOptions, num_layers: int) -> int:
@@ -313,9 +332,10 @@ class MtpDrafter(Drafter):
         """Untrained modules, as many as the plan has layers."""
         text: Any = plan.model.config.get_text_config()
         check_plan(plan, cls.feature_layers(text.num_hidden_layers))
-        used, modules = MtpOptions(family=plan.family), []  # type: ignore[arg-type]
+        modules = []
         for index in range(plan.layers.num_hidden_layers):
-            block: Any = make_block(plan.model, plan.model.device)
+            used = replace(MtpOptions(), family=plan.family, **declared_kinds(text, index))  # type: ignore[arg-type]
+            block: Any = make_block(plan.model, plan.model.device, used)
             rotary = getattr(block, "rotary_emb", None)  # the target's own, whose frequencies keep their dtype
             block.rotary_emb = None
             block.float().rotary_emb = rotary
@@ -329,28 +349,18 @@ class MtpDrafter(Drafter):
         cls, head: DraftHead, folder: str | Path, *, target_name: str, algorithm: str, num_speculative_tokens: int,
         shared: Iterable[Tensor] = (), target_architectures: Sequence[str] = (),
     ) -> Path:  # fmt: skip
-        """Write the modules in the speculators layout.
-
-        That layout holds one module. Further ones are numbered on, and ``mtp_options`` says how they are used.
-        """
-        config = {
-            "architectures": ["MTPDraftModel"],
-            "speculators_model_type": "mtp",
-            "num_nextn_predict_layers": len(head.module),
-            OPTIONS: vars(head.module.options),
-            "transformer_layer_config": block_settings(head.module[0]),
-            "base_model_name_or_path": target_name,
-        }
-        return write_checkpoint(folder, config, published(head.module, LAYOUTS["speculators"], shared))
+        """Write the modules in the speculators layout; see :mod:`specgraph.drafters.mtp_saving`."""
+        return save_modules(head, folder, target_name=target_name, shared=shared)
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: MtpDraftConfig) -> DraftHead:
         """``draft.num_modules`` random modules (1 by default) whose embedding and projection are the target's."""
-        used = replace(MtpOptions(), **{name: v for name, v in own_options(options).items() if v is not None})
-        blocks = (make_block(model, model.device).requires_grad_(False) for _ in range(options.num_modules or 1))
-        modules = Mtp(MtpModule(model, block, used, index) for index, block in enumerate(blocks))
         text: Any = model.config.get_text_config()
-        return DraftHead(modules.eval(), (cls.hidden_layer(used, text.num_hidden_layers),))
+        given = {name: value for name, value in own_options(options).items() if value is not None}
+        used = [replace(MtpOptions(), **declared_kinds(text, i) | given) for i in range(options.num_modules or 1)]
+        blocks = (make_block(model, model.device, own).requires_grad_(False) for own in used)
+        modules = Mtp(MtpModule(model, block, used[index], index) for index, block in enumerate(blocks))
+        return DraftHead(modules.eval(), (cls.hidden_layer(used[0], text.num_hidden_layers),))
 
 
 def own_options(options: MtpDraftConfig) -> dict[str, Any]:
@@ -374,17 +384,3 @@ def own_modules(model: PreTrainedModel) -> Checkpoint:
             "another drafter."
         )
     return found
-
-
-def check_plan(plan: HeadPlan, features: tuple[int, ...]) -> None:
-    """Refuse settings of a training run that do not exist for modules of the target's own layers."""
-    text: Any = plan.model.config.get_text_config()
-    if plan.vocabulary is not None:
-        raise ConfigError("MTP modules draft the whole vocabulary; leave head.draft_vocab_size out.")
-    if plan.features != features:
-        raise ConfigError(f"MTP modules read the target's last hidden state, hs[{features[0]}]; leave "
-                          "head.feature_layers out.")  # fmt: skip
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        own, given = getattr(text, name, None), getattr(plan.layers, name)
-        if own is not None and own != given:
-            raise ConfigError(f"MTP modules have the target's own layers; leave head.{name}={given} out.")

@@ -8,10 +8,13 @@ layout says which tensors belong to which module, what they are called here
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from transformers import CONFIG_MAPPING
 
 from specgraph.checkpoints.files import StoredTensor
 from specgraph.drafters.mtp_module import BLOCK, MtpOptions
@@ -76,6 +79,8 @@ def num_layers(config: Mapping[str, Any]) -> int | None:
     return value if isinstance(value, int) else None
 
 
+DECLARED = {"layer_type": "mtp_layer_types", "mlp_type": "mtp_mlp_layer_types"}
+"""The options that say of which kind a layer is, and transformers' keys that list these kinds for all modules."""
 OPTIONS = "mtp_options"
 """The key of ``config.json`` under which ``train`` notes how modules are used."""
 _DEEPSEEK: Names = (
@@ -90,7 +95,7 @@ _ALL_VLLM = dict.fromkeys(
 STEP = Layout(
     "step",
     _BEHIND,
-    (*_DEEPSEEK[:-1], ("shared_head.output.", "lm_head."), ("transformer.", BLOCK)),
+    (*_DEEPSEEK[:4], ("transformer.shared_head.norm.", "norm."), ("transformer.shared_head.output.", "lm_head.")),
     MtpOptions(target_hidden="residual", fed_hidden="residual"),
     {**_ALL_VLLM, "target_hidden": "vLLM 0.33 and SGLang", "fed_hidden": "vLLM 0.33 (transformers: final_norm)"},
     behind_layers=True,
@@ -137,15 +142,20 @@ MIMO_V2 = Layout(
         *_DEEPSEEK[1:4], ("final_layernorm.", "norm."),
         ("pre_mlp_layernorm.", f"{BLOCK}post_attention_layernorm."),
     ),
-    MtpOptions(family="target"),
-    {**_ALL_VLLM, "family": "SGLang 0.5.23 (vLLM 0.33 uses the first module alone)"},
+    MtpOptions(family="target", layer_type="sliding_attention", mlp_type="dense"),
+    {
+        **_ALL_VLLM,
+        "family": "SGLang 0.5.23 (vLLM 0.33 uses the first module alone)",
+        "layer_type": "vLLM 0.33 and SGLang",
+        "mlp_type": "vLLM 0.33 and SGLang",
+    },
 )  # fmt: skip
 SPECULATORS = Layout(
     "speculators",
     "mtp_layers.{index}.",
     MIMO.names,
     MtpOptions(),
-    dict.fromkeys(_ALL_VLLM, "speculators"),
+    {**dict.fromkeys(_ALL_VLLM, "speculators"), "family": "default (speculators knows one module)"},
 )
 LAYOUTS = {layout.name: layout for layout in (SPECULATORS, MIMO, MIMO_V2, QWEN3_NEXT, STEP, DEEPSEEK)}
 """In the order in which they are tried: Step's names would pass for those of DeepSeek."""
@@ -161,14 +171,53 @@ def recognise(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) ->
 
 
 def with_overrides(
-    layout: Layout, config: Mapping[str, Any], given: Mapping[str, Any]
+    layout: Layout, config: Mapping[str, Any], text: object, given: Mapping[str, Any], index: int = 0
 ) -> tuple[MtpOptions, dict[str, str]]:
-    """How modules are used, and where each option was found.
+    """How module ``index`` is used, and where each option was found.
 
     An option is the one that a user gave (None: not given), or else that of :data:`OPTIONS` in ``config.json``, which
-    ``train`` writes, or else the layout's.
+    ``train`` writes, or else what the configuration of a model declares about its modules, or else the layout's.
+
+    Args:
+        layout: of the checkpoint.
+        config: the checkpoint's ``config.json``.
+        text: the configuration of the model, as transformers reads it.
+        given: what a user gave.
+        index: the number of the module.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    written = {name: value for name, value in (config.get(OPTIONS) or {}).items() if name in given}
-    sources = {**layout.sources, **dict.fromkeys(written, OPTIONS), **{name: f"draft.{name}" for name in chosen}}
-    return replace(layout.options, **{**written, **chosen}), sources
+    noted = (config.get(OPTIONS) or {}).items()
+    written = {name: value for name, value in noted if name in given and value is not None}
+    listed = declared_kinds(text, index)
+    sources = {
+        **dict.fromkeys(given, "the target's layers"),
+        **layout.sources,
+        **{name: f"{DECLARED[name]} of config.json" for name in listed},
+        **dict.fromkeys(written, OPTIONS),
+        **{name: f"draft.{name}" for name in chosen},
+    }
+    return replace(layout.options, **{**listed, **written, **chosen}), sources
+
+
+def shown_values(values: Sequence[Any]) -> Any:
+    """The value of an option in all modules, or a list of theirs. A value that is left open is the target's."""
+    named = ["as the target's" if value is None else value for value in values]
+    return named[0] if len(set(named)) == 1 else ", ".join(named)
+
+
+def declared_kinds(text: object, index: int) -> dict[str, Any]:
+    """What the configuration of a model says about the layer of module ``index``, by the names of the options."""
+    lists: dict[str, Any] = {name: getattr(text, key, None) or () for name, key in DECLARED.items()}
+    return {name: values[index] for name, values in lists.items() if index < len(values)}
+
+
+def text_config(config: Mapping[str, Any]) -> object:
+    """The part of a ``config.json`` that is about text, as transformers reads it; None if it does not know the model.
+
+    Published lists by layer have entries of the modules at their ends, which transformers moves to keys of their own.
+    """
+    try:
+        kind = CONFIG_MAPPING[config["model_type"]]
+    except KeyError:
+        return None
+    return kind.from_dict(copy.deepcopy(dict(config))).get_text_config()

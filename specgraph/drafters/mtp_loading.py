@@ -7,7 +7,7 @@ parameters of its classes (experts are stored one by one, for example). The rest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from specgraph.checkpoints.files import StoredTensor
 from specgraph.checkpoints.loading import HeadLoader
 from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.writing import without_shared
-from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules
-from specgraph.drafters.mtp_module import BLOCK, MtpModule, MtpOptions, block_config, make_block
+from specgraph.drafters.mtp_layers import block_config, make_block
+from specgraph.drafters.mtp_layouts import LAYOUTS, Layout, Modules, with_overrides
+from specgraph.drafters.mtp_module import BLOCK, MtpModule, MtpOptions
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 from specgraph.progress import progress_bars
@@ -82,16 +83,30 @@ def declared_modules(config: Mapping[str, Any]) -> int:
     return max((value for value in values if isinstance(value, int)), default=0)
 
 
-def check_modules(checkpoint: Checkpoint, modules: Modules, model: PreTrainedModel, info: ModelInfo) -> None:
+def used_options(
+    checkpoint: Checkpoint, given: Mapping[str, Any], text: object, modules: Iterable[int]
+) -> list[tuple[MtpOptions, dict[str, str]]]:
+    """How each module of a checkpoint is used with a model of the configuration ``text``, and by which sources.
+
+    ``given`` are the options of a user.
+    """
+    layout = LAYOUTS[checkpoint.layout]
+    return [with_overrides(layout, checkpoint.config, text, given, index) for index in modules]
+
+
+def check_modules(
+    checkpoint: Checkpoint, modules: Modules, options: Sequence[MtpOptions], model: PreTrainedModel, info: ModelInfo
+) -> None:
     """Compare the names and shapes of the modules' tensors with those that the target's own layer class needs.
+
+    ``options`` say of each module how it is used.
 
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
     """
-    block = make_block(model, "meta")
-    expected = _expected(MtpModule(model, block, MtpOptions(), 0))
-    for index, stored in modules.items():
-        _loader(checkpoint, index, stored, model, info).check_shapes(expected)
+    expected = {used: _expected(MtpModule(model, make_block(model, "meta", used), used, 0)) for used in set(options)}
+    for (index, stored), used in zip(modules.items(), options, strict=True):
+        _loader(checkpoint, index, stored, model, info).check_shapes(expected[used])
 
 
 def load_module(
@@ -106,7 +121,7 @@ def load_module(
     tensors |= {"norm.weight": stored["norm.weight"].read(), EMBEDDING: torch.zeros(1, info.hidden_size)}
     with progress_bars(False):
         block: Any = type(base).from_pretrained(
-            None, config=block_config(model.config.get_text_config()), state_dict=tensors, dtype=info.dtype
+            None, config=block_config(model, options), state_dict=tensors, dtype=info.dtype
         )
     if hasattr(base, "rotary_emb"):
         block.rotary_emb = base.rotary_emb

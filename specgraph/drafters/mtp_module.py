@@ -13,6 +13,7 @@ checkpoints do differently.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specgraph.drafters.shifted import chain_mask
-from specgraph.errors import ConfigError
 
 Hidden = Literal["final_norm", "residual"]
 BLOCK = "block.layers.0."
@@ -45,6 +45,9 @@ class MtpOptions:
             the token which the module reads there, ``p + m + 1`` (``token``). Only differences count, which are the
             same within a module.
         zero_first_embedding: whether the embedding at row 0 is replaced by zeros.
+        layer_type: how the decoder layer attends, one of the target's ``layer_types``; None: as
+            :mod:`specgraph.drafters.mtp_layers` says.
+        mlp_type: whether it has experts (``sparse``) or not (``dense``); None: as the target's layer that it is like.
     """
 
     family: Literal["chained", "target"] = "chained"
@@ -53,6 +56,8 @@ class MtpOptions:
     order: Literal["embedding", "hidden"] = "embedding"
     rotary_position: Literal["row", "token"] = "row"
     zero_first_embedding: bool = False
+    layer_type: str | None = None
+    mlp_type: Literal["dense", "sparse"] | None = None
 
 
 class MtpModule(nn.Module):
@@ -69,7 +74,8 @@ class MtpModule(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, block: PreTrainedModel, options: MtpOptions, index: int) -> None:
-        """Make a module for ``model`` around ``block``, a result of :func:`make_block`.
+        """Make a module for ``model`` around ``block``, a result of
+        :func:`~specgraph.drafters.mtp_layers.make_block`.
 
         Parameters are made on the device of ``block`` and are not initialised, except for ``embed_tokens`` and
         ``lm_head``, which are those of ``model``.
@@ -126,10 +132,25 @@ class MtpModule(nn.Module):
         if self.options.rotary_position == "token":
             positions = positions + (self.index + 1)
         options.setdefault("use_cache", False)
-        rows: Tensor = self.block(
-            inputs_embeds=self.projection(torch.cat(pair, dim=-1)), position_ids=positions, **options
-        ).last_hidden_state
+        projected = self.projection(torch.cat(pair, dim=-1))
+        with _entering(self.block.layers[0], projected):
+            out = self.block(inputs_embeds=projected, position_ids=positions, **options)
+        rows: Tensor = out.last_hidden_state
         return rows
+
+
+@contextlib.contextmanager
+def _entering(layer: nn.Module, rows: Tensor) -> Iterator[None]:
+    """Let ``layer`` read ``rows`` while the context lasts, whatever it is called with.
+
+    Base models may scale what they take as embeddings, as Granite does. This is no part of a module, whose layer reads
+    the result of its projection.
+    """
+    handle = layer.register_forward_pre_hook(lambda _, args: (rows, *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _borrowed(module: nn.Module) -> nn.Module:
@@ -137,69 +158,6 @@ def _borrowed(module: nn.Module) -> nn.Module:
     borrowed = copy.copy(module)
     borrowed._parameters, borrowed._buffers = dict(module._parameters), dict(module._buffers)
     return borrowed
-
-
-def make_block(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """A base model of the target's class with one decoder layer, in the target's dtype.
-
-    The layer is like the target's layer :func:`like_layer`.
-
-    Its parameters are initialised as the class does it, on ``device``.
-
-    Raises:
-        ConfigError: the target's base model is not a stack ``layers`` with a ``norm`` behind it, or a layer
-            that is alone differs from those in the stack.
-    """
-    base: Any = model.base_model
-    if not isinstance(getattr(base, "layers", None), nn.ModuleList) or getattr(base, "norm", None) is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no decoder layers under 'layers' with a 'norm' behind them, so MTP modules "
-            "cannot be made of its layers; use another drafter."
-        )
-    with torch.device(device):
-        block: Any = type(base)._from_config(block_config(model.config.get_text_config()), dtype=base.dtype)
-    like = base.layers[like_layer(model.config.get_text_config())]
-    last, own = ({name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in (like, block.layers[0]))
-    if last != own:
-        name = next(name for name in {**last, **own} if last.get(name) != own.get(name))
-        raise ConfigError(
-            f"A layer of {type(model).__name__} that is alone differs from the one it is like: {name} has the shape "
-            f"{own.get(name)}, not {last.get(name)}. Its layers depend on their number in a way that specgraph does "
-            "not know, so it makes no MTP modules of them; use another drafter."
-        )
-    if hasattr(base, "rotary_emb"):
-        block.rotary_emb = base.rotary_emb
-    made: PreTrainedModel = block
-    return made.eval()
-
-
-def block_config(text: PretrainedConfig) -> PretrainedConfig:
-    """A copy of the configuration of a target for one decoder layer, which is like layer :func:`like_layer`.
-
-    What is listed by layer keeps the entry of that layer.
-    """
-    config: Any = copy.deepcopy(text)
-    layers, chosen = config.num_hidden_layers, like_layer(text)
-    lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in n}
-    config.num_hidden_layers = 1
-    for name, values in lists.items():
-        setattr(config, name, [values[chosen]])
-    if getattr(config, "first_k_dense_replace", None) is not None:
-        config.first_k_dense_replace = 0
-    config.vocab_size, config.pad_token_id = 1, None  # the block gets no embedding
-    config.bos_token_id = config.eos_token_id = None
-    made: PretrainedConfig = config
-    return made
-
-
-def like_layer(text: Any) -> int:
-    """The number of the target's layer that modules are like: the last one.
-
-    If layers differ in how they attend, it is the last one that attends to everything, as in published checkpoints.
-    """
-    types = getattr(text, "layer_types", None) or []
-    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
-    return full[-1] if full else int(text.num_hidden_layers) - 1
 
 
 class Mtp(nn.ModuleList):

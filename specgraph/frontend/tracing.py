@@ -15,19 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-import specgraph.kernels.attention.attention
-import specgraph.kernels.linear.experts  # noqa: F401  (both register ops)
+import specgraph.kernels.attention.attention  # noqa: F401  (registers the op)
 from specgraph.errors import UnsupportedModelError
+from specgraph.frontend.experts import HOOK, hooked_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 
-HOOK = "specgraph"
 ATTENTION = torch.ops.specgraph.attention.default
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
                        "output_router_logits", "position_embeddings", "is_causal", "dropout", "return_dict",
@@ -83,35 +81,8 @@ def attention_hook(
     return torch.ops.specgraph.attention(query, key, value, s_aux, **options), None
 
 
-def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Called by a mixture of experts while it is traced. ``self`` is the module, as in transformers' interface.
-
-    Takes ``[S, H]``, int64 ``[S, k]`` and ``[S, k]``; returns ``[S, H]``.
-    """
-    experts: Any = self
-    rows, top_k = top_k_index.shape
-    ids = top_k_index.reshape(-1)
-    inner = hidden.repeat_interleave(top_k, dim=0)
-    has_bias, transposed = getattr(experts, "has_bias", False), getattr(experts, "is_transposed", False)
-    gated = getattr(experts, "has_gate", True)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        bias = getattr(experts, f"{name}_bias") if has_bias else None
-        out: Tensor = torch.ops.specgraph.expert_linear(x, getattr(experts, name), bias, ids, transposed=transposed)
-        return out
-
-    inner = linear(inner, "gate_up_proj" if gated else "up_proj")
-    inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)
-    inner = linear(inner, "down_proj")
-    if getattr(experts, "has_post_expert_norm", False):
-        inner = experts.post_expert_norm(inner)
-    weighted: Tensor = inner * top_k_weights.reshape(-1, 1)
-    return weighted.view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
-
-
 AttentionInterface.register(HOOK, attention_hook)
 AttentionMaskInterface.register(HOOK, mask_hook)
-ExpertsInterface.register(HOOK, experts_hook)
 
 
 @contextlib.contextmanager
@@ -124,6 +95,7 @@ def hooked(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(fixed_rotary(model))
+        stack.enter_context(hooked_experts(model))
         for config, attention, experts in before:
             stack.callback(setattr, config, "_experts_implementation", experts)
             stack.callback(setattr, config, "_attn_implementation", attention)
@@ -234,9 +206,17 @@ def check_is_causal_lm(model: object) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; specgraph compiles decoder-only models. {advice}")
     if name.endswith("ForConditionalGeneration"):
-        raise UnsupportedModelError(f"{name} is multimodal; load its text model by its own ForCausalLM class.")
+        raise UnsupportedModelError(f"{name} is multimodal, and specgraph compiles text models; {_text_class(model)}.")
     if model.get_output_embeddings() is None or ("CausalLM" not in name and "LMHead" not in name):
         raise UnsupportedModelError(f"{name} is not a causal LM (it has no language-model head). {advice}")
+
+
+def _text_class(model: PreTrainedModel) -> str:
+    """What to do about the text model of a multimodal model."""
+    text = type(model.config.get_text_config())
+    if text not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "transformers has no ForCausalLM class for its text model, so write one with its lm_head"
+    return f"load its text model by {MODEL_FOR_CAUSAL_LM_MAPPING[text].__name__}"
 
 
 def trace(model: PreTrainedModel) -> TracedModel:

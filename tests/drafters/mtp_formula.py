@@ -15,26 +15,31 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.mtp import Mtp
-from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
+from specgraph.drafters.mtp import Mtp, MtpDrafter
+from specgraph.drafters.mtp_layers import make_block
+from specgraph.drafters.mtp_module import MtpModule, MtpOptions
 from tests.detectors import NextLogits
-from tests.models import double_model, exact_norms
+from tests.models import MORE, double_model, exact_norms
 
 
 @functools.cache
 def target(architecture: str = "llama") -> PreTrainedModel:
-    return double_model(architecture, 0)
+    """One that computes in float64 throughout: routers of experts round to float32."""
+    dense = {"mlp_layer_types": ["dense", "dense"]} if architecture in MORE else {}
+    return double_model(architecture, 0, **dense)
 
 
 CHAINED, FED = MtpOptions(), MtpOptions(family="target")
 OTHER = MtpOptions(fed_hidden="residual", order="hidden", rotary_position="token", zero_first_embedding=True)
+MIMO_V2 = MtpOptions(family="target", layer_type="sliding_attention", mlp_type="dense")
+STEP = MtpOptions(target_hidden="residual", fed_hidden="residual", layer_type="sliding_attention", mlp_type="dense")
 
 
 @functools.cache
 def modules(architecture: str, count: int, options: MtpOptions = CHAINED, own_heads: bool = False) -> DraftHead:
     """Random modules with different weights, computing in float64 throughout."""
     model = target(architecture)
-    made = Mtp(MtpModule(model, make_block(model, "cpu"), options, index) for index in range(count))
+    made = Mtp(MtpModule(model, make_block(model, "cpu", options), options, index) for index in range(count))
     shared = {id(p) for p in model.parameters()}
     generator = torch.Generator().manual_seed(11)
     for name, parameter in made.named_parameters():
@@ -49,7 +54,9 @@ def modules(architecture: str, count: int, options: MtpOptions = CHAINED, own_he
             )
             module.lm_head = projection
     exact_norms(made)
-    return DraftHead(made.eval().requires_grad_(False), (model.config.num_hidden_layers,))
+    return DraftHead(
+        made.eval().requires_grad_(False), (MtpDrafter.hidden_layer(options, model.config.num_hidden_layers),)
+    )
 
 
 def definition(architecture: str, head: DraftHead, beyond: str = "continue") -> NextLogits:

@@ -34,10 +34,10 @@ from specgraph.drafters.mtp import MtpDraftConfig
 from specgraph.drafters.mtp_module import MtpOptions
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import caught_by, check_fresh_start, check_oracle, check_slots
-from tests.drafters.mtp_formula import CHAINED, FED, OTHER, definition, modules, target
+from tests.drafters.mtp_formula import CHAINED, FED, MIMO_V2, OTHER, STEP, definition, modules, target
 from tests.dump.test_dump import assert_runs_alike
 from tests.harness import Run, drafting_stage, forced_run, real_run
-from tests.models import make_model, ragged_prompts
+from tests.models import WINDOW, make_model, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
@@ -49,13 +49,13 @@ LIMITS = (48, 41, 23)
 @functools.cache
 def decoder(
     count: int, k: int, options: MtpOptions = CHAINED, rule: str = "strict", bug: str | None = None,
-    architecture: str = "llama",
+    architecture: str = "llama", beyond: str = "continue",
 ) -> SpeculativeDecoder:  # fmt: skip
     order = ["expose_features", "insert_kv_cache", "insert_draft", *["plant_bug"] * (bug is not None), "insert_verify",
              "fuse_verify"]  # fmt: skip
     config = {
         **CONFIG,
-        "draft": {"kind": "mtp", "num_speculative_tokens": k},
+        "draft": {"kind": "mtp", "num_speculative_tokens": k, "beyond": beyond},
         "verify": {"rule": rule},
         "pipeline": {"order": order, "verify": False},
         "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
@@ -92,17 +92,33 @@ def test_only_own_and_real_slots_are_written(count: int, k: int, options: MtpOpt
     check_slots(forced(count, k, options, rule))
 
 
-@pytest.mark.parametrize(("count", "options"), [(1, CHAINED), (2, CHAINED), (3, FED)])
-def test_modules_that_take_turns_leave_nothing_behind(count: int, options: MtpOptions) -> None:
-    config = {**CONFIG, "draft": {"kind": "mtp", "num_speculative_tokens": 5, "beyond": "turns"}, **QUICK}
-    head = modules("llama", count, options)
-    tested = specgraph.compile_speculative(target(), config, draft=head)
+@pytest.mark.parametrize(
+    ("count", "options", "bug", "caught"),
+    [(1, CHAINED, None, set()), (2, CHAINED, None, set()), (3, FED, None, set()),
+     (2, CHAINED, "chained position off by one", {"oracle", "slots"})],
+)  # fmt: skip
+def test_modules_that_take_turns_leave_nothing_behind(
+    count: int, options: MtpOptions, bug: str | None, caught: set[str]
+) -> None:
+    tested = decoder(count, 5, options, bug=bug, beyond="turns")
     called = [node.target for node in tested.stages["insert_draft"].with_role("draft")]
     assert called == [f"mtp_{index % count}" for index in range(5)]
     run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
-    check_fresh_start(run)
-    check_oracle(run, definition("llama", head, "turns"), "strict")
+    assert caught_by(run, definition("llama", modules("llama", count, options), "turns"), "strict") == caught
     assert tokens_of(tested) == plain_tokens()
+
+
+@pytest.mark.parametrize(("architecture", "options"), [("mimo_v2_flash", MIMO_V2), ("step_text", STEP)])
+def test_layers_of_another_kind_than_the_targets_last(architecture: str, options: MtpOptions) -> None:
+    """The target's last layer attends to everything; those of its modules have a window, and other heads."""
+    tested = decoder(3, 4, options, architecture=architecture)
+    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=10)
+    assert caught_by(run, definition(architecture, modules(architecture, 3, options)), "strict") == set()
+    assert tokens_of(tested) == plain_tokens(architecture)
+    last, module = target(architecture).base_model.layers[-1], modules(architecture, 3, options).module[2]
+    own = module.block.layers[0]
+    assert (last.self_attn.sliding_window, own.self_attn.sliding_window) == (None, WINDOW)
+    assert sum(p.numel() for p in own.parameters()) > sum(p.numel() for p in last.parameters())
 
 
 @pytest.mark.parametrize(("count", "k"), [(1, 3), (3, 3), (3, 7)])

@@ -11,7 +11,7 @@ from torch import fx
 
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.tracing import ATTENTION, attention_hook, max_positions, trace
-from tests.models import ARCHITECTURES, VOCAB, WINDOW, make_model
+from tests.models import ARCHITECTURES, MORE, VOCAB, WINDOW, make_model
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -30,7 +30,7 @@ class HiddenStates(fx.Interpreter):
         return value
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE])
 @pytest.mark.parametrize("shape", [(1, 17), (4, 1)], ids=str)
 def test_graph_computes_every_hidden_state_and_the_logits(architecture: str, shape: tuple[int, int]) -> None:
     model = make_model(architecture, dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_parameters_are_the_models_own() -> None:
     assert {id(p) for g in (traced.body, traced.head) for p in g.parameters()} == own
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "mixtral", "step_text"])
 def test_model_is_left_as_it_was(architecture: str) -> None:
     model = make_model(architecture).train()
     tokens = torch.arange(3, 12).unsqueeze(0)
@@ -70,6 +70,7 @@ def test_model_is_left_as_it_was(architecture: str) -> None:
     trace(model)
     assert (model.config.to_dict(), model.config._attn_implementation) == before
     assert model.training
+    assert all("forward" not in vars(module) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model.eval()(tokens).logits, expected)
 

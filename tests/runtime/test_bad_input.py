@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import specgraph
 from specgraph import ConfigError, InputError, NumericsError, PassError, SpeculativeDecoder, UnsupportedModelError
@@ -91,6 +100,16 @@ def spread_out() -> Any:
     return model
 
 
+def gemma3() -> Any:
+    with torch.device("meta"):
+        return Gemma3ForConditionalGeneration(Gemma3Config())
+
+
+def step3p7() -> Any:
+    with torch.device("meta"):
+        return Step3p7ForConditionalGeneration(Step3p7Config())
+
+
 BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "not a model": (lambda: specgraph.compile_speculative("gpt2"), UnsupportedModelError,
                     "Expected a transformers causal LM, got str"),
@@ -101,6 +120,10 @@ BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "encoder-decoder": (lambda: specgraph.compile_speculative(T5ForConditionalGeneration(T5Config(
         d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16))),
         UnsupportedModelError, "is an encoder-decoder; specgraph compiles decoder-only"),
+    "multimodal": (lambda: specgraph.compile_speculative(gemma3()), UnsupportedModelError,
+                   "Gemma3ForConditionalGeneration is multimodal, and .*; load its text model by Gemma3ForCausalLM.$"),
+    "multimodal alone": (lambda: specgraph.compile_speculative(step3p7()), UnsupportedModelError,
+                         "is multimodal, and .*; transformers has no ForCausalLM class for its text model"),
     "without a head": (lambda: specgraph.compile_speculative(llama().model), UnsupportedModelError,
                        "LlamaModel is not a causal LM"),
     "two devices": (lambda: specgraph.compile_speculative(spread_out()), UnsupportedModelError,

@@ -1,0 +1,166 @@
+"""Which decoder layer an MTP module has: that of the target's own class, of one of the kinds that the target has.
+
+Layers of one target can differ: in how they attend (``layer_types`` of transformers' configurations), in whether they
+have experts (``mlp_layer_types``, or rules about the number of the layer), and in single values (``per_layer_config``).
+The kind of a module's layer is an option of its layout, unless the configuration lists the kinds of the modules' layers
+(``mtp_layer_types``, ``mtp_mlp_layer_types``). Where neither says anything, it is that of the target's last layer that
+attends to everything.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specgraph.drafters.mtp_module import MtpOptions
+from specgraph.drafters.plan import HeadPlan
+from specgraph.errors import ConfigError
+
+
+def make_block(model: PreTrainedModel, device: torch.device | str, options: MtpOptions) -> PreTrainedModel:
+    """A base model of the target's class with one decoder layer, in the target's dtype.
+
+    The layer is of the kind that ``options`` name. Its parameters are initialised as the class does it, on ``device``.
+
+    Raises:
+        ConfigError: the target has no layers of this kind, its base model is not a stack ``layers`` with a ``norm``
+            behind it, or a layer that is alone differs from those in the stack.
+    """
+    base: Any = model.base_model
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList) or getattr(base, "norm", None) is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder layers under 'layers' with a 'norm' behind them, so MTP modules "
+            "cannot be made of its layers; use another drafter."
+        )
+    config = block_config(model, options)
+    with torch.device(device):
+        block: Any = type(base)._from_config(config, dtype=base.dtype)
+    _check_alike(model, block, options)
+    if hasattr(base, "rotary_emb"):
+        block.rotary_emb = base.rotary_emb
+    made: PreTrainedModel = block
+    return made.eval()
+
+
+def _check_alike(model: PreTrainedModel, block: Any, options: MtpOptions) -> None:
+    """Refuse a layer whose parameters differ from those of the target's layer :func:`like_layer`.
+
+    If no layer of the target is of the wanted kind in both respects, the parameters that both have are compared.
+    """
+    base: Any = model.base_model
+    like, same = like_layer(model, options)
+    known, own = ({n: tuple(p.shape) for n, p in layer.named_parameters()} for layer in (base.layers[like],
+                                                                                         block.layers[0]))  # fmt: skip
+    names: Iterable[str] = {**known, **own} if same else (name for name in known if name in own)
+    name = next((name for name in names if known.get(name) != own.get(name)), None)
+    if name is not None:
+        raise ConfigError(
+            f"A layer of {type(model).__name__} that is alone differs from the one it is like: {name} has the shape "
+            f"{own.get(name)}, not {known.get(name)}. Its layers depend on their number in a way that specgraph does "
+            "not know, so it makes no MTP modules of them; use another drafter."
+        )
+
+
+def block_config(model: PreTrainedModel, options: MtpOptions) -> PretrainedConfig:
+    """A copy of the configuration of a target for one decoder layer, of the kind that ``options`` name.
+
+    What depends on the number of the layer otherwise is that of layer :func:`like_layer`.
+    """
+    text: Any = model.config.get_text_config()
+    like, _ = like_layer(model, options)
+    config: Any = copy.deepcopy(text.per_layer_config[like])
+    layers = config.num_hidden_layers
+    lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in n}
+    config.num_hidden_layers = 1
+    for name, values in lists.items():
+        setattr(config, name, [values[like]])
+    kinds = mlp_types(text)
+    if kinds is not None:
+        _set_mlp_type(config, options.mlp_type or kinds[like])
+    config.vocab_size, config.pad_token_id = 1, 0  # the block gets no embedding
+    config.bos_token_id = config.eos_token_id = None
+    made: PretrainedConfig = config
+    return made
+
+
+def like_layer(model: PreTrainedModel, options: MtpOptions) -> tuple[int, bool]:
+    """The number of the target's layer that a module's layer is like, and whether it is of the wanted kind entirely.
+
+    It is the last layer that attends as wanted, if possible one that also has experts or has none as wanted. Without a
+    wish it is the last layer that attends to everything, as in published checkpoints.
+
+    Raises:
+        ConfigError: no layer attends as wanted.
+    """
+    text: Any = model.config.get_text_config()
+    mlps, wanted = mlp_types(text), options.mlp_type
+    candidates = _attending(model, options.layer_type)
+    both = [index for index in candidates if wanted is None or mlps is None or mlps[index] == wanted]
+    return (both or candidates)[-1], bool(both)
+
+
+def _attending(model: PreTrainedModel, wanted: str | None) -> list[int]:
+    """The numbers of the target's layers that attend as ``wanted``; None stands for what :func:`like_layer` says."""
+    text: Any = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
+    found = [index for index, kind in enumerate(kinds) if kind == (wanted or "full_attention")]
+    if found or wanted is None:
+        return found or [*range(text.num_hidden_layers)]
+    known = ", ".join(sorted({str(kind) for kind in kinds if kind is not None}))
+    raise ConfigError(
+        f"The MTP modules have a decoder layer of the type {wanted}, and {type(model).__name__} has "
+        + (f"only {known}; set draft.layer_type to one of these, or " if known else "no types of layers; ")
+        + "use a target that has such layers."
+    )
+
+
+def mlp_types(text: Any) -> list[str] | None:
+    """For every layer of a target, ``sparse`` if it has experts, else ``dense``; None if the layers do not differ.
+
+    Configurations say it by a list, by the number of dense layers at the beginning, or by the numbers of the dense
+    layers and a period.
+    """
+    layers = range(text.num_hidden_layers)
+    listed = getattr(text, "mlp_layer_types", None)
+    if listed is not None:
+        return list(listed)
+    first, dense = getattr(text, "first_k_dense_replace", None), getattr(text, "mlp_only_layers", None)
+    if first is not None:
+        return ["dense" if index < first else "sparse" for index in layers]
+    if dense is None:
+        return None
+    period = getattr(text, "decoder_sparse_step", 1)
+    return ["dense" if index in dense or (index + 1) % period else "sparse" for index in layers]
+
+
+def _set_mlp_type(config: Any, kind: str) -> None:
+    """Let the only layer of ``config`` have experts or not, by each of the keys that :func:`mlp_types` reads."""
+    dense = kind == "dense"
+    values: Mapping[str, Any] = {
+        "mlp_layer_types": [kind],
+        "first_k_dense_replace": int(dense),
+        "mlp_only_layers": [0] if dense else [],
+        "decoder_sparse_step": 1,
+    }
+    for key, value in values.items():
+        if getattr(config, key, None) is not None:
+            setattr(config, key, value)
+
+
+def check_plan(plan: HeadPlan, features: tuple[int, ...]) -> None:
+    """Refuse settings of a training run that do not exist for modules of the target's own layers."""
+    text: Any = plan.model.config.get_text_config()
+    if plan.vocabulary is not None:
+        raise ConfigError("MTP modules draft the whole vocabulary; leave head.draft_vocab_size out.")
+    if plan.features != features:
+        raise ConfigError(f"MTP modules read the target's last hidden state, hs[{features[0]}]; leave "
+                          "head.feature_layers out.")  # fmt: skip
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        own, given = getattr(text, name, None), getattr(plan.layers, name)
+        if own is not None and own != given:
+            raise ConfigError(f"MTP modules have the target's own layers; leave head.{name}={given} out.")

@@ -1,0 +1,72 @@
+"""How mixtures of experts are traced: as ``specgraph::expert_linear``, whatever their class computes it with."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+import specgraph.kernels.linear.experts  # noqa: F401  (registers the op)
+
+HOOK = "specgraph"
+"""The name of the hooks in transformers' registries."""
+
+
+def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Called by a mixture of experts while it is traced. ``self`` is the module, as in transformers' interface.
+
+    Takes ``[S, H]``, int64 ``[S, k]`` and ``[S, k]``; returns ``[S, H]``.
+    """
+    experts: Any = self
+    rows, top_k = top_k_index.shape
+    ids = top_k_index.reshape(-1)
+    inner = hidden.repeat_interleave(top_k, dim=0)
+    has_bias, transposed = getattr(experts, "has_bias", False), getattr(experts, "is_transposed", False)
+    gated = getattr(experts, "has_gate", True)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        bias = getattr(experts, f"{name}_bias") if has_bias else None
+        out: Tensor = torch.ops.specgraph.expert_linear(x, getattr(experts, name), bias, ids, transposed=transposed)
+        return out
+
+    inner = linear(inner, "gate_up_proj" if gated else "up_proj")
+    inner = experts._apply_gate(inner) if gated else experts.act_fn(inner)
+    inner = linear(inner, "down_proj")
+    if getattr(experts, "has_post_expert_norm", False):
+        inner = experts.post_expert_norm(inner)
+    weighted: Tensor = inner * top_k_weights.reshape(-1, 1)
+    return weighted.view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
+
+
+@contextlib.contextmanager
+def hooked_experts(model: nn.Module) -> Iterator[None]:
+    """Route experts whose class is not in transformers' interface to :func:`experts_hook` while the context lasts.
+
+    They are recognised by their form: the arguments, the weights, and the function that combines gate and input, of
+    classes that are in the interface.
+    """
+    found: list[Any] = [module for module in model.modules() if _has_form(module)]
+    for experts in found:
+        experts.forward = MethodType(experts_hook, experts)
+    try:
+        yield
+    finally:
+        for experts in found:
+            del experts.forward
+
+
+def _has_form(module: nn.Module) -> bool:
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    stacked = all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
+    if not stacked or not hasattr(module, "_apply_gate") or hasattr(module, "has_gate"):
+        return False
+    return [*inspect.signature(module.forward).parameters] == ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+ExpertsInterface.register(HOOK, experts_hook)
