@@ -5,9 +5,11 @@ token ``x[t+1+i]`` at position ``t + i`` and predicts ``x[t+2+i]``. In step 0, t
 target's features at ``t``. In later steps, it is the head's own output of the step before, with its gradient. Row ``t``
 sees the keys of step 0 up to ``t`` and the keys of its own chain, which is what it sees in decoding when the target has
 verified the tokens up to ``x[t+1]``. In the steps after 0, a parallel head takes the mask token and ``mask_hidden``, so
-that one call computes all steps. How a head gets from step to step is defined by its ``unroll`` and ``step_logits``.
+that one call computes all steps. A block head computes a block of masks behind each token ``x[t+1]``, which may be
+few of them, drawn for every batch. How a head gets from step to step is defined by its ``unroll`` and ``step_logits``.
 
-Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the ``peagle`` of speculators.
+Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the ``peagle`` of speculators; DFlash
+(z-lab, 2026), the ``dflash`` of speculators.
 """
 
 from __future__ import annotations
@@ -40,9 +42,8 @@ class ChainLoss(nn.Module):
     def __init__(self, head: DraftHead, steps: int) -> None:
         super().__init__()
         self.head: Any = head.module
-        self.parallel = head.parallel
         self.steps = steps
-        self.mask_token_id = head.mask_token_id if head.parallel else None
+        self.mask_token_id = head.mask_token_id
 
     def forward(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Tensor:
         """The mean loss of every step, float32 ``[steps]``, in nats per token.
@@ -60,7 +61,7 @@ class ChainLoss(nn.Module):
         vocabulary = self.head.draft_to_target
         dtype = next(parameter.dtype for parameter in self.parameters() if parameter.requires_grad)
         features = tuple(feature.to(dtype) for feature in lesson.features)
-        drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id)
+        drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id, rows)
         for index, (hidden, chosen) in enumerate(zip(drafts, rows, strict=True)):
             logits = self.head.step_logits(hidden.flatten(0, 1)[chosen], index)
             wanted = theirs[chosen + 1 + index]
@@ -83,22 +84,41 @@ def counted_rows(weights: Tensor, cfg: ChainConfig, generator: torch.Generator |
 
     Args:
         weights: ``[B, S - 1]``, the weights of the predictions of ``tokens[:, 1:]``; those above 0 count.
-        cfg: its ``keep`` and ``keep_least`` give the share of rows from which a step learns.
+        cfg: its ``anchors``, ``keep`` and ``keep_least`` give the share of rows from which a step learns.
         generator: draws these rows; None keeps all.
     """
     batch, predicted = weights.shape
+    anchors = _anchors(weights, 1.0 if generator is None else cfg.anchors, generator)
     found = []
     for step in range(cfg.steps):
         # Row t predicts tokens[t + 2 + step], whose weight is at t + 1 + step.
         counted = torch.zeros(batch, predicted + 1, dtype=torch.bool)
         counted[:, : max(0, predicted - 1 - step)] = weights[:, 1 + step :] > 0
-        rows = counted.flatten().nonzero().flatten()
+        rows = (counted & anchors).flatten().nonzero().flatten()
         share = max(cfg.keep**step, cfg.keep_least)
-        if generator is not None and share < 1 and len(rows):
-            count = max(1, round(share * len(rows)))
-            rows = rows[torch.randperm(len(rows), generator=generator)[:count].sort().values]
-        found.append(rows)
+        found.append(rows if generator is None or share >= 1 else _drawn(rows, share, generator))
     return found
+
+
+def _anchors(weights: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
+    """The rows behind which drafts are made, bool ``[B, S]``: all of them, or a share of those whose next token counts.
+
+    What comes behind the last token of a text counts for no draft, so its row is never drawn.
+    """
+    batch, predicted = weights.shape
+    if share >= 1:
+        return torch.ones(batch, predicted + 1, dtype=torch.bool)
+    known = torch.cat([weights > 0, torch.zeros(batch, 1, dtype=torch.bool)], dim=1)
+    known[:, :-1] &= known[:, 1:]
+    chosen = torch.zeros(known.numel(), dtype=torch.bool)
+    chosen[_drawn(known.flatten().nonzero().flatten(), share, generator)] = True
+    return chosen.view_as(known)
+
+
+def _drawn(rows: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
+    """A share of ``rows``, ascending, and at least one if there are any."""
+    count = max(1, round(share * len(rows)))
+    return rows[torch.randperm(len(rows), generator=generator)[:count].sort().values]
 
 
 def step_weights(cfg: ChainConfig, device: torch.device) -> Tensor:

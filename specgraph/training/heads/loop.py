@@ -102,7 +102,7 @@ class HeadLoop:
         """Make one update and return the loss, on the device."""
         # The rows are drawn on the CPU with a seed for each step, so that a resumed run draws the same rows.
         generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
-        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.plain.parallel else None)
+        rows = counted_rows(batch.weights, self.cfg.chain, generator)
         device = self.teacher.device
         tokens = batch.tokens.to(device, non_blocking=True)
         chosen = [chosen.to(device, non_blocking=True) for chosen in rows]
