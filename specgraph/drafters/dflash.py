@@ -219,9 +219,14 @@ class DFlashDrafter(Drafter):
             draft_vocab_size=len(plan.projection),
             block_size=plan.steps + 1,
         )
-        module = DFlash(config, mask_embedding=True).to(plan.embedding.device)
+        module = cls.new_module(config, plan).to(plan.embedding.device)
         module.start(plan)
         return DraftHead(module, plan.features, plan.mask_token_id)
+
+    @classmethod
+    def new_module(cls, config: DFlashConfig, plan: HeadPlan) -> DFlash:
+        """The module of a new head, on the CPU."""
+        return DFlash(config, mask_embedding=True)
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:

@@ -74,9 +74,9 @@ class TextBlocks:
 
         ``length`` is ``S``. Rows without a block are zero.
         """
-        found = hidden.unflatten(0, self.rows.shape)
+        found = self._by_text(hidden)
         empty = found.new_zeros(len(found), length, found.shape[2])
-        return empty.scatter(1, self.rows.unsqueeze(2).expand_as(found), found)
+        return torch.scatter(empty, 1, self.rows.unsqueeze(2).expand_as(found), found)
 
     def attend(
         self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Sight
@@ -85,16 +85,20 @@ class TextBlocks:
 
         These are ``[B, Hkv, S, D]``, of the texts. The largest tensors are the scores ``[B, Hq, A, T, S + T]``.
         """
-        length, shape = keys.shape[2], self.rows.shape
+        length = keys.shape[2]
         # From [B * A, H, T, D] to heads in front of blocks, and to groups of queries that share keys.
-        k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (k, v))
-        q = q.unflatten(1, (keys.shape[1], -1)).unflatten(0, shape).transpose(1, 2)
+        k, v = (self._by_text(x).transpose(1, 2) for x in (k, v))
+        q = self._by_text(torch.unflatten(q, 1, (keys.shape[1], -1))).transpose(1, 2)
         text, own = torch.einsum("bhagtd,bhsd->bhagts", q, keys), torch.einsum("bhagtd,bhaud->bhagtu", q, k)
-        hidden = ~self._visible(length, mask).unflatten(0, shape)[:, None, :, None]
+        hidden = ~self._by_text(self._visible(length, mask))[:, None, :, None]
         weights = (scale * torch.cat([text, own], dim=-1)).masked_fill(hidden, -torch.inf).softmax(-1)
         mixed = torch.einsum("bhagts,bhsd->bahgtd", weights[..., :length], values)
         mixed = mixed + torch.einsum("bhagtu,bhaud->bahgtd", weights[..., length:], v)
         return mixed.flatten(2, 3).flatten(0, 1).transpose(1, 2)
+
+    def _by_text(self, x: Tensor) -> Tensor:
+        """``[B * A, ...]`` to ``[B, A, ...]``."""
+        return torch.unflatten(x, 0, tuple(self.rows.shape))
 
     def _visible(self, length: int, mask: Sight) -> Tensor:
         """Which keys of a text of ``length`` tokens, and of its block, a row sees: bool ``[B * A, T, S + T]``."""

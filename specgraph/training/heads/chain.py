@@ -5,11 +5,12 @@ token ``x[t+1+i]`` at position ``t + i`` and predicts ``x[t+2+i]``. In step 0, t
 target's features at ``t``. In later steps, it is the head's own output of the step before, with its gradient. Row ``t``
 sees the keys of step 0 up to ``t`` and the keys of its own chain, which is what it sees in decoding when the target has
 verified the tokens up to ``x[t+1]``. In the steps after 0, a parallel head takes the mask token and ``mask_hidden``, so
-that one call computes all steps. A block head computes a block of masks behind each token ``x[t+1]``, which may be
-few of them, drawn for every batch. How a head gets from step to step is defined by its ``unroll`` and ``step_logits``.
+that one call computes all steps. A block head runs a block of masks behind every token ``x[t+1]``, or behind some that
+are drawn for each batch. A Markov head takes the text's token before each draft. How a head gets from step to step is
+defined by its ``unroll`` and ``step_logits``.
 
 Sources: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (Amazon, 2026), the ``peagle`` of speculators; DFlash
-(z-lab, 2026), the ``dflash`` of speculators.
+(z-lab, 2026), the ``dflash`` of speculators; DSpark (DeepSeek, 2026), the ``dspark`` of DeepSpec.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ from .teacher import Lesson
 
 class StepOutput(NamedTuple):
     """One step at the given rows: the head's logits ``[R, Vd]``, the target's logits for the same token ``[R, Vd]``,
-    and ``counts`` bool ``[R]``, which says whether the target's most probable token can be drafted at all."""
+    and ``counts`` bool ``[R]``, which says whether the target's most probable token can be drafted at all.
+
+    ``estimates`` ``[R]`` are the logits of the head's own estimates that its drafts are accepted, and ``accepted``
+    ``[R]`` the probabilities that they are; both are None for a head that estimates nothing.
+    """
 
     logits: Tensor
     wanted: Tensor
     counts: Tensor
+    estimates: Tensor | None = None
+    accepted: Tensor | None = None
 
 
 class ChainLoss(nn.Module):
@@ -46,14 +53,14 @@ class ChainLoss(nn.Module):
         self.mask_token_id = head.mask_token_id
 
     def forward(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Tensor:
-        """The mean loss of every step, float32 ``[steps]``, in nats per token.
+        """The mean loss of every step, float32 ``[steps]``, in nats per token, with that of the estimates if any.
 
         Args:
             tokens: int64 ``[B, S]``.
             lesson: the target's hidden states and logits for these tokens.
             rows: for every step, the indices (int64) of those of the ``B * S`` rows whose predictions count.
         """
-        return torch.stack([mean_loss(out) for out in self.outputs(tokens, lesson, rows)])
+        return torch.stack([mean_loss(out) + estimate_loss(out) for out in self.outputs(tokens, lesson, rows)])
 
     def outputs(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[StepOutput]:
         """The logits of the head and of the target at ``rows``, step by step. The arguments are those of forward."""
@@ -62,14 +69,17 @@ class ChainLoss(nn.Module):
         dtype = next(parameter.dtype for parameter in self.parameters() if parameter.requires_grad)
         features = tuple(feature.to(dtype) for feature in lesson.features)
         drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id, rows)
+        estimate = getattr(self.head, "step_estimates", lambda rows: None)  # of heads that estimate
         for index, (hidden, chosen) in enumerate(zip(drafts, rows, strict=True)):
-            logits = self.head.step_logits(hidden.flatten(0, 1)[chosen], index)
+            read = hidden.flatten(0, 1)[chosen]
+            logits, estimates = self.head.step_logits(read, index), estimate(read)
             wanted = theirs[chosen + 1 + index]
+            accepted = None if estimates is None else acceptance(logits, wanted, vocabulary)
             counts = torch.ones_like(chosen, dtype=torch.bool)
             if isinstance(vocabulary, Tensor):
                 counts = torch.isin(wanted.argmax(-1), vocabulary)
                 wanted = wanted[:, vocabulary]
-            yield StepOutput(logits, wanted, counts)
+            yield StepOutput(logits, wanted, counts, estimates, accepted)
 
 
 def mean_loss(out: StepOutput) -> Tensor:
@@ -77,6 +87,33 @@ def mean_loss(out: StepOutput) -> Tensor:
     exact = torch.promote_types(out.logits.dtype, torch.float32)
     each = F.cross_entropy(out.logits.to(exact), out.wanted.to(exact).softmax(-1), reduction="none")
     return (each * out.counts).sum() / out.counts.sum().clamp_min(1)
+
+
+@torch.no_grad()
+def acceptance(logits: Tensor, wanted: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """The probability ``[R]`` that rejection sampling accepts a draft drawn at temperature 1.
+
+    It is the sum of the smaller of the two probabilities of every token, which is 1 less the total variation.
+
+    Args:
+        logits: the head's, ``[R, Vd]``.
+        wanted: the target's, ``[R, V]``.
+        vocabulary: the target's ids of the drafts, int64 ``[Vd]``; None for all.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    p, q = wanted.to(exact).softmax(-1), logits.to(exact).softmax(-1)
+    return torch.minimum(p if vocabulary is None else p[:, vocabulary], q).sum(-1).clamp_max(1)
+
+
+def estimate_loss(out: StepOutput) -> Tensor:
+    """The binary cross-entropy of the head's estimates against the acceptance, a scalar; 0 if there are none.
+
+    Source: DSpark (DeepSeek, 2026), ``compute_dspark_loss`` of DeepSpec.
+    """
+    if out.estimates is None or out.accepted is None:
+        return out.logits.new_zeros(())
+    each = F.binary_cross_entropy_with_logits(out.estimates.to(out.accepted), out.accepted, reduction="none")
+    return each.sum() / max(1, each.numel())
 
 
 def counted_rows(weights: Tensor, cfg: ChainConfig, generator: torch.Generator | None = None) -> list[Tensor]:

@@ -41,6 +41,9 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
         mask_token_id=_mask_token(cfg.head.mask_token_id, pad_id, len(embedding)),
         steps=cfg.chain.steps,
         family=cfg.head.family,
+        markov_rank=cfg.head.markov_rank,
+        markov_kind=cfg.head.markov_kind,
+        confidence=cfg.head.confidence,
         norm_before_residual=cfg.head.norm_before_residual,
     )
     return drafter.new_head(cfg.algorithm, plan)

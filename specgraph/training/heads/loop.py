@@ -37,7 +37,8 @@ _FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}
 @dataclass
 class HeadProgress:
     """The progress of a run. ``losses`` holds pairs of a step and the mean loss since the pair before. ``measured``
-    holds tuples of a step, the held-out loss and the acceptance length. Losses are in nats per token."""
+    holds tuples of a step, the held-out loss and the acceptance length. Losses are in nats per token. Those of training
+    include that of a confidence head."""
 
     step: int = 0
     seconds: float = 0.0
