@@ -213,7 +213,7 @@ class DFlashDrafter(Drafter):
             )
         config = DFlashConfig(
             layers=plan.layers,
-            masks=(BlockMask(),) * plan.layers.num_hidden_layers,
+            masks=(BlockMask(causal=plan.causal),) * plan.layers.num_hidden_layers,
             target_hidden_size=plan.embedding.shape[1],
             num_features=len(plan.features),
             draft_vocab_size=len(plan.projection),

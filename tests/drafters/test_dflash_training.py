@@ -162,6 +162,21 @@ def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
     assert_drafted(exact, found_head, "dflash", 4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+def test_only_drafts_of_a_causal_head_do_not_depend_on_their_number(causal: bool, tmp_path: Path) -> None:
+    model = small_target()
+    made = build_head(model, settings(tmp_path, layers=2, causal=causal), 1, [])
+    read, texts = features(model, TEXTS % 40, made.features), TEXTS % 40
+    few, many = (list(made.module.unroll(texts, read, count, 1)) for count in (2, 4))
+    apart = [float((a - b)[:, :-1].abs().max()) for a, b in zip(few, many, strict=False)]
+    assert (max(apart) < 1e-5) is causal
+    folder = DFlashDrafter.save_head(made, tmp_path / "head", target_name="", algorithm="dflash",
+                                     num_speculative_tokens=4, shared=model.parameters())  # fmt: skip
+    again = DFlashDrafter.load(open_checkpoint(folder), DFlashDraftConfig(), model, info(model))
+    assert [mask.causal for mask in again.module.config.masks] == [causal] * 2
+
+
 def test_a_new_head() -> None:
     """It has the published number of layers, reads no embeddings, and drafts a part of the vocabulary if asked to."""
     model, config = small_target(), HeadTrainConfig(model="target", data="x", algorithm="dflash")

@@ -41,6 +41,9 @@ class HeadConfig:
     feature_layers: list[int] = field(default_factory=list)
     """The indices k, ascending, of the target's hidden states hs[k] that the head reads; [] takes hs[2], hs[L//2],
     hs[L-3]; for dflash and dspark five from hs[2] to hs[L-2]; for a head that reads only one the last."""
+    causal: bool = False
+    """dflash, dspark: whether rows of a block see no later rows of it, so that a draft does not depend on how many
+    there are behind it."""
     markov_rank: int = 256
     """dspark: the rank of the Markov head, which corrects logits by the token before; 0 is none."""
     markov_kind: str = "vanilla"

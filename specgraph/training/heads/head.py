@@ -41,6 +41,7 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
         mask_token_id=_mask_token(cfg.head.mask_token_id, pad_id, len(embedding)),
         steps=cfg.chain.steps,
         family=cfg.head.family,
+        causal=cfg.head.causal,
         markov_rank=cfg.head.markov_rank,
         markov_kind=cfg.head.markov_kind,
         confidence=cfg.head.confidence,
