@@ -7,6 +7,7 @@ Source: DFlash (z-lab, 2026), ``dflash/model.py``; the variants are those of spe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -182,8 +183,7 @@ class DFlash(nn.Module):
 
     def step_logits(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[R, Vd]`` of rows ``[R, H]`` that :meth:`unroll` gave for draft number ``step``."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
+        return self.predict(hidden)
 
     def unroll(
         self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
@@ -202,16 +202,25 @@ class DFlash(nn.Module):
             rows: for every draft, the indices of those of the ``B * S`` rows that are used. Blocks that have none of
                 them are not run, and their rows are zero. None runs all.
         """
+        return itertools.islice(
+            self.all_rows(tokens, features, steps, mask_token_id, rows), self.config.first_row, None
+        )
+
+    def all_rows(
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """The rows that :meth:`unroll` gives and, in front of them, the anchor's if it gives no draft."""
         assert mask_token_id is not None  # every head of this kind has one
-        first, context = self.config.first_row, self.combine(*features)
-        blocks = TextBlocks.behind(tokens, first + steps, rows)
+        size, context = self.config.first_row + steps, self.combine(*features)
+        blocks = TextBlocks.behind(tokens, size, rows)
         angles = self.rotary(context, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
         attends = [
             partial(blocks.attend, *layer.keys_and_values(context, angles))
             for layer in cast(list[DFlashLayer], self.layers)
         ]
         hidden = self(blocks.tokens(tokens, mask_token_id), blocks.positions, attends)
-        return (blocks.spread(hidden[:, first + step], tokens.shape[1]) for step in range(steps))
+        return (blocks.spread(hidden[:, row], tokens.shape[1]) for row in range(size))
 
     @torch.no_grad()
     def start(self, plan: HeadPlan) -> None:

@@ -168,13 +168,14 @@ class DSpark(DFlash):
         token before draft ``i`` of row ``t`` is the text's, ``x[t+1+i]``, as if all drafts before were right.
         """
         state = features[0].new_zeros(*tokens.shape, self.config.markov_rank) if self.config.recurrent else None
-        for step, out in enumerate(super().unroll(tokens, features, steps, mask_token_id, rows)):
-            read = [self.norm(out)]
+        for row, out in enumerate(self.all_rows(tokens, features, steps, mask_token_id, rows)):
+            read, step = [self.norm(out)], row - self.config.first_row
             if self.markov_head is not None:
-                embedded = self.markov_head.markov_w1(tokens.roll(-1 - step, dims=1))
+                embedded = self.markov_head.markov_w1(tokens.roll(-1 - max(0, step), dims=1))
                 mixed, state = self.markov_head(embedded, read[0], state)
                 read += [embedded, mixed]
-            yield torch.cat(read, dim=-1)
+            if step >= 0:  # else only a state comes of the row, see first_state
+                yield torch.cat(read, dim=-1)
 
     def step_logits(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[R, Vd]`` of rows ``[R, H]`` or ``[R, H + 2 * r]`` that :meth:`unroll` gave."""

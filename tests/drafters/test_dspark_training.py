@@ -56,6 +56,12 @@ def test_what_is_trained_is_what_is_drafted(kind: str) -> None:
     assert_drafted(target(), head(kind), "dspark", 5)
 
 
+def test_rows_behind_an_anchor_that_gives_no_draft() -> None:
+    given = copy.deepcopy(head("rnn"))
+    given.module.config = replace(given.module.config, sample_from_anchor=False, block_size=6)
+    assert_drafted(target(), given, "dspark", 5)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_estimates_change_no_draft(kind: str) -> None:
     """The gradient of the estimates reaches the confidence head alone."""
