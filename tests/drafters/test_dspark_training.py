@@ -120,6 +120,19 @@ def test_the_loss_holds_that_of_the_estimates() -> None:
         assert out.accepted is not None and out.accepted.min() > 0 and out.accepted.max() < 1
 
 
+def test_a_loss_may_be_the_probability_of_a_rejection() -> None:
+    given = head("vanilla", confidence=False)
+    known, rows = features(target(), TEXTS, given.features), [torch.tensor([3, 8, 14])] * 2
+    lesson = Lesson(known, known[0], target()(TEXTS).logits.detach())
+    losses = {share: ChainLoss(given, 2, share)(TEXTS, lesson, rows) for share in (0.0, 0.25, 1.0)}
+    hidden = next(given.module.unroll(TEXTS, known, 2, 7)).flatten(0, 1)[rows[0]]
+    p, q = lesson.logits.flatten(0, 1)[rows[0] + 1].softmax(-1), given.module.step_logits(hidden, 0).softmax(-1)
+    torch.testing.assert_close(losses[1.0][0], 0.5 * (p - q).abs().sum(-1).mean())
+    torch.testing.assert_close(losses[0.25], 0.75 * losses[0.0] + 0.25 * losses[1.0])
+    (grad,) = torch.autograd.grad(losses[1.0].sum(), [given.module.fc.weight])
+    assert grad.any()
+
+
 def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,8 @@ class StepOutput(NamedTuple):
     """One step at the given rows: the head's logits ``[R, Vd]``, the target's logits for the same token ``[R, Vd]``,
     and ``counts`` bool ``[R]``, which says whether the target's most probable token can be drafted at all.
 
-    ``estimates`` ``[R]`` are the logits of the head's own estimates that its drafts are accepted, and ``accepted``
-    ``[R]`` the probabilities that they are; both are None for a head that estimates nothing.
+    ``estimates`` ``[R]`` are the logits of the head's own estimates that its drafts are accepted, or None, and
+    ``accepted`` ``[R]`` the probabilities that they are, or None where nothing learns from them.
     """
 
     logits: Tensor
@@ -46,21 +46,31 @@ class StepOutput(NamedTuple):
 class ChainLoss(nn.Module):
     """A head together with its loss, as the module that the optimiser trains."""
 
-    def __init__(self, head: DraftHead, steps: int) -> None:
+    def __init__(self, head: DraftHead, steps: int, overlap: float = 0.0) -> None:
+        """``overlap`` is the share of the loss that is the probability of a rejection, see :class:`ChainConfig`."""
         super().__init__()
+        self.overlap = overlap
         self.head: Any = head.module
         self.steps = steps
         self.mask_token_id = head.mask_token_id
 
     def forward(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Tensor:
-        """The mean loss of every step, float32 ``[steps]``, in nats per token, with that of the estimates if any.
+        """The mean loss of every step, float32 ``[steps]``: nats per token, or their mix with the probability of a
+        rejection; and the loss of the estimates if there are any.
 
         Args:
             tokens: int64 ``[B, S]``.
             lesson: the target's hidden states and logits for these tokens.
             rows: for every step, the indices (int64) of those of the ``B * S`` rows whose predictions count.
         """
-        return torch.stack([mean_loss(out) + estimate_loss(out) for out in self.outputs(tokens, lesson, rows)])
+        return torch.stack([self._loss(out) + estimate_loss(out) for out in self.outputs(tokens, lesson, rows)])
+
+    def _loss(self, out: StepOutput) -> Tensor:
+        loss = mean_loss(out)
+        if out.accepted is None or not self.overlap:
+            return loss
+        rejected = (1 - out.accepted).sum() / max(1, len(out.accepted))
+        return (1 - self.overlap) * loss + self.overlap * rejected
 
     def outputs(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[StepOutput]:
         """The logits of the head and of the target at ``rows``, step by step. The arguments are those of forward."""
@@ -74,7 +84,8 @@ class ChainLoss(nn.Module):
             read = hidden.flatten(0, 1)[chosen]
             logits, estimates = self.head.step_logits(read, index), estimate(read)
             wanted = theirs[chosen + 1 + index]
-            accepted = None if estimates is None else acceptance(logits, wanted, vocabulary)
+            learned = estimates is not None or self.overlap > 0
+            accepted = acceptance(logits, wanted, vocabulary) if learned else None
             counts = torch.ones_like(chosen, dtype=torch.bool)
             if isinstance(vocabulary, Tensor):
                 counts = torch.isin(wanted.argmax(-1), vocabulary)
@@ -89,7 +100,6 @@ def mean_loss(out: StepOutput) -> Tensor:
     return (each * out.counts).sum() / out.counts.sum().clamp_min(1)
 
 
-@torch.no_grad()
 def acceptance(logits: Tensor, wanted: Tensor, vocabulary: Tensor | None) -> Tensor:
     """The probability ``[R]`` that rejection sampling accepts a draft drawn at temperature 1.
 
@@ -112,7 +122,8 @@ def estimate_loss(out: StepOutput) -> Tensor:
     """
     if out.estimates is None or out.accepted is None:
         return out.logits.new_zeros(())
-    each = F.binary_cross_entropy_with_logits(out.estimates.to(out.accepted), out.accepted, reduction="none")
+    accepted = out.accepted.detach()
+    each = F.binary_cross_entropy_with_logits(out.estimates.to(accepted), accepted, reduction="none")
     return each.sum() / max(1, each.numel())
 
 

@@ -69,6 +69,9 @@ class ChainConfig:
     """The number of drafts in a chain; for medusa, of heads."""
     decay: float = 0.8
     """Draft i has the weight decay^i in the loss."""
+    overlap: float = 0.0
+    """The share of the loss that is the probability of a rejection at temperature 1; the rest is the cross-entropy.
+    DeepSpec trains dspark with 0.95."""
     anchors: float = 1.0
     """The share of the answers' tokens behind which drafts are learned, drawn for every batch. For dflash
     and dspark, a batch costs as much less."""
@@ -166,7 +169,7 @@ class HeadTrainConfig:
 
 
 _MAY_BE_ZERO = {"seed", "warmup_steps", "final_lr_ratio", "weight_decay", "sampled_questions", "keep_least",
-                "mask_token_id", "markov_rank"}  # fmt: skip
+                "mask_token_id", "markov_rank", "overlap"}  # fmt: skip
 
 
 def check_head_config(cfg: HeadTrainConfig) -> None:
@@ -183,7 +186,7 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
     if cfg.head.markov_kind not in MARKOV_KINDS:
         raise ConfigError(f"head.markov_kind={cfg.head.markov_kind!r} is not known: use vanilla, gated or rnn.")
     check_numbers(cfg, _MAY_BE_ZERO)
-    for key in ("decay", "anchors", "keep", "keep_least"):
+    for key in ("decay", "overlap", "anchors", "keep", "keep_least"):
         if getattr(cfg.chain, key) > 1:
             raise ConfigError(f"chain.{key}={getattr(cfg.chain, key)} is out of range: it must be 1 or less.")
     if cfg.eval_drafts > cfg.chain.steps:
