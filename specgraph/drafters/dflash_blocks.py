@@ -86,7 +86,7 @@ class TextBlocks:
         These are ``[B, Hkv, S, D]``, of the texts. The largest tensors are the scores ``[B, Hq, A, T, S + T]``.
         """
         length = keys.shape[2]
-        # From [B * A, H, T, D] to heads in front of blocks, and to groups of queries that share keys.
+        # The blocks of a text stand behind the heads, and the queries that share keys become a group (g).
         k, v = (self._by_text(x).transpose(1, 2) for x in (k, v))
         q = self._by_text(torch.unflatten(q, 1, (keys.shape[1], -1))).transpose(1, 2)
         text, own = torch.einsum("bhagtd,bhsd->bhagts", q, keys), torch.einsum("bhagtd,bhaud->bhagtu", q, k)
