@@ -83,7 +83,7 @@ class Drafter(ABC):
     Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what
     checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing), ``fallback`` whether it
     recognises what no other drafter does, ``chained`` whether it makes its drafts by a chain of calls, ``head`` the
-    class of the modules that a :class:`DraftHead` holds for it.
+    class of the modules that a :class:`DraftHead` holds for it, ``new_layers`` the number of layers of a new one.
 
     Attributes:
         num_speculative_tokens: K, drafts per step and sequence.
@@ -110,6 +110,7 @@ class Drafter(ABC):
     fallback: ClassVar[bool] = False
     chained: ClassVar[bool] = False
     head: ClassVar[type[nn.Module] | None] = None
+    new_layers: ClassVar[int] = 1
 
     @classmethod
     def called(cls, parallel: bool) -> str:

@@ -36,7 +36,7 @@ from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_pla
 from specgraph.drafters.dflash_loading import default_features, load_head, read_options
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
 from specgraph.drafters.dflash_saving import save_head
-from specgraph.drafters.plan import plain_layer
+from specgraph.drafters.plan import HeadPlan, plain_layer
 from specgraph.drafters.step import DraftStep
 from specgraph.errors import ConfigError
 from specgraph.frontend.tracing import export_hooked
@@ -65,6 +65,8 @@ class DFlashDraftConfig(ParallelDraftConfig):
     """sliding windows are counted from the anchor for all rows of a block, and not from each row; null: true for the
     layout of speculators, else false."""
 
+    trains: ClassVar[tuple[str, ...]] = ("dflash",)
+
 
 @dataclass(frozen=True, eq=False)
 class DFlashDrafter(Drafter):
@@ -83,6 +85,7 @@ class DFlashDrafter(Drafter):
     reads: ClassVar[str | None] = "DFlash heads (z-lab and speculators layouts)"
     needs: ClassVar[str | None] = "head"
     head: ClassVar[type[nn.Module] | None] = DFlash
+    new_layers: ClassVar[int] = RANDOM_LAYERS
     returned: ClassVar[str] = "block_logits"
     """The name of the node that holds what the call of a block returned."""
 
@@ -192,6 +195,38 @@ class DFlashDrafter(Drafter):
     ) -> Path:  # fmt: skip
         """Write the head in the layout of z-lab."""
         return save_head(head, folder, target_name=target_name, shared=shared)
+
+    @classmethod
+    def new_head(cls, algorithm: str, plan: HeadPlan) -> DraftHead:
+        """A head whose embedding and projection are the target's own frozen tensors.
+
+        It learns an embedding for the mask token. That of a token of the target, which is frozen, says nothing about
+        masks: no text of the target's training had one.
+
+        Raises:
+            ConfigError: the head would read the target's embeddings, which the layout of z-lab cannot express.
+        """
+        if 0 in plan.features:
+            raise ConfigError(
+                f"head.feature_layers={list(plan.features)}: heads of this kind read outputs of layers; give indices "
+                "from 1 on."
+            )
+        config = DFlashConfig(
+            layers=plan.layers,
+            masks=(BlockMask(causal=plan.causal),) * plan.layers.num_hidden_layers,
+            target_hidden_size=plan.embedding.shape[1],
+            num_features=len(plan.features),
+            draft_vocab_size=len(plan.projection),
+            block_size=plan.steps + 1,
+        )
+        module = cls.new_module(config, plan).to(plan.embedding.device)
+        module.start(plan)
+        return DraftHead(module, plan.features, plan.mask_token_id)
+
+    @classmethod
+    def new_module(cls, config: DFlashConfig, plan: HeadPlan) -> DFlash:
+        """The module of a new head, on the CPU."""
+        return DFlash(config, mask_embedding=True)
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:

@@ -7,7 +7,10 @@ Source: DFlash (z-lab, 2026), ``dflash/model.py``; the variants are those of spe
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
-import specgraph.kernels.attention.block  # noqa: F401  (registers the ops)
-from specgraph.drafters.shifted import LAYERS
+from specgraph.drafters.dflash_blocks import Attend, TextBlocks, attend_in_block
+from specgraph.drafters.plan import HeadPlan
+from specgraph.drafters.shifted import LAYERS, borrow, match_norm
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine ``[B, T, D]`` of the rotary embedding."""
@@ -79,17 +83,13 @@ class DFlashLayer(nn.Module):
 
     def keep(self, context: Tensor, angles: Angles) -> None:
         """Keep keys and values of the rows ``context`` ``[B, T, H]``."""
-        k, v = self._keys(context, angles), self._heads(self.self_attn.v_proj(context))
-        torch.ops.specgraph.keep_context(k, v)
+        torch.ops.specgraph.keep_context(*self.keys_and_values(context, angles))
 
-    def forward(self, hidden: Tensor, angles: Angles) -> Tensor:
-        """The rows ``[B, T, H]`` of a block to the same shape."""
+    def forward(self, hidden: Tensor, angles: Angles, attend: Attend = attend_in_block) -> Tensor:
+        """The rows ``[B, T, H]`` of a block to the same shape. ``attend`` computes the attention."""
         normed = self.input_layernorm(hidden)
-        q, k, v = self._queries(normed, angles), self._keys(normed, angles), self._heads(self.self_attn.v_proj(normed))
-        mask, scale = self.mask, float(self.self_attn.scaling)
-        mixed = torch.ops.specgraph.block_attention(
-            q, k, v, scale=scale, window=mask.window, causal=mask.causal, anchored=mask.anchored
-        )
+        k, v = self.keys_and_values(normed, angles)
+        mixed = attend(self._queries(normed, angles), k, v, float(self.self_attn.scaling), self.mask)
         hidden = hidden + self.self_attn.o_proj(mixed.flatten(2))
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -97,8 +97,9 @@ class DFlashLayer(nn.Module):
     def _queries(self, x: Tensor, angles: Angles) -> Tensor:
         return self._rotated(self.self_attn.q_proj(x), "q_norm", angles)
 
-    def _keys(self, x: Tensor, angles: Angles) -> Tensor:
-        return self._rotated(self.self_attn.k_proj(x), "k_norm", angles)
+    def keys_and_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, Hkv, T, D]``, rotated, and values of rows ``[B, T, H]``."""
+        return self._rotated(self.self_attn.k_proj(x), "k_norm", angles), self._heads(self.self_attn.v_proj(x))
 
     def _rotated(self, x: Tensor, norm: str, angles: Angles) -> Tensor:
         """Heads ``[B, H, T, D]`` of ``x``, normed if the layer has that norm, and rotated."""
@@ -146,12 +147,15 @@ class DFlash(nn.Module):
         for layer in layers:
             layer.keep(context, angles)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run the rows of a block: int64 ``[B, T]`` twice to ``[B, T, H]``, without the last norm."""
+    def forward(self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend] | None = None) -> Tensor:
+        """Run the rows of a block: int64 ``[B, T]`` twice to ``[B, T, H]``, without the last norm.
+
+        ``attends`` are the layers' attention, by default that over the context which :meth:`keep` kept.
+        """
         hidden = self.embed(tokens)
         angles = self.rotary(hidden, positions)
-        for layer in self.layers:
-            hidden = layer(hidden, angles)
+        for layer, attend in zip(self.layers, attends or (attend_in_block,) * len(self.layers), strict=True):
+            hidden = layer(hidden, angles, attend)
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -174,3 +178,57 @@ class DFlash(nn.Module):
         Heads of other kinds may return a tuple with what else they compute of these rows.
         """
         return self.predict(self(tokens, positions)[:, self.config.first_row :])
+
+    # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
+
+    def step_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Logits ``[R, Vd]`` of rows ``[R, H]`` that :meth:`unroll` gave for draft number ``step``."""
+        return self.predict(hidden)
+
+    def unroll(
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """For draft 0, 1, ... of every position of a text, the rows ``[B, S, H]`` from which decoding would draw it.
+
+        The drafts behind row ``t`` are those of a block whose anchor is ``x[t+1]``, at position ``t + 1``. It has as
+        many rows as decoding runs for ``steps`` drafts, and its context are the features up to ``t``.
+
+        Args:
+            tokens: int64 ``[B, S]``.
+            features: the target's hidden states ``[B, S, Ht]`` that the head reads.
+            steps: the number of drafts.
+            mask_token_id: the token of the rows behind the anchor.
+            rows: for every draft, the indices of those of the ``B * S`` rows that are used. Blocks that have none of
+                them are not run, and their rows are zero. None runs all.
+        """
+        return itertools.islice(
+            self.all_rows(tokens, features, steps, mask_token_id, rows), self.config.first_row, None
+        )
+
+    def all_rows(
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """The rows that :meth:`unroll` gives and, in front of them, the anchor's if it gives no draft."""
+        assert mask_token_id is not None  # every head of this kind has one
+        size, context = self.config.first_row + steps, self.combine(*features)
+        blocks = TextBlocks.behind(tokens, size, rows)
+        angles = self.rotary(context, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0))
+        attends = [
+            partial(blocks.attend, *layer.keys_and_values(context, angles))
+            for layer in cast(list[DFlashLayer], self.layers)
+        ]
+        hidden = self(blocks.tokens(tokens, mask_token_id), blocks.positions, attends)
+        return (blocks.spread(hidden[:, row], tokens.shape[1]) for row in range(size))
+
+    @torch.no_grad()
+    def start(self, plan: HeadPlan) -> None:
+        """Borrow the target's embedding and projection, and draw an embedding for the mask token of their size."""
+        borrow(self, plan)
+        if self.mask_embedding is not None:
+            nn.init.normal_(self.mask_embedding, std=float(plan.embedding.float().std()))
+
+    def match_scale(self, hidden: Tensor) -> None:
+        """Start the last norm with the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
+        match_norm(self.norm, hidden)

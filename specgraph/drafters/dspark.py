@@ -35,6 +35,7 @@ from specgraph.drafters.dflash_loading import load_head
 from specgraph.drafters.dflash_module import DFlash, DFlashConfig
 from specgraph.drafters.dspark_loading import check_tokens, read_options, save_head
 from specgraph.drafters.dspark_module import DSpark, DSparkConfig
+from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.step import DraftStep
 from specgraph.frontend.tracing import export_hooked
 from specgraph.ir.model_info import ModelInfo
@@ -51,6 +52,8 @@ class DSparkDraftConfig(DFlashDraftConfig):
     """Keys of ``draft`` for DSpark heads. A value overrides the checkpoint's; null keeps it."""
 
     kind: str = "dspark"
+
+    trains: ClassVar[tuple[str, ...]] = ("dspark",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +139,15 @@ class DSparkDrafter(DFlashDrafter):
     ) -> Path:  # fmt: skip
         """Write the head in the layout of DeepSpec."""
         return save_head(head, folder, target_name=target_name, shared=shared)
+
+    @classmethod
+    def new_module(cls, config: DFlashConfig, plan: HeadPlan) -> DFlash:
+        """The module of a new head, on the CPU. Every one of its rows gives a draft, the anchor's too."""
+        rank, values = plan.markov_rank, vars(config) | {"sample_from_anchor": True, "block_size": plan.steps}
+        made = DSparkConfig(**values, markov_rank=rank, markov_kind=plan.markov_kind,
+                            markov_rows=config.layers.vocab_size if rank else 0, confidence=plan.confidence,
+                            confidence_with_markov=plan.confidence and rank > 0)  # fmt: skip
+        return DSpark(made, mask_embedding=True)
 
     @classmethod
     def random_module(cls, config: DFlashConfig) -> DFlash:

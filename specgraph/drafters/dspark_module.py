@@ -7,12 +7,14 @@ Sources: DSpark (DeepSeek, 2026), ``deepspec/modeling/dspark`` of DeepSpec; the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from specgraph.drafters.dflash_module import DFlash, DFlashConfig
+from specgraph.drafters.plan import HeadPlan
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
@@ -64,10 +66,10 @@ class MarkovHead(nn.Module):
 
         Args:
             embedded: the embedding ``[..., r]`` of the token before.
-            hidden: the row's hidden state ``[..., H]`` behind the last norm; None for ``vanilla``.
+            hidden: the row's hidden state ``[..., H]`` behind the last norm; may be None for ``vanilla``.
             state: ``[..., r]`` for ``rnn``, else None.
         """
-        if hidden is None:
+        if hidden is None or self.kind == "vanilla":
             return embedded, None
         if self.kind == "gated":
             gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], dim=-1)))
@@ -152,3 +154,54 @@ class DSpark(DFlash):
             inputs.append(self.markov_head.markov_w1(tokens))
         logits: Tensor = self.confidence_head(*inputs)
         return logits
+
+    # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
+
+    def unroll(
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """For draft 0, 1, ... of every position of a text, what its logits and its estimate are computed from.
+
+        These are the rows that :meth:`DFlash.unroll` gives, behind the last norm and, with a Markov head, the embedding
+        of the token before each draft, and what that head makes of both: ``[B, S, H]`` or ``[B, S, H + 2 * r]``. The
+        token before draft ``i`` of row ``t`` is the text's, ``x[t+1+i]``, as if all drafts before were right.
+        """
+        state = features[0].new_zeros(*tokens.shape, self.config.markov_rank) if self.config.recurrent else None
+        for row, out in enumerate(self.all_rows(tokens, features, steps, mask_token_id, rows)):
+            read, step = [self.norm(out)], row - self.config.first_row
+            if self.markov_head is not None:
+                embedded = self.markov_head.markov_w1(tokens.roll(-1 - max(0, step), dims=1))
+                mixed, state = self.markov_head(embedded, read[0], state)
+                read += [embedded, mixed]
+            if step >= 0:  # else only a state comes of the row, see first_state
+                yield torch.cat(read, dim=-1)
+
+    def step_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Logits ``[R, Vd]`` of rows ``[R, H]`` or ``[R, H + 2 * r]`` that :meth:`unroll` gave."""
+        normed, _, mixed = self._parts(hidden)
+        logits: Tensor = self.lm_head(normed)
+        return logits if self.markov_head is None else logits + self.markov_head.markov_w2(mixed)
+
+    def step_estimates(self, hidden: Tensor) -> Tensor | None:
+        """The logits ``[R]`` of estimates that the drafts of such rows are accepted; None without a confidence head.
+
+        No gradient goes on from here. In DeepSpec it does, and changes the drafts for the sake of the estimates.
+        """
+        if self.confidence_head is None:
+            return None
+        normed, embedded, _ = self._parts(hidden.detach())
+        logits: Tensor = self.confidence_head(*[normed, embedded][: 1 + self.config.confidence_with_markov])
+        return logits
+
+    def _parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The three parts of what :meth:`unroll` gives; the last two are empty without a Markov head."""
+        rank = self.config.markov_rank
+        return torch.split(rows, [rows.shape[-1] - 2 * rank, rank, rank], dim=-1)
+
+    @torch.no_grad()
+    def start(self, plan: HeadPlan) -> None:
+        """Start as :meth:`DFlash.start` does, and with a Markov head that corrects nothing yet."""
+        super().start(plan)
+        if self.markov_head is not None:
+            self.markov_head.markov_w2.weight.zero_()

@@ -31,7 +31,7 @@ from specgraph.checkpoints.writing import without_shared, write_checkpoint
 from specgraph.config import DraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.plan import HeadPlan
-from specgraph.drafters.shifted import LAYERS, ShiftedDrafter, ShiftedHead, causal_layers, fill_head
+from specgraph.drafters.shifted import LAYERS, ShiftedDrafter, ShiftedHead, borrow, causal_layers, fill_head
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 
@@ -156,7 +156,7 @@ class EagleDrafter(ShiftedDrafter):
         """A head whose embedding and vocabulary projection are the target's own frozen tensors."""
         _check_plan(plan, cls.feature_layers(plan.model.config.get_text_config().num_hidden_layers))
         module = Eagle(plan.layers).to(plan.embedding.device)
-        module.borrow(plan)
+        borrow(module, plan)
         module.start_from_hidden()
         return DraftHead(module, plan.features)
 

@@ -31,7 +31,7 @@ from specgraph.config import DraftConfig, ParallelDraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3_module import Eagle3, Eagle3Config
 from specgraph.drafters.plan import HeadPlan
-from specgraph.drafters.shifted import ShiftedDrafter, fill_head
+from specgraph.drafters.shifted import ShiftedDrafter, borrow, fill_head
 from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
@@ -127,7 +127,7 @@ class Eagle3Drafter(ShiftedDrafter):
             norm_before_residual=plan.norm_before_residual,
         )
         module = Eagle3(config, parallel=parallel).to(plan.embedding.device)
-        module.borrow(plan)
+        borrow(module, plan)
         if module.mask_hidden is not None:
             nn.init.normal_(module.mask_hidden)  # at zero, the norm that reads it would have a huge gradient
         return DraftHead(module, plan.features, plan.mask_token_id if parallel else None, parallel)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from specgraph.drafters.shifted import LAYERS, ShiftedHead, causal_layers
+from specgraph.drafters.shifted import LAYERS, ShiftedHead, causal_layers, match_norm
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,6 @@ class Eagle3(ShiftedHead):
         normed: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return normed
 
-    @torch.no_grad()
     def match_scale(self, hidden: Tensor) -> None:
-        """Start the last norm with the scale, by channel, of the hidden states that the target's projection reads.
-
-        If it started with ones, a learning rate of 1e-3 would need thousands of steps to reach that scale.
-        """
-        self.norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
+        """Start the last norm with the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
+        match_norm(self.norm, hidden)

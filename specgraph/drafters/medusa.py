@@ -99,8 +99,9 @@ class Medusa(nn.ModuleList):
         return logits
 
     def unroll(
-        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
-    ) -> Iterator[Tensor]:
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """For each head, the rows ``[B, S, H]`` that its projection reads. No head depends on another one."""
         heads: Any = self
         return (heads[step][:-1](features[0]) for step in range(steps))

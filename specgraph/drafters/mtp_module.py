@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -182,8 +182,9 @@ class Mtp(nn.ModuleList):
         return logits
 
     def unroll(
-        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
-    ) -> Iterator[Tensor]:
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """For draft 0, 1, ... of every position of a text, the rows ``[B, S, H]`` from which decoding would draw it.
 
         Step ``i`` runs module ``i`` at every row ``t``, with the token ``x[t+1+i]``. Further steps run the last module
@@ -195,6 +196,7 @@ class Mtp(nn.ModuleList):
             features: the target's hidden state ``[B, S, H]``.
             steps: the number of drafts.
             mask_token_id: None, since modules do not draft in parallel.
+            rows: the rows that are used; all are computed, because later rows see earlier ones.
         """
         (first,), last, length = features, len(self) - 1, tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).unsqueeze(0)
@@ -207,9 +209,9 @@ class Mtp(nn.ModuleList):
             if beyond:  # before, the model makes its own mask, which is causal
                 chain["attention_mask"] = module.as_mask(mask[..., : (beyond + 1) * length], beyond, first.dtype)
             read = first if self.options.family == "target" and step <= last else hidden
-            rows = module(tokens.roll(-1 - step, dims=1), positions + beyond, read, **chain)
-            yield rows
-            hidden = module.norm(rows) if self.options.fed_hidden == "final_norm" else rows
+            out = module(tokens.roll(-1 - step, dims=1), positions + beyond, read, **chain)
+            yield out
+            hidden = module.norm(out) if self.options.fed_hidden == "final_norm" else out
 
     def match_scale(self, hidden: Tensor) -> None:
         """Do nothing, because the hidden state that a module reads is normed."""

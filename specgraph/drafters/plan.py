@@ -22,6 +22,9 @@ class HeadPlan:
         mask_token_id: the mask token of a head that drafts in parallel.
         steps: the number of drafts that the head is trained for.
         family: an option of MTP, see :class:`~specgraph.drafters.mtp_module.MtpOptions`.
+        causal: an option of block heads, see :class:`~specgraph.drafters.dflash_module.BlockMask`.
+        markov_rank, markov_kind, confidence: options of DSpark, see
+            :class:`~specgraph.drafters.dspark_module.DSparkConfig`.
         norm_before_residual: an option of EAGLE-3, see :class:`~specgraph.drafters.eagle3_module.Eagle3Config`.
     """
 
@@ -32,6 +35,10 @@ class HeadPlan:
     mask_token_id: int | None = None
     steps: int = 1
     family: str = "chained"
+    causal: bool = False
+    markov_rank: int = 0
+    markov_kind: str = "vanilla"
+    confidence: bool = False
     norm_before_residual: bool = False
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -100,8 +100,9 @@ class ShiftedHead(nn.Module):
         return self.predict(hidden)[0]
 
     def unroll(
-        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None
-    ) -> Iterator[Tensor]:
+        self, tokens: Tensor, features: tuple[Tensor, ...], steps: int, mask_token_id: int | None,
+        rows: Sequence[Tensor] | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """For draft 0, 1, ... of every position of a text, the rows ``[B, S, H]`` from which decoding would draw it.
 
         Step ``i`` computes draft ``i`` for all positions ``t`` at once. Its row ``t`` takes token ``x[t+1+i]`` at
@@ -117,6 +118,8 @@ class ShiftedHead(nn.Module):
             features: the target's hidden states ``[B, S, Ht]`` that the head reads.
             steps: the number of drafts.
             mask_token_id: the mask token of parallel drafting; None for a chain.
+            rows: for every draft, the indices of those of the ``B * S`` rows that are used; None for all. A head may
+                give any values at the others. This one computes all, because later rows of a chain see earlier ones.
         """
         hidden = self.combine(*features)
         if mask_token_id is None:
@@ -145,15 +148,26 @@ class ShiftedHead(nn.Module):
                             attention_mask=chain_mask(length, steps, tokens.device))  # fmt: skip
         yield from rows.chunk(steps, dim=1)
 
-    def borrow(self, plan: HeadPlan) -> None:
-        """Take from the target the embedding and the projection of the draft vocabulary, as frozen parameters."""
-        self.embed_tokens.weight = nn.Parameter(plan.embedding.detach(), requires_grad=False)
-        self.lm_head.weight = nn.Parameter(plan.projection.detach(), requires_grad=False)
-        if plan.vocabulary is not None:
-            self.register_buffer("draft_to_target", plan.vocabulary.to(plan.embedding.device))
-
     def match_scale(self, hidden: Tensor) -> None:
         """Adapt a new head to the scale of ``hidden`` ``[B, S, Ht]``, which the target's projection reads."""
+
+
+def borrow(module: Any, plan: HeadPlan) -> None:
+    """Give a head the target's embedding and its projection of the draft vocabulary, as frozen parameters."""
+    module.embed_tokens.weight = nn.Parameter(plan.embedding.detach(), requires_grad=False)
+    module.lm_head.weight = nn.Parameter(plan.projection.detach(), requires_grad=False)
+    if plan.vocabulary is not None:
+        module.draft_to_target = plan.vocabulary.to(plan.embedding.device)
+
+
+@torch.no_grad()
+def match_norm(norm: Any, hidden: Tensor) -> None:
+    """Start a last norm with the scale, by channel, of the hidden states ``[B, S, H]`` that the target's projection
+    reads.
+
+    If it started with ones, a learning rate of 1e-3 would need thousands of steps to reach that scale.
+    """
+    norm.get_parameter("weight").copy_(hidden.float().flatten(0, 1).square().mean(0).sqrt())
 
 
 def _positions(tokens: Tensor) -> Tensor:

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("llama", "qwen3")
 FAMILIES = ("chained", "target")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
 
 
 @dataclass
 class HeadConfig:
     """The head. Its width, embedding and vocabulary projection are the target's; null takes the target's value."""
 
-    layers: int = 1
-    """The number of decoder layers; for medusa, of residual blocks in every head; for mtp, of modules."""
+    layers: int | None = None
+    """The number of decoder layers; for medusa, of residual blocks in every head; for mtp, of modules; null is 1, and
+    for dflash and dspark 5."""
     family: str = "chained"
     """mtp: the hidden state that further modules read, chained (the output of the module before) or target."""
     model_type: str = "llama"
@@ -38,7 +40,16 @@ class HeadConfig:
     """The width of one attention head."""
     feature_layers: list[int] = field(default_factory=list)
     """The indices k, ascending, of the target's hidden states hs[k] that the head reads; [] takes hs[2], hs[L//2],
-    hs[L-3], or the last one for a head that reads only one."""
+    hs[L-3]; for dflash and dspark five from hs[2] to hs[L-2]; for a head that reads only one the last."""
+    causal: bool = False
+    """dflash, dspark: whether rows of a block see no later rows of it, so that a draft does not depend on how many
+    there are behind it."""
+    markov_rank: int = 256
+    """dspark: the rank of the Markov head, which corrects logits by the token before; 0 is none."""
+    markov_kind: str = "vanilla"
+    """dspark: the kind of Markov head, vanilla, gated or rnn."""
+    confidence: bool = True
+    """dspark: whether the head learns to estimate which drafts are accepted, which changes no draft."""
     norm_before_residual: bool = False
     """Whether the first layer's residual is the normed hidden state."""
     draft_vocab_size: int | None = None
@@ -46,7 +57,8 @@ class HeadConfig:
     init: str | None = None
     """The folder of a trained head, as `train` saves it, to start from; layers that it lacks start as in a new head."""
     mask_token_id: int | None = None
-    """peagle: the id in the place of a token not drafted yet, which text does not use; null is the PAD token."""
+    """peagle, dflash, dspark: the id in the place of a token not drafted yet, which text does not use; null is the PAD
+    token."""
 
 
 @dataclass
@@ -57,10 +69,16 @@ class ChainConfig:
     """The number of drafts in a chain; for medusa, of heads."""
     decay: float = 0.8
     """Draft i has the weight decay^i in the loss."""
+    overlap: float = 0.0
+    """The share of the loss that is the probability of a rejection at temperature 1; the rest is the cross-entropy.
+    DeepSpec trains dspark with 0.95."""
+    anchors: float = 1.0
+    """The share of the answers' tokens behind which drafts are learned, drawn for every batch. For dflash
+    and dspark, a batch costs as much less."""
     keep: float = 1.0
-    """peagle: draft i learns from a share max(keep^i, keep_least) of the tokens, drawn for every batch."""
+    """Draft i learns from a share max(keep^i, keep_least) of these tokens, drawn for every batch."""
     keep_least: float = 0.2
-    """peagle: the least share of tokens, see keep."""
+    """The least share of tokens, see keep."""
 
 
 @dataclass
@@ -151,7 +169,7 @@ class HeadTrainConfig:
 
 
 _MAY_BE_ZERO = {"seed", "warmup_steps", "final_lr_ratio", "weight_decay", "sampled_questions", "keep_least",
-                "mask_token_id"}  # fmt: skip
+                "mask_token_id", "markov_rank", "overlap"}  # fmt: skip
 
 
 def check_head_config(cfg: HeadTrainConfig) -> None:
@@ -165,8 +183,10 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
         raise ConfigError(f"head.model_type={cfg.head.model_type!r} is not known: use {' or '.join(MODEL_TYPES)}.")
     if cfg.head.family not in FAMILIES:
         raise ConfigError(f"head.family={cfg.head.family!r} is not known: use {' or '.join(FAMILIES)}.")
+    if cfg.head.markov_kind not in MARKOV_KINDS:
+        raise ConfigError(f"head.markov_kind={cfg.head.markov_kind!r} is not known: use vanilla, gated or rnn.")
     check_numbers(cfg, _MAY_BE_ZERO)
-    for key in ("decay", "keep", "keep_least"):
+    for key in ("decay", "overlap", "anchors", "keep", "keep_least"):
         if getattr(cfg.chain, key) > 1:
             raise ConfigError(f"chain.{key}={getattr(cfg.chain, key)} is out of range: it must be 1 or less.")
     if cfg.eval_drafts > cfg.chain.steps:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
+from specgraph.drafters.dflash_loading import MASK_EMBEDDING, read_mask_embedding
 from specgraph.drafters.plan import HeadPlan
 from specgraph.errors import ConfigError
 
@@ -31,15 +32,19 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
     drafter, text = cfg.drafter(), cast(Any, model.config.get_text_config())
     embedding, projection = (module.weight for module in cast(Any, (model.get_input_embeddings(),
                                                                     model.get_output_embeddings())))  # fmt: skip
-    layers = feature_layers(cfg.head.feature_layers, text.num_hidden_layers, drafter)
+    features = feature_layers(cfg.head.feature_layers, text.num_hidden_layers, drafter)
     plan = HeadPlan(
         model=model,
-        layers=_layers(cfg.head, text, len(embedding)),
-        features=layers,
+        layers=_layers(cfg.head, text, len(embedding), drafter.new_layers),
+        features=features,
         vocabulary=_vocabulary(cfg.head.draft_vocab_size, len(projection), documents),
         mask_token_id=_mask_token(cfg.head.mask_token_id, pad_id, len(embedding)),
         steps=cfg.chain.steps,
         family=cfg.head.family,
+        causal=cfg.head.causal,
+        markov_rank=cfg.head.markov_rank,
+        markov_kind=cfg.head.markov_kind,
+        confidence=cfg.head.confidence,
         norm_before_residual=cfg.head.norm_before_residual,
     )
     return drafter.new_head(cfg.algorithm, plan)
@@ -47,7 +52,7 @@ def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, docume
 
 @torch.no_grad()
 def start_from(head: nn.Module, folder: str) -> None:
-    """Copy the tensors of a saved head. Layers and a ``mask_hidden`` that it lacks stay as they are.
+    """Copy the tensors of a saved head. Layers and what stands for a mask stay as they are if it lacks them.
 
     Raises:
         ConfigError: there is no saved head, or it has another shape.
@@ -55,7 +60,9 @@ def start_from(head: nn.Module, folder: str) -> None:
     path = Path(folder) / "model.safetensors"
     if not path.is_file():
         raise ConfigError(f"head.init={folder}: there is no model.safetensors; give the folder of a trained head.")
-    saved = load_file(path)
+    saved, mask = load_file(path), read_mask_embedding(path)
+    if mask is not None:
+        saved[MASK_EMBEDDING] = mask[0]
     if not any(name in saved for name, parameter in head.named_parameters() if parameter.requires_grad):
         raise ConfigError(
             f"head.init={folder} holds no tensor by the name of one of this head's parameters, as for MTP modules, "
@@ -83,8 +90,8 @@ def bf16_copy(head: DraftHead) -> DraftHead:
     return DraftHead(module, head.features, head.mask_token_id, head.parallel)
 
 
-def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig:
-    """The configuration of the head's decoder layers, which have the target's shape by default."""
+def _layers(cfg: HeadConfig, text: Any, num_embeddings: int, usual: int) -> PretrainedConfig:
+    """The configuration of the head's decoder layers, which have the target's shape and are ``usual`` by default."""
     heads = cfg.num_attention_heads or text.num_attention_heads
     kv_heads = cfg.num_key_value_heads or getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
@@ -100,7 +107,7 @@ def _layers(cfg: HeadConfig, text: Any, num_embeddings: int) -> PretrainedConfig
         eos_token_id=None,
         hidden_size=text.hidden_size,
         intermediate_size=cfg.intermediate_size or getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        num_hidden_layers=cfg.layers,
+        num_hidden_layers=cfg.layers or usual,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=cfg.head_dim or getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -37,7 +37,8 @@ _FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}
 @dataclass
 class HeadProgress:
     """The progress of a run. ``losses`` holds pairs of a step and the mean loss since the pair before. ``measured``
-    holds tuples of a step, the held-out loss and the acceptance length. Losses are in nats per token."""
+    holds tuples of a step, the held-out loss and the acceptance length. Losses are in nats per token. Those of training
+    include that of a confidence head."""
 
     step: int = 0
     seconds: float = 0.0
@@ -102,7 +103,7 @@ class HeadLoop:
         """Make one update and return the loss, on the device."""
         # The rows are drawn on the CPU with a seed for each step, so that a resumed run draws the same rows.
         generator = torch.Generator().manual_seed(1_000_003 * self.cfg.seed + self.progress.step)
-        rows = counted_rows(batch.weights, self.cfg.chain, generator if self.plain.parallel else None)
+        rows = counted_rows(batch.weights, self.cfg.chain, generator)
         device = self.teacher.device
         tokens = batch.tokens.to(device, non_blocking=True)
         chosen = [chosen.to(device, non_blocking=True) for chosen in rows]

@@ -115,7 +115,7 @@ def _train(
     def save() -> None:
         _save(head, model, cfg)
 
-    loop = HeadLoop(ChainLoss(head, cfg.chain.steps), teacher, cfg, accelerator, save)
+    loop = HeadLoop(ChainLoss(head, cfg.chain.steps, cfg.chain.overlap), teacher, cfg, accelerator, save)
     progress, measured = loop.run(learned, heldout, pad_id)
     save()
     report = HeadTrainReport(

@@ -1,0 +1,174 @@
+"""Training of DSpark heads: as of DFlash heads, with the text's token before each draft, and with estimates."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import specgraph
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.dspark import DSparkDraftConfig, DSparkDrafter
+from specgraph.drafters.registry import open_checkpoint
+from specgraph.errors import ConfigError
+from specgraph.training.heads import run as training_run
+from specgraph.training.heads import train_head
+from specgraph.training.heads.chain import ChainLoss, StepOutput, acceptance, estimate_loss
+from specgraph.training.heads.config import ChainConfig, HeadConfig, HeadTrainConfig
+from specgraph.training.heads.head import bf16_copy, build_head
+from specgraph.training.heads.teacher import Lesson, Teacher
+from tests.checkpoints.running import info
+from tests.decoding import CONFIG, assert_same_tokens, reference_greedy
+from tests.drafters.dflash_formula import target
+from tests.drafters.test_dflash_training import TEXTS, assert_drafted, features
+from tests.drafters.test_eagle import run_of, small_target, tokenizer
+from tests.models import exact_norms
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+@functools.cache
+def head(kind: str, rank: int = 6, steps: int = 5, confidence: bool = True) -> DraftHead:
+    """A new head for the target of the tests with random weights, computing in float64 throughout."""
+    options = HeadConfig(layers=2, model_type="qwen3", markov_rank=rank, markov_kind=kind, confidence=confidence)
+    config = HeadTrainConfig(model="x", data="x", algorithm="dspark", head=options, chain=ChainConfig(steps=steps))
+    torch.manual_seed(5)
+    made = build_head(target(), config, 7, [])
+    made.module.double()
+    generator = torch.Generator().manual_seed(6)
+    for parameter in made.module.parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = parameter + 0.3 * noise
+    exact_norms(made.module)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_what_is_trained_is_what_is_drafted(kind: str) -> None:
+    assert_drafted(target(), head(kind), "dspark", 5)
+
+
+def test_rows_behind_an_anchor_that_gives_no_draft() -> None:
+    given = copy.deepcopy(head("rnn"))
+    given.module.config = replace(given.module.config, sample_from_anchor=False, block_size=6)
+    assert_drafted(target(), given, "dspark", 5)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_estimates_change_no_draft(kind: str) -> None:
+    """The gradient of the estimates reaches the confidence head alone."""
+    given = copy.deepcopy(head(kind))
+    rows = list(given.module.unroll(TEXTS, features(target(), TEXTS, given.features), 3, 7))
+    estimates = torch.stack([given.module.step_estimates(out.flatten(0, 1)) for out in rows])
+    assert estimates.shape == (3, TEXTS.numel())
+    estimates.sum().backward()
+    assert {name for name, parameter in given.module.named_parameters() if parameter.grad is not None} == {
+        "confidence_head.proj.weight", "confidence_head.proj.bias"
+    }  # fmt: skip
+    with torch.no_grad():  # what decoding calls
+        normed, tokens = rows[1][..., :32], TEXTS.roll(-2, dims=1)
+        torch.testing.assert_close(estimates[1].view_as(tokens), given.module.confidence_logits(normed, tokens))
+
+
+def test_a_head_without_its_additions() -> None:
+    plain, given = head("vanilla", rank=0, confidence=False), features(target(), TEXTS, head("vanilla").features)
+    (rows,) = plain.module.unroll(TEXTS, given, 1, 7)
+    assert rows.shape[-1] == 32 and plain.module.step_estimates(rows) is None
+    torch.testing.assert_close(plain.module.step_logits(rows, 0), plain.module.lm_head(rows))
+    alone = head("vanilla", rank=0)
+    (rows,) = alone.module.unroll(TEXTS, given, 1, 7)
+    assert alone.module.step_estimates(rows).shape == TEXTS.shape
+
+
+def test_acceptance_is_what_rejection_sampling_accepts() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.6, 0.3])
+    assert float(acceptance(q.log()[None], p.log()[None], None)) == pytest.approx(0.1 + 0.3 + 0.2)
+    kept = acceptance(q[:2].log()[None], p.log()[None], torch.tensor([0, 2]))
+    assert float(kept) == pytest.approx(0.1 / 0.7 + 0.2), "the target's probabilities are those of the whole vocabulary"
+
+
+def test_the_loss_of_the_estimates() -> None:
+    """It has its minimum where the estimates are the acceptance."""
+    accepted, rows = torch.tensor([0.25, 0.9]), torch.zeros(2, 3)
+
+    def loss(*estimates: float) -> Tensor:
+        return estimate_loss(StepOutput(rows, rows, rows[:, 0], torch.tensor(estimates).logit(), accepted))
+
+    expected = [-a * math.log(e) - (1 - a) * math.log(1 - e) for a, e in ((0.25, 0.5), (0.9, 0.7))]
+    assert float(loss(0.5, 0.7)) == pytest.approx(sum(expected) / 2, rel=1e-5)
+    assert loss(0.25, 0.9) < min(loss(0.2, 0.9), loss(0.3, 0.9), loss(0.25, 0.95), loss(0.25, 0.85))
+    assert float(estimate_loss(StepOutput(rows, rows, rows[:, 0]))) == 0.0
+
+
+def test_the_loss_holds_that_of_the_estimates() -> None:
+    given, plain = head("gated"), copy.deepcopy(head("gated"))
+    plain.module.confidence_head = None
+    known, rows = features(target(), TEXTS, given.features), [torch.tensor([3, 8, 14])] * 5
+    lesson = Lesson(known, known[0], target()(TEXTS).logits.detach())
+    outputs = list(ChainLoss(given, 5).outputs(TEXTS, lesson, rows))
+    difference = ChainLoss(given, 5)(TEXTS, lesson, rows) - ChainLoss(plain, 5)(TEXTS, lesson, rows)
+    torch.testing.assert_close(difference, torch.stack([estimate_loss(out) for out in outputs]))
+    for out in outputs:
+        assert out.accepted is not None and out.accepted.min() > 0 and out.accepted.max() < 1
+
+
+def test_a_loss_may_be_the_probability_of_a_rejection() -> None:
+    given = head("vanilla", confidence=False)
+    known, rows = features(target(), TEXTS, given.features), [torch.tensor([3, 8, 14])] * 2
+    lesson = Lesson(known, known[0], target()(TEXTS).logits.detach())
+    losses = {share: ChainLoss(given, 2, share)(TEXTS, lesson, rows) for share in (0.0, 0.25, 1.0)}
+    hidden = next(given.module.unroll(TEXTS, known, 2, 7)).flatten(0, 1)[rows[0]]
+    p, q = lesson.logits.flatten(0, 1)[rows[0] + 1].softmax(-1), given.module.step_logits(hidden, 0).softmax(-1)
+    torch.testing.assert_close(losses[1.0][0], 0.5 * (p - q).abs().sum(-1).mean())
+    torch.testing.assert_close(losses[0.25], 0.75 * losses[0.0] + 0.25 * losses[1.0])
+    (grad,) = torch.autograd.grad(losses[1.0].sum(), [given.module.fc.weight])
+    assert grad.any()
+
+
+def test_training_lowers_the_loss_and_the_saved_head_drafts_as_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, saved = small_target(), []
+    monkeypatch.setattr(training_run, "Teacher", functools.cache(Teacher))
+    monkeypatch.setattr(training_run, "bf16_copy", lambda given: saved.append(bf16_copy(given)) or saved[-1])
+    options = HeadConfig(layers=1, model_type="qwen3", markov_rank=8, markov_kind="rnn")
+    config = replace(run_of(tmp_path), algorithm="dspark", head=options)
+    config.chain.steps = 4
+    losses = [loss for _, loss in train_head(model, tokenizer(), config).progress.losses]
+    assert losses[-1] < losses[0]
+    checkpoint = open_checkpoint(tmp_path / "head")
+    assert (checkpoint.kind, checkpoint.layout) == ("dspark", "deepspec")
+    assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {torch.bfloat16}
+    choices = {c.name: c.value for c in DSparkDrafter.choices(checkpoint, DSparkDraftConfig(), 2)}
+    assert (choices["block_size"], choices["markov_rank"], choices["markov_head_type"]) == (4, 8, "rnn")
+    loaded = DSparkDrafter.load(checkpoint, DSparkDraftConfig(), model, info(model))
+    trained = dict(saved[-1].module.named_parameters())
+    for name, own in loaded.module.named_parameters():
+        assert torch.equal(own, trained[name].to(own.dtype)), name
+    assert trained["markov_head.markov_w2.weight"].any(), "it begins with zeros"
+    tested = specgraph.compile_speculative(model, CONFIG, draft=tmp_path / "head")
+    prompts = [torch.tensor([3, 4, 9, 5]), torch.tensor([6])]
+    found = tested.generate(prompts, max_new_tokens=9).new_tokens
+    assert_same_tokens(model, prompts, found, reference_greedy(model, prompts, 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"markov_kind": "lstm"}, "head.markov_kind='lstm' is not known: use vanilla, gated or rnn."),
+        ({"markov_rank": -1}, "head.markov_rank=-1 is out of range"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = replace(run_of(tmp_path), algorithm="dspark", head=HeadConfig(**changes))
+    with pytest.raises(ConfigError) as raised:
+        train_head(small_target(), tokenizer(), config)
+    assert words in str(raised.value)
