@@ -229,7 +229,7 @@ def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
     [
         (lambda given: _with(_without(given, "fc.weight"), norm__weight=(32,)),
          r"is no draft that specgraph knows \(architectures \['LlamaModel'\], .*; it reads .*EAGLE-1 and EAGLE-2"),
-        (lambda given: replace(given, config=given.config | {"speculators_model_type": "dspark"}), "is a dspark head"),
+        (lambda given: replace(given, config=given.config | {"speculators_model_type": "xpress"}), "is a xpress head"),
         (lambda given: replace(given, config=given.config | {"speculators_model_type": "eagle"}),
          "is an EAGLE-1 head in the layout of speculators, which specgraph does not read; it reads DFlash heads"),
         (lambda given: _with(given, layers__0__hidden_norm__weight=(32,)), "eagle3"),
