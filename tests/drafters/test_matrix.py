@@ -124,7 +124,7 @@ def plain(target: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_combination(case: Case) -> None:
-    drafter, first, target, rule, k = case
+    _, first, target, rule, _ = case
     tested = decoder(*case)
     run = real_run(tested, PROMPTS, LIMITS, options=OPTIONS)
     check_tokens(run, target, RULES[rule])
