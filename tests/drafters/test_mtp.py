@@ -175,22 +175,6 @@ def test_seeded_tokens_are_those_without_drafts(count: int, k: int, options: Mtp
     assert tokens_of(decoder(count, k, options)) == plain_tokens()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "count", "k"),
-    [("qwen3", 2, 3), ("gemma3_text", 3, 7), ("gpt_oss", 3, 3), ("deepseek_v3", 2, 7), ("glm4_moe", 1, 3)],
-)
-def test_tokens_are_those_of_plain_decoding(architecture: str, count: int, k: int) -> None:
-    """With random modules, as ``bench`` makes them, of the decoder layers of other targets."""
-    model = make_model(architecture, dtype=torch.float64)
-    made = random_head(model, MtpDraftConfig(num_modules=count))
-    tested, plain = compiled(model, "mtp", k, draft=made, **QUICK), compiled(model, "none", 1, **QUICK)
-    assert len(tested.stages["trace"].drafter.models) == min(count, k)
-    for temperature in (0.0, 1.0):
-        options: dict[str, Any] = {"max_new_tokens": 9, "temperature": temperature, "seed": [3, 1, 4]}
-        found, expected = (each.generate(PROMPTS, **options).new_tokens for each in (tested, plain))
-        assert_same_tokens(model, PROMPTS, found, expected)
-
-
 def test_lowered_modules_give_the_same_tokens() -> None:
     """Through the kernels; a module becomes a pair of norms, six products with norms, and one attention."""
     model = make_model("llama", dtype=torch.float64)
