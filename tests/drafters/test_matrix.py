@@ -1,7 +1,7 @@
 """Every drafter with every lookup in front, target, rule and K: tokens, acceptance, history, batches.
 
-A test run takes a pairwise cover of the combinations. ``SPECGRAPH_MATRIX=full`` takes all of them, which is about an
-hour on one core.
+A test run takes a pairwise cover of the combinations. ``SPECGRAPH_MATRIX=full`` takes all of them, which is about 40
+minutes on one core.
 
 A case decodes a ragged batch, half of it greedily and half at temperature 1, with its own verification, and records
 every step. The vocabulary is small, so that random drafts are accepted often enough for histories to be mixed.
@@ -97,11 +97,14 @@ def model(architecture: str) -> PreTrainedModel:
 
 
 @functools.cache
+def draft_model() -> PreTrainedModel:
+    return make_model("llama", seed=1, dtype=torch.float64, vocab_size=VOCAB, num_hidden_layers=1)
+
+
+@functools.cache
 def draft(drafter: str, architecture: str) -> Any:
-    options = load_config({"draft": {**DRAFTERS[drafter], "num_speculative_tokens": 7}}).draft
-    if options.kind == "draft_model":
-        return make_model("llama", seed=1, dtype=torch.float64, vocab_size=VOCAB, num_hidden_layers=1)
-    return random_head(model(architecture), options)
+    options = load_config({"draft": {**DRAFTERS[drafter], "num_speculative_tokens": max(AXES["k"])}}).draft
+    return draft_model() if options.kind == "draft_model" else random_head(model(architecture), options)
 
 
 def decoder(drafter: str, first: str | None, target: str, rule: str, k: int) -> SpeculativeDecoder:
