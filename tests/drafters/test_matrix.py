@@ -107,9 +107,9 @@ def draft(drafter: str, architecture: str) -> Any:
     return draft_model() if options.kind == "draft_model" else random_head(model(architecture), options)
 
 
-def decoder(drafter: str, first: str | None, target: str, rule: str, k: int) -> SpeculativeDecoder:
+def decoder(drafter: str, first: str | None, target: str, rule: str, k: int, **extra: Any) -> SpeculativeDecoder:
     options = {**DRAFTERS[drafter], "num_speculative_tokens": k, "first": first, "first_match": MATCH}
-    config = {**CONFIG, "draft": options, "verify": {"rule": rule}, "pipeline": {"verify": False}}
+    config = {**CONFIG, "draft": options, "verify": {"rule": rule}, "pipeline": {"verify": False}, **extra}
     return specgraph.compile_speculative(model(target), config, draft=draft(drafter, target))
 
 
@@ -133,8 +133,30 @@ def test_a_combination(case: Case) -> None:
     check_tokens(run, target, RULES[rule])
     check_alone(run, tested, SEEDED[1])
     check_acceptance(run)
-    check_fresh_drafts(run, times=2)
+    check_fresh_drafts(run, times=3)
     assert first is None or {has_match(tokens) for step in run.steps for tokens in step.accepted} == {True, False}
+
+
+def test_drafts_that_depend_on_history_are_caught() -> None:
+    """Tokens and batches do not show this bug."""
+    order = ["expose_features", "insert_kv_cache", "insert_draft", "plant_bug", "insert_verify", "fuse_verify"]
+    passes = {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": "catch-up skips the last row, shifted"}}
+    pipeline = {"order": order, "verify": False}
+    tested = decoder("eagle3", None, "llama", "strict", 3, pipeline=pipeline, passes=passes)
+    run = real_run(tested, PROMPTS, LIMITS, options=OPTIONS)
+    check_tokens(run, "llama", RULES["strict"])
+    check_alone(run, tested, SEEDED[1])
+    with pytest.raises(AssertionError, match="step"):
+        check_fresh_drafts(run, times=3)
+
+
+def test_a_drafter_that_nothing_is_accepted_of_is_caught() -> None:
+    run = real_run(decoder("mtp, 1", None, "llama", "strict", 1), PROMPTS, LIMITS, options=OPTIONS)
+    check_acceptance(run)
+    for counts in ([0, 0], [1, 1]):
+        run.accept_counts = counts
+        with pytest.raises(AssertionError):
+            check_acceptance(run)
 
 
 def new_tokens(run: Run, row: int) -> torch.Tensor:
