@@ -352,7 +352,14 @@ def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequen
         run.accept_counts += [counts[row] - 1 for row in rows.tolist() if counts[row] and row not in pending]
         ran = (window.shape[1], start, num_rows, counts)
         slots = {name: [_spread(state, rows, own) for own in written] for name, written in seen.items()}
-        run.steps.append(_record(run, ran, accepted, state["next_window"][:, 1:], slots))
+        run.steps.append(_record(run, ran, accepted, _next_drafts(state), slots))
+
+
+def _next_drafts(state: State) -> Tensor:
+    """The drafts ``[B, K]`` that the next step verifies; -1 where none was made, which the window pads with zeros."""
+    drafts = state["next_window"][:, 1:]
+    made = torch.arange(drafts.shape[1]) < state["num_rows"].unsqueeze(1) - 1
+    return torch.where(made, drafts, -1)
 
 
 def _spread(state: State, rows: Tensor, slots: Tensor) -> Tensor:
@@ -368,8 +375,8 @@ def _of_all(state: State, rows: Tensor, counts: Tensor) -> list[int]:
 
 def drafting_stage(decoder: SpeculativeDecoder) -> Program:
     """The stage before ``insert_verify``, with a planted bug if there is one."""
-    stages = decoder.stages
-    return stages.get("plant_bug") or stages.get("parallel_draft") or stages["insert_draft"]
+    names = ("plant_bug", "lookup_first", "parallel_draft", "insert_draft")
+    return next(decoder.stages[name] for name in names if name in decoder.stages)
 
 
 # Planted bugs

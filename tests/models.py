@@ -58,6 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
         "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
+    "glm4_moe": {**_MOE, "head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "gpt_oss": {**_MOE, "head_dim": 8, "sliding_window": WINDOW},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
 }  # fmt: skip

@@ -37,7 +37,7 @@ from specgraph.checkpoints.loading import shared_notes
 from specgraph.config import DraftConfig
 from specgraph.config.draft import at_least_one
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
-from specgraph.drafters.mtp_graphs import export, join, module_info, module_name, part_names
+from specgraph.drafters.mtp_graphs import export_all, join, module_info, module_name, part_names
 from specgraph.drafters.mtp_layers import check_plan, make_block
 from specgraph.drafters.mtp_layouts import (
     Modules,
@@ -320,9 +320,7 @@ class MtpDrafter(Drafter):
     def bind(cls, head: DraftHead, target: Target, num_speculative_tokens: int, beyond: str = "continue") -> MtpDrafter:
         """The drafter that runs loaded modules, or the first of them if there are more than drafts."""
         modules: Any = head.module[: max(1, num_speculative_tokens)]
-        graphs: dict[str, fx.GraphModule] = {}
-        for index, module in enumerate(modules):
-            graphs |= export(module, target.model, target.traced, module_name(index))
+        graphs = export_all(modules, target.model, target.traced)
         infos = {module_name(index): module_info(target.info) for index in range(len(modules))}
         options = modules[0].options
         return cls(num_speculative_tokens, graphs, infos, head.features, options=options, beyond=beyond)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +15,8 @@ from specgraph.frontend.tracing import TracedModel, export_hooked
 from specgraph.ir.graphs import export_module, new_module, replace_tensors, splice
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
+
+Graphs: TypeAlias = dict[str, fx.GraphModule]
 
 
 def module_name(index: int) -> str:
@@ -51,6 +54,54 @@ class _Norm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         normed: Tensor = self.norm(hidden)
         return normed
+
+
+def export_all(modules: Sequence[MtpModule], model: PreTrainedModel, traced: TracedModel) -> Graphs:
+    """The parts of all modules as graphs.
+
+    An export takes seconds. So a module that differs from the first one in its tensors alone gets copies of the first
+    one's graphs, with its own tensors.
+    """
+    first = modules[0]
+    graphs = {**export(first, model, traced, module_name(0))}
+    for index, module in enumerate(modules[1:], 1):
+        tensors = counterparts(first, module)
+        made = None if tensors is None else _with_tensors(graphs, tensors, index)
+        graphs |= made or export(module, model, traced, module_name(index))
+    return graphs
+
+
+def counterparts(first: MtpModule, other: MtpModule) -> dict[int, Tensor] | None:
+    """For the ``id`` of every tensor of a module, the tensor that another module has in its place.
+
+    None if the graphs of the modules differ: their layers do, or one shares a tensor where the other has two, or rotary
+    positions depend on the number of the module.
+    """
+    if first.options != other.options or first.options.rotary_position == "token" or repr(first) != repr(other):
+        return None
+    if first.block.config.to_dict() != other.block.config.to_dict():
+        return None
+    found: dict[int, Tensor] = {}
+    for (name, own), (same, tensor) in zip(_tensors(first), _tensors(other), strict=True):
+        if name != same or own.shape != tensor.shape or found.setdefault(id(own), tensor) is not tensor:
+            return None
+    return found
+
+
+def _tensors(module: MtpModule) -> list[tuple[str, Tensor]]:
+    """Every parameter and buffer by its name, also those that several names share."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _with_tensors(
+    graphs: dict[str, fx.GraphModule], tensors: dict[int, Tensor], index: int
+) -> dict[str, fx.GraphModule]:
+    """Copies of the parts of module 0 for module ``index``, with the tensors that :func:`counterparts` gives."""
+    parts = zip(part_names(module_name(0)), part_names(module_name(index)), strict=True)
+    copies = {name: _copy(graphs[first], name) for first, name in parts}
+    for copied in copies.values():
+        replace_tensors(copied, tensors)
+    return copies
 
 
 def export(module: MtpModule, model: PreTrainedModel, traced: TracedModel, name: str) -> dict[str, fx.GraphModule]:

@@ -30,15 +30,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench import run as bench_run
-from specgraph.bench.models import random_head
 from specgraph.bench.traffic import cache_bytes
 from specgraph.cli import main
-from specgraph.config.load import load_config
 from specgraph.drafters import dflash
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter
@@ -496,23 +493,6 @@ def test_one_sequence_of_one_token() -> None:
             for d in (decoder("z-lab", 3), compiled(target(), "none", 1, **QUICK))]  # fmt: skip
     assert outs[0].new_tokens[0].tolist() == outs[1].new_tokens[0].tolist()
     assert outs[0].new_tokens[0].numel() == 12
-
-
-def random_decoder(model: PreTrainedModel, k: int, **extra: Any) -> SpeculativeDecoder:
-    """With a random head, as ``bench`` makes it."""
-    config = {**CONFIG, "draft": {"kind": "dflash", "num_speculative_tokens": k}, **extra}
-    return specgraph.compile_speculative(model, config, draft=random_head(model, load_config(config).draft))
-
-
-@pytest.mark.parametrize(("architecture", "k"), [("qwen3", 7), ("gemma3_text", 1), ("gpt_oss", 3)])
-def test_tokens_are_those_of_plain_decoding(architecture: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dflash, "RANDOM_LAYERS", 2)  # five take twice as long to export
-    model = make_model(architecture, dtype=torch.float64)
-    options: dict[str, Any] = {"max_new_tokens": 14, "temperature": [0.0, 0.9, 1.2], "seed": [1, 2, 3],
-                               "eos_token_id": []}  # fmt: skip
-    found, plain = (d.generate(PROMPTS, **options).new_tokens
-                    for d in (random_decoder(model, k, **QUICK), compiled(model, "none", 1, **QUICK)))  # fmt: skip
-    assert_same_tokens(model, PROMPTS, found, plain)
 
 
 # The graphs

@@ -407,12 +407,11 @@ def test_one_sequence_of_one_token() -> None:
     assert outs[0].new_tokens[0].numel() == 12
 
 
-@pytest.mark.parametrize(("architecture", "k"), [("gemma2", 3), ("gpt_oss", 7)])
-def test_tokens_are_those_of_plain_decoding(architecture: str, k: int) -> None:
-    """With a random head, as ``bench`` makes it, for targets of other kinds."""
-    model = make_model(architecture, dtype=torch.float64)
+def test_tokens_are_those_of_plain_decoding() -> None:
+    """With a random head, as ``bench`` makes it, for a target that caps its logits."""
+    model = make_model("gemma2", dtype=torch.float64)
     made: Any = random_head(model, EagleDraftConfig())
-    tested, plain = compiled(model, "eagle", k, draft=made, **QUICK), compiled(model, "none", 1, **QUICK)
+    tested, plain = compiled(model, "eagle", 3, draft=made, **QUICK), compiled(model, "none", 1, **QUICK)
     for temperature in (0.0, 1.0):
         options: dict[str, Any] = {"max_new_tokens": 9, "temperature": temperature, "seed": [3, 1, 4]}
         found, expected = (each.generate(PROMPTS, **options).new_tokens for each in (tested, plain))

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,12 @@ import torch
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench.models import random_head
+from specgraph.drafters import mtp_graphs
 from specgraph.drafters.mtp import MtpDraftConfig
-from specgraph.drafters.mtp_module import MtpOptions
+from specgraph.drafters.mtp_graphs import counterparts
+from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
+from specgraph.frontend.tracing import trace
+from specgraph.ir.graphs import get_attribute
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import caught_by, check_fresh_start, check_oracle, check_slots
 from tests.drafters.mtp_formula import CHAINED, FED, MIMO_V2, OTHER, STEP, definition, modules, target
@@ -185,22 +191,6 @@ def test_seeded_tokens_are_those_without_drafts(count: int, k: int, options: Mtp
     assert tokens_of(decoder(count, k, options)) == plain_tokens()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "count", "k"),
-    [("qwen3", 2, 3), ("gemma3_text", 3, 7), ("gpt_oss", 3, 3), ("deepseek_v3", 2, 7), ("glm4_moe", 1, 3)],
-)
-def test_tokens_are_those_of_plain_decoding(architecture: str, count: int, k: int) -> None:
-    """With random modules, as ``bench`` makes them, of the decoder layers of other targets."""
-    model = make_model(architecture, dtype=torch.float64)
-    made = random_head(model, MtpDraftConfig(num_modules=count))
-    tested, plain = compiled(model, "mtp", k, draft=made, **QUICK), compiled(model, "none", 1, **QUICK)
-    assert len(tested.stages["trace"].drafter.models) == min(count, k)
-    for temperature in (0.0, 1.0):
-        options: dict[str, Any] = {"max_new_tokens": 9, "temperature": temperature, "seed": [3, 1, 4]}
-        found, expected = (each.generate(PROMPTS, **options).new_tokens for each in (tested, plain))
-        assert_same_tokens(model, PROMPTS, found, expected)
-
-
 def test_lowered_modules_give_the_same_tokens() -> None:
     """Through the kernels; a module becomes a pair of norms, six products with norms, and one attention."""
     model = make_model("llama", dtype=torch.float64)
@@ -211,6 +201,38 @@ def test_lowered_modules_give_the_same_tokens() -> None:
     counts = Counter(str(node.target).removesuffix(".default") for node in nodes)
     assert counts["specgraph.rms_norm_pair"] == counts["specgraph.rotary_attention"] == 1
     assert counts["specgraph.linear"] + counts["specgraph.linear_norm"] == 6 and not counts["aten.linear"]
+
+
+# The graphs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "deepseek_v3"])
+def test_copies_of_the_first_graphs_are_what_an_export_gives(architecture: str) -> None:
+    model = make_model(architecture, dtype=torch.float64)
+    traced, head = trace(model), random_head(model, MtpDraftConfig(num_modules=2)).module
+    assert counterparts(*head) is not None
+    made = mtp_graphs.export_all(head, model, traced)
+    assert len(made) == 6
+    for name, graph in mtp_graphs.export(head[1], model, traced, "mtp_1").items():
+        assert graph.code == made[name].code
+        for node in graph.graph.find_nodes(op="get_attr"):
+            assert get_attribute(made[name], node.target) is get_attribute(graph, node.target), node.target
+
+
+def test_modules_with_other_graphs_are_exported() -> None:
+    def found(change: Callable[[Any], None], options: MtpOptions = CHAINED) -> object:
+        first, other = (MtpModule(target(), make_block(target(), "cpu"), options, index) for index in range(2))
+        change(other)
+        return counterparts(first, other)
+
+    assert found(lambda module: None) is not None
+    assert found(lambda module: None, replace(CHAINED, rotary_position="token")) is None
+    assert found(lambda module: setattr(module, "options", FED)) is None
+    assert found(lambda module: setattr(module, "norm", torch.nn.Identity())) is None
+    assert found(lambda module: setattr(module.block.config, "rms_norm_eps", 0.1)) is None
+    assert found(lambda module: setattr(module, "hidden_norm", module.embed_norm)) is not None
+    tied = found(lambda module: setattr(module.lm_head, "weight", torch.nn.Parameter(target().lm_head.weight + 1)))
+    assert (tied is None) == target().config.tie_word_embeddings
 
 
 # What a user sees of it
