@@ -35,7 +35,8 @@ from specgraph.bench.models import random_head
 from specgraph.drafters import mtp_graphs
 from specgraph.drafters.mtp import MtpDraftConfig
 from specgraph.drafters.mtp_graphs import counterparts
-from specgraph.drafters.mtp_module import MtpModule, MtpOptions, make_block
+from specgraph.drafters.mtp_layers import make_block
+from specgraph.drafters.mtp_module import MtpModule, MtpOptions
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import get_attribute
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
@@ -221,7 +222,7 @@ def test_copies_of_the_first_graphs_are_what_an_export_gives(architecture: str) 
 
 def test_modules_with_other_graphs_are_exported() -> None:
     def found(change: Callable[[Any], None], options: MtpOptions = CHAINED) -> object:
-        first, other = (MtpModule(target(), make_block(target(), "cpu"), options, index) for index in range(2))
+        first, other = (MtpModule(target(), make_block(target(), "cpu", options), options, index) for index in range(2))
         change(other)
         return counterparts(first, other)
 

@@ -264,6 +264,7 @@ def test_functions_that_write_say_what_nothing_may_read_afterwards():
     assert {f.__name__: final for f, final in step.FINAL_WRITES.items() if f.__module__ == step.__name__} == {
         "record_tokens_": (),
         "scatter_state_": ("buffers",),
+        "keep_confidence_": ("confidence",),
         "keep_point_mass_": ("point_mass",),
         "keep_rows_": ("kept_tokens", "kept_hidden", "num_kept"),
         "propose_": ("draft_logits",),
