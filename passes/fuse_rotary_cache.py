@@ -28,6 +28,7 @@ from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
     CASTS,
+    CONVERSIONS,
     Mismatch,
     aten,
     dtype_of,
@@ -44,7 +45,6 @@ PAGED = torch.ops.specgraph.paged_attention.default
 ROTATING = {torch.ops.specgraph.paged_block_attention.default: 2, torch.ops.specgraph.write_context.default: 1}
 """The ops that take angles themselves, and how many of their first arguments they rotate."""
 ANGLES = torch.ops.specgraph.rotary_angles.default
-CONVERSIONS = (*CASTS, aten.to.device)
 BROADCASTS = (aten.unsqueeze.default, aten.expand.default, *CONVERSIONS)
 """Ops that may stand between the positions or the frequencies and their product. None of them moves an element."""
 

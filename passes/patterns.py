@@ -18,6 +18,8 @@ from specgraph.passes.base import NearMiss, PassResult
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
+CONVERSIONS = (*CASTS, aten.to.device, aten.to.dtype_layout)
+"""Ops that change how elements are stored, and no value beyond the rounding to a dtype."""
 
 
 class Mismatch(Exception):
@@ -49,7 +51,7 @@ def producer(value: Any, *targets: object) -> fx.Node | None:
     """
     if not isinstance(value, fx.Node) or value.op != "call_function" or value.target not in targets:
         return None
-    keywords = value.kwargs and value.target not in CASTS and getattr(value.target, "namespace", "") == "aten"
+    keywords = value.kwargs and value.target not in CONVERSIONS and getattr(value.target, "namespace", "") == "aten"
     return None if keywords else value
 
 

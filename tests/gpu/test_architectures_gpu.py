@@ -15,7 +15,7 @@ from specgraph.frontend.tracing import trace
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
-from tests.models import ARCHITECTURES, make_model, ragged_prompts
+from tests.models import ARCHITECTURES, MORE, make_model, ragged_prompts
 from tests.passes.test_insert_kv_cache import run_window
 from tests.passes.test_lower_kernels import LOWERING
 
@@ -84,7 +84,7 @@ def compare(architecture: str, device: str, dtype: torch.dtype) -> tuple[list[st
     return found, min(lengths)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE])
 def test_speculation_changes_no_bit(architecture: str) -> None:
     found, length = compare(architecture, "cuda", torch.bfloat16)
     assert not found, "\n".join(found)

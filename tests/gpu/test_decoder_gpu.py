@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.decoding import compiled
-from tests.models import ARCHITECTURES, make_model, ragged_prompts
+from tests.models import ARCHITECTURES, MORE, make_model, ragged_prompts
 
 PROMPTS = ragged_prompts((3, 17, 8))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE])
 def test_tokens_do_not_depend_on_drafts_and_equal_those_of_a_cpu(architecture: str) -> None:
     model = make_model(architecture, dtype=torch.float64)
     draft = make_model("llama", seed=1, dtype=torch.float64)

@@ -39,6 +39,13 @@ def matrix(x: Tensor, f: Tensor) -> Tensor:
     return (wide @ x[:, None, :].float()).transpose(1, 2)
 
 
+def moved(x: Tensor, f: Tensor) -> Tensor:
+    """As export writes ``to(x.device)`` in some places."""
+    wide = f[None, :, None].expand(x.shape[0], -1, 1)
+    wide = torch.ops.aten.to.dtype_layout(wide, dtype=torch.float32, layout=torch.strided, device=x.device)
+    return (wide @ x[:, None, :].float()).transpose(1, 2)
+
+
 def twice(angles: Tensor) -> Tensor:
     return torch.cat((angles, angles), dim=-1)
 
@@ -48,7 +55,7 @@ def pairs(angles: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "scaling"), [(torch.float32, 1.0), (torch.bfloat16, 1.3465735902799727)])
-@pytest.mark.parametrize("spelled", [product, matrix], ids=["product", "matrix"])
+@pytest.mark.parametrize("spelled", [product, matrix, moved])
 @pytest.mark.parametrize("layout", [twice, pairs, lambda angles: angles], ids=["twice", "pairs", "once"])
 def test_every_spelling_becomes_one_op_of_the_same_bits(spelled, layout, dtype: torch.dtype, scaling: float):
     module = Angles(lambda x, f: layout(spelled(x, f)), dtype, scaling)
