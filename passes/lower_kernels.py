@@ -21,8 +21,10 @@ import torch
 import triton
 from torch import Tensor, fx, nn
 
+import specgraph.kernels.linear.concat
+import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts
-import specgraph.kernels.linear.norm  # noqa: F401  (both register ops)
+import specgraph.kernels.linear.norm  # noqa: F401  (all register ops)
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
@@ -31,6 +33,7 @@ from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.library import crossovers_of
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
+from specgraph.passes.group_norms import group_norms
 from specgraph.passes.patterns import (
     aten,
     dispatched,
@@ -45,6 +48,8 @@ from specgraph.passes.patterns import (
 from specgraph.passes.reductions import ONE_LAUNCH, ORDERED, lower_reductions
 
 LINEAR = torch.ops.specgraph.linear.default
+CONCAT = torch.ops.specgraph.concat.default
+EMBEDDING = torch.ops.specgraph.embedding.default
 LINEAR_NORM = torch.ops.specgraph.linear_norm.default
 EXPERT_LINEAR = torch.ops.specgraph.expert_linear.default
 NORM_PARTS = torch.ops.specgraph.norm_parts.default
@@ -107,6 +112,8 @@ class LowerKernels(LoweringPass):
             _lower_linears(module, chosen)
             _pair_norms(module, chosen)
             _join_norms(module, chosen)
+            group_norms(module, chosen)
+            _lower_copies(module, chosen)
             lower_reductions(module, ORDERED if bitwise else ONE_LAUNCH, chosen)
             if bitwise:
                 _check_rows(name, module)
@@ -310,6 +317,31 @@ def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
             new = graph.create_node("call_function", PAIR, tuple(arguments), options, name="norms")
         replace(graph, node, new)
         chosen["rms_norm_pair"] += 1
+
+
+def _lower_copies(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    """Look tokens up, and put rows side by side, by kernels whose end the layer behind need not await."""
+    graph = module.graph
+    for node in list(calls(graph, aten.embedding.default)):
+        with graph.inserting_before(node):
+            replace(graph, node, graph.create_node("call_function", EMBEDDING, node.args[:2], name="embedding"))
+        chosen["embedding"] += 1
+    for node in list(calls(graph, aten.cat.default)):
+        if _side_by_side(node):
+            with graph.inserting_before(node):
+                replace(graph, node, graph.create_node("call_function", CONCAT, node.args[:1], name="concat"))
+            chosen["concat"] += 1
+
+
+def _side_by_side(cat: fx.Node) -> bool:
+    """Whether rows ``[B, T, W]`` of one floating-point dtype are joined along the last dimension.
+
+    Halves of heads, which lie apart in memory, are left to PyTorch.
+    """
+    value, parts = cat.meta.get("val"), cat.args[0]
+    if not isinstance(value, Tensor) or value.dim() != 3 or not is_float(cat) or cat.args[1:] not in ((-1,), (2,)):
+        return False
+    return len({dtype_of(part) for part in parts}) == 1  # type: ignore[union-attr, arg-type]
 
 
 def _check_rows(name: str, module: fx.GraphModule) -> None:

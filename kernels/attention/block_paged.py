@@ -47,26 +47,33 @@ from specgraph.kernels.launch import arrival_counters, launch_options, supports_
 
 
 @triton.jit
-def _attend_block(
-    query, row, T, k, v, cos, sin, angles, k_t, v_t, angle_t, scale,
+def _load_block(
+    k, v, cos, sin, angles, T, k_t, v_t, angle_t,
     D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, ROTARY: tl.constexpr, NEW: tl.constexpr,
-    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` over the ``T`` <= ``NEW`` keys of their block.
-
-    ``row`` is the number of each row in its block, and ``angles`` the offset of the sequence's angles. Returns the
-    running maximum, the normaliser and the weighted values.
-    """
-    row_max, _, acc = empty_state(DVP, BLOCK_R, False)
+    """Keys ``[NEW, DP]``, rotated, and values ``[NEW, DVP]`` of the ``T`` <= ``NEW`` rows of a block."""
     key_row = tl.arange(0, NEW)
     place, inside = key_row.to(tl.int64)[:, None], (key_row < T)[:, None]
     dim, value_dim = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
     own_angles = angles + place * angle_t + dim
     keys = load_rows(k + place * k_t + dim, dim, cos, sin, own_angles, inside & (dim < D), D, ROTARY)
-    values = tl.load(v + place * v_t + value_dim, mask=inside & (value_dim < DV), other=0.0)
+    return keys, tl.load(v + place * v_t + value_dim, mask=inside & (value_dim < DV), other=0.0)
+
+
+@triton.jit
+def _attend_block(
+    query, row, T, keys, values, scale, DVP: tl.constexpr, NEW: tl.constexpr, BLOCK_R: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows ``query`` ``[DP, BLOCK_R]`` over the ``T`` <= ``NEW`` keys of their block.
+
+    ``row`` is the number of each row in its block. Returns the running maximum, the normaliser and the weighted values.
+    """
+    row_max, _, acc = empty_state(DVP, BLOCK_R, False)
+    key_row = tl.arange(0, NEW)
     scores = score(query, keys, row, key_row, 0.0, 0, False, False, False)
     distance = row[None, :] - key_row[:, None]
-    seen = inside & (row >= 0)[None, :]
+    seen = (key_row < T)[:, None] & (row >= 0)[None, :]
     if CAUSAL:
         seen = seen & (distance >= 0)
     if WINDOW > 0:
@@ -128,6 +135,11 @@ def block_attention_kernel(
     queries = (q + batch * q_b) + (q_head * q_h + row.to(tl.int64) * q_t)[None, :] + dim
     angles = (batch * angle_b + row.to(tl.int64) * angle_t)[None, :] + dim
     query = load_rows(queries, dim, cos, sin, angles, real[None, :] & (dim < D), D, ROTARY)
+    # The block comes last, but its rows are requested with the query, since waiting for them would take as long again.
+    own_keys, own_values = _load_block(
+        k + batch * k_b + head * k_h, v + batch * v_b + head * v_h, cos, sin, batch * angle_b, T, k_t, v_t, angle_t,
+        D, DV, DP, DVP, ROTARY, NEW,
+    )  # fmt: skip
 
     row_max, row_sum, acc = empty_state(DVP, BLOCK_R, False)
     task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
@@ -156,7 +168,6 @@ def block_attention_kernel(
         row_max, row_sum, acc = merge(row_max, row_sum, acc, unit_max, unit_sum, unit_acc, scale, False)
 
     # Each branch ends on its own. A common end after both would first convert the sums to a common layout.
-    own_k, own_v, own_angles = k + batch * k_b + head * k_h, v + batch * v_b + head * v_h, batch * angle_b
     out_row = (batch * T + row) * (HEADS * GROUP) + q_head
     if SPLIT and programs > 1:
         if is_last(counters + task, programs):
@@ -173,16 +184,14 @@ def block_attention_kernel(
                 BLOCK_R,
             )
             own_max, own_sum, own_acc = _attend_block(
-                query, row, T, own_k, own_v, cos, sin, own_angles, k_t, v_t, angle_t, scale,
-                D, DV, DP, DVP, ROTARY, NEW, BLOCK_R, 0 if ANCHORED else WINDOW, CAUSAL,
-            )  # fmt: skip
+                query, row, T, own_keys, own_values, scale, DVP, NEW, BLOCK_R, 0 if ANCHORED else WINDOW, CAUSAL
+            )
             row_max, row_sum, acc = merge(row_max, row_sum, acc, own_max, own_sum, own_acc, scale, False)
             store_result(out, out_row, real, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
     else:
         own_max, own_sum, own_acc = _attend_block(
-            query, row, T, own_k, own_v, cos, sin, own_angles, k_t, v_t, angle_t, scale,
-            D, DV, DP, DVP, ROTARY, NEW, BLOCK_R, 0 if ANCHORED else WINDOW, CAUSAL,
-        )  # fmt: skip
+            query, row, T, own_keys, own_values, scale, DVP, NEW, BLOCK_R, 0 if ANCHORED else WINDOW, CAUSAL
+        )
         row_max, row_sum, acc = merge(row_max, row_sum, acc, own_max, own_sum, own_acc, scale, False)
         store_result(out, out_row, real, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
 

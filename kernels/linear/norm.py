@@ -161,7 +161,7 @@ def _row_start(row, group, outer, inner, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+def rms_norm_row(x, weight, EPS, OFFSET, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     """The norm of the row that begins at ``x``, not rounded."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -183,7 +183,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     x += _row_start(row, group, outer, inner, ALIGNMENT)
-    normed = _rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT)
+    normed = rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=column < WIDTH)
@@ -206,11 +206,11 @@ def _rms_norm_pair_kernel(
             x += _row_start(row, group, outer, inner, ALIGNMENT)
         else:
             x += tl.load(tokens + row) * WIDTH
-        normed = _rms_norm_row(x, x_weight, X_EPS, X_OFFSET, WIDTH, BLOCK, EXACT)
+        normed = rms_norm_row(x, x_weight, X_EPS, X_OFFSET, WIDTH, BLOCK, EXACT)
         tl.store(out, normed.to(out.dtype.element_ty), mask=column < WIDTH)
     else:
         y += _row_start(row, y_group, y_outer, y_inner, ALIGNMENT)
-        normed = _rms_norm_row(y, y_weight, Y_EPS, Y_OFFSET, WIDTH, BLOCK, EXACT)
+        normed = rms_norm_row(y, y_weight, Y_EPS, Y_OFFSET, WIDTH, BLOCK, EXACT)
         tl.store(out, normed.to(out.dtype.element_ty), mask=column < WIDTH)
 
 

@@ -1,0 +1,95 @@
+"""``specgraph::concat``: rows side by side, ``torch.cat(parts, -1)``.
+
+What it is for is what stands behind it: heads project several hidden states of the target side by side, and a layer
+that loads weights ahead of its input cannot start behind a kernel of PyTorch's before that has ended. Values are copied
+as they are.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+
+_BLOCK = 1024
+
+
+@dataclass(slots=True)
+class Concat:
+    """Rows side by side: ``[..., W_0]``, ``[..., W_1]``, ... to ``[..., W_0 + W_1 + ...]``, contiguous.
+
+    Attributes:
+        parts: one or more tensors of one dtype that differ in their last dimension alone.
+    """
+
+    parts: list[Tensor]
+
+
+def concat_reference(given: Concat) -> Tensor:
+    """:class:`Concat` in plain PyTorch."""
+    out = _concat_fake(given)
+    begin = 0
+    for part in given.parts:
+        out[..., begin : begin + part.shape[-1]] = part
+        begin += part.shape[-1]
+    return out
+
+
+@triton.jit
+def _concat_kernel(out, parts, WIDTHS: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """``BLOCK`` values of one part of one row. The grid is (rows, pieces of the widest part, parts)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin: tl.constexpr = 0
+    for i in tl.static_range(len(parts)):
+        if tl.program_id(2) == i:
+            inside = column < WIDTHS[i]
+            values = tl.load(parts[i] + row * WIDTHS[i] + column, mask=inside)
+            tl.store(out + row * TOTAL + begin + column, values, mask=inside)
+        begin += WIDTHS[i]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def concat_triton(given: Concat) -> Tensor:
+    """:class:`Concat` in one kernel."""
+    out = _concat_fake(given)
+    if out.numel() == 0:
+        return out
+    widths, pdl = tuple(part.shape[-1] for part in given.parts), supports_pdl(out.device)
+    block = min(_BLOCK, triton.next_power_of_2(max(widths)))
+    grid = (out.numel() // out.shape[-1], triton.cdiv(max(widths), block), len(widths))
+    _concat_kernel[grid](
+        out, tuple(part.contiguous() for part in given.parts), WIDTHS=widths, TOTAL=out.shape[-1], BLOCK=block, PDL=pdl,
+        num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def _concat_fake(given: Concat) -> Tensor:
+    first, width = given.parts[0], 0
+    for part in given.parts:
+        alike = part.dtype == first.dtype and part.dim() > 0 and part.shape[:-1] == first.shape[:-1]
+        require(alike, lambda: f"parts differ in their last dimension alone, not as {_shown(given.parts)}")
+        width += part.shape[-1]
+    return first.new_empty((*first.shape[:-1], width))
+
+
+def _shown(parts: list[Tensor]) -> str:
+    return " and ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+
+
+CONCAT = declare(
+    Op("concat", Concat, _concat_fake, triton_or_reference(concat_triton, concat_reference, moves_only=True))
+)

@@ -1,0 +1,121 @@
+"""RMS norms of heads that need not wait for each other become one ``specgraph::rms_norms``.
+
+Models norm the heads of queries and of keys, and a block drafter those of the keys of all its layers. Norms go together
+if all of their inputs are known before any of their results is read. Views between a norm and what computes its input,
+or between a norm and what reads its result, are moved along: they compute nothing. So the norm of keys also waits for a
+projection of queries that stands behind it, and that projection then follows the projection of keys directly, whose end
+it need not await to load its weights.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import specgraph.kernels.linear.head_norms  # noqa: F401  (registers the op)
+from specgraph.ir.graphs import calls
+from specgraph.passes.patterns import keep_meta
+
+RMS_NORM = torch.ops.specgraph.rms_norm.default
+RMS_NORMS = torch.ops.specgraph.rms_norms.default
+MOST = 16
+"""The most norms of one launch. Its kernel has a branch for each."""
+
+
+def group_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    """Join the norms of heads of one graph, and count them in ``chosen``."""
+    for group in list(_groups(module.graph)):
+        if len(group) > 1:
+            _join(module.graph, group)
+            chosen["rms_norms"] += 1
+
+
+def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The norms of heads in the order of the graph, those that can be computed together in one list."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    group: list[fx.Node] = []
+    for node in calls(graph, RMS_NORM):
+        if not _of_heads(node):
+            continue
+        if group and not (len(group) < MOST and _alike(group[0], node) and _together([*group, node], order)):
+            yield group
+            group = []
+        group.append(node)
+    yield group
+
+
+def _of_heads(norm: fx.Node) -> bool:
+    value = norm.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 4 and norm.args[1] is not None
+
+
+def _alike(norm: fx.Node, other: fx.Node) -> bool:
+    """Whether two norms differ in their weights and in the number of heads alone."""
+    a, b = norm.meta["val"], other.meta["val"]
+    same = a.dtype == b.dtype and a.shape[:2] == b.shape[:2] and a.shape[3] == b.shape[3]
+    return bool(same and norm.kwargs == other.kwargs)
+
+
+def _together(norms: list[fx.Node], order: dict[fx.Node, int]) -> bool:
+    ready = max(order[_source(norm.args[0], order)] for norm in norms)
+    readers = set[fx.Node]().union(*map(_readers, norms))
+    return readers.isdisjoint(norms) and all(ready < order[reader] for reader in readers)
+
+
+def _source(value: Any, order: dict[fx.Node, int]) -> fx.Node:
+    """The last node that computes something for ``value``, behind the views that it may be."""
+    if not _is_view(value):
+        return value  # type: ignore[no-any-return]
+    return max((_source(node, order) for node in value.all_input_nodes), key=order.__getitem__)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """The nodes that compute something with ``node``, or with a view of it."""
+    return set[fx.Node]().union(*(_readers(user) if _is_view(user) else {user} for user in node.users))
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target is operator.getitem or getattr(node.target, "is_view", False))
+
+
+def _views_before(value: Any) -> set[fx.Node]:
+    """``value`` and what it is a view of, as far as these are views themselves."""
+    return {value}.union(*map(_views_before, value.all_input_nodes)) if _is_view(value) else set()
+
+
+def _views_behind(node: fx.Node) -> set[fx.Node]:
+    views = [user for user in node.users if _is_view(user)]
+    return {*views}.union(*map(_views_behind, views))
+
+
+def _join(graph: fx.Graph, norms: list[fx.Node]) -> None:
+    """Put one node behind the last of the sources. Views that it reads go in front of it, and others behind it."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    place = max((_source(norm.args[0], order) for norm in norms), key=order.__getitem__).next
+    for view in sorted(set[fx.Node]().union(*(_views_before(norm.args[0]) for norm in norms)), key=order.__getitem__):
+        if view is place:
+            place = place.next
+        elif order[view] > order[place]:
+            place.prepend(view)
+    early = [view for norm in norms for view in _views_behind(norm) if order[view] < order[place]]
+    results = _insert(graph, place, norms)
+    for norm, result in zip(norms, results, strict=True):
+        norm.replace_all_uses_with(keep_meta(result, norm))
+        graph.erase_node(norm)
+    for view in sorted(early, key=order.__getitem__, reverse=True):
+        results[-1].append(view)
+
+
+def _insert(graph: fx.Graph, place: fx.Node, norms: list[fx.Node]) -> list[fx.Node]:
+    """Insert the joined norm in front of ``place``, and return its results."""
+    with graph.inserting_before(place):
+        read: list[Any] = [norm.args[1] for norm in norms]
+        weights = [keep_meta(graph.get_attr(str(weight.target)), weight) for weight in read]
+        arguments = [norm.args[0] for norm in norms], weights
+        joined = graph.create_node("call_function", RMS_NORMS, arguments, dict(norms[0].kwargs), name="rms_norms")
+        return [graph.call_function(operator.getitem, (joined, index)) for index in range(len(norms))]
