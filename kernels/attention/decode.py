@@ -68,6 +68,7 @@ def write_cache_kernel(
     The grid is (row tiles, B * Hkv).
     """
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
@@ -81,8 +82,6 @@ def write_cache_kernel(
     _store_new_rows(
         keys, values, k_cache, v_cache, slot, head, slot >= 0, k_slot, k_head, v_slot, v_head, D, DV, DP, DVP
     )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

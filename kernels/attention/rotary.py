@@ -78,6 +78,7 @@ def _rotary_angles_kernel(
 ):  # fmt: skip
     """One row per program."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -91,8 +92,6 @@ def _rotary_angles_kernel(
         cos, sin = tl.cos(angle), tl.sin(angle)
     else:
         cos, sin = libdevice.cos(angle), libdevice.sin(angle)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     offset = row.to(tl.int64) * WIDTH + column
     tl.store(out_cos + offset, (cos * SCALING).to(out_cos.dtype.element_ty), mask=inside)
     tl.store(out_sin + offset, (sin * SCALING).to(out_sin.dtype.element_ty), mask=inside)

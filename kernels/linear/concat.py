@@ -48,6 +48,7 @@ def concat_reference(given: Concat) -> Tensor:
 def _concat_kernel(out, parts, WIDTHS: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK`` values of one part of one row. The grid is (rows, pieces of the widest part, parts)."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,8 +59,6 @@ def _concat_kernel(out, parts, WIDTHS: tl.constexpr, TOTAL: tl.constexpr, BLOCK:
             values = tl.load(parts[i] + row * WIDTHS[i] + column, mask=inside)
             tl.store(out + row * TOTAL + begin + column, values, mask=inside)
         begin += WIDTHS[i]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def concat_triton(given: Concat) -> Tensor:

@@ -46,13 +46,12 @@ def embedding_reference(given: Embedding) -> Tensor:
 def _embedding_kernel(out, weight, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK`` values of one row. The grid is (rows, pieces of a row)."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(weight + tl.load(tokens + row) * WIDTH + column, mask=inside)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row * WIDTH + column, values, mask=inside)
 
 

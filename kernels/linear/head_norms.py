@@ -60,8 +60,8 @@ def _rms_norms_kernel(
 ):  # fmt: skip
     """One head of one row per program. The grid is (rows, heads of all inputs)."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)

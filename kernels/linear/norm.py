@@ -179,13 +179,12 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     """One row per program."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     x += _row_start(row, group, outer, inner, ALIGNMENT)
     normed = rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + row.to(tl.int64) * WIDTH + column, normed.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
@@ -197,6 +196,7 @@ def _rms_norm_pair_kernel(
 ):  # fmt: skip
     """The norm of one row of ``x`` or of ``y``. The grid is (rows, 2)."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)

@@ -388,10 +388,9 @@ def norm_parts_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = n < rows
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     norm_weight = _load_norm_weight(norm_weight_ptr, o, features, norm_offset)
     mask = (o < features)[:, None] & real[None, :]
     y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     _norm_parts(y, norm_weight, weighted_ptr, square_sums_ptr, tl.program_id(0), n, real, features)

@@ -70,6 +70,7 @@ def _block_rows_kernel(
 ):  # fmt: skip
     """The rows of one sequence. The grid is (B,)."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
@@ -77,8 +78,6 @@ def _block_rows_kernel(
     anchor = tl.load(emitted + b * width + tl.maximum(emitted_rows - 1, 0))
     anchor = tl.minimum(tl.maximum(anchor, 0), VOCAB - 1)
     first = tl.load(start + b) + emitted_rows
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(tokens + b * (count + 1) + row, tl.where(row == 0, anchor, MASK), mask=row <= count)
     tl.store(positions + b * (count + 1) + row, first + row, mask=row <= count)
 

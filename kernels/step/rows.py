@@ -183,6 +183,7 @@ def _row_slots_kernel(
 ):  # fmt: skip
     """The slots of up to ``BLOCK`` rows of one sequence. The grid is (B, blocks of rows)."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -192,8 +193,6 @@ def _row_slots_kernel(
     block = tl.load(block_table + b * pages + page, mask=inside, other=-1)
     real = (row < tl.load(num_rows + b)) & (position >= 0) & (position < tl.load(max_length + b)) & (block >= 0)
     slot = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(slots + b * width + row, slot, mask=inside)
 
 
