@@ -102,8 +102,10 @@ def block_attention_kernel(
     context adds the block.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        # The projection behind requests its weights from here on. Before the wait, these requests would be in the way
+        # of the norms of queries and keys, and they are answered well before the attention has ended.
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS

@@ -335,7 +335,8 @@ def keep_confidence_(confidence: Tensor, estimates: Tensor, num_emitted: Tensor)
 
     Sequences that emitted nothing keep their drafts, and so what was thought of these.
     """
-    confidence.copy_(torch.where(num_emitted.unsqueeze(1) > 0, estimates, confidence))
+    kept, new = confidence.unsqueeze(1), estimates.unsqueeze(1)
+    torch.ops.specgraph.store_drafted(kept, new, None, num_emitted, 0)
 
 
 @writes("draft_logits")
