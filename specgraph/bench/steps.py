@@ -73,17 +73,18 @@ def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, ba
         ConfigError: the measured steps do not fit into the target's positions.
     """
     config = dataclasses.replace(config, max_batch_size=max(options.batch_sizes))
-    head = _head(model, config)
     counts = options.num_speculative_tokens if config.draft.kind != "none" else [0]
     for k in counts:
         check_length(model, options, k)
     for k in counts:
+        own = _for(config, options, k)
+        head = _head(model, own)
         begin = time.perf_counter()
-        decoder = compile_speculative(model, _for(config, options, k), draft=head)
+        decoder = compile_speculative(model, own, draft=head)
         seconds = time.perf_counter() - begin
         for batch in options.batch_sizes:
             yield _measure(decoder, options, batch, k, seconds, bandwidth)
-        del decoder
+        del decoder, head
         gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
 
 

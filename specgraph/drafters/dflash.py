@@ -8,8 +8,10 @@ block. Row ``j`` predicts the token at its own position ``P + j``, so that rows 
 that samples from the anchor, row ``j`` predicts the token at ``P + j + 1``, and rows 0 to ``K - 1`` are all there are.
 
 Keys and values of the block are not kept, and rejected tokens give no context. So what a head keeps is a function of
-the verified tokens alone. Because rows see later rows, drafts depend on the number of rows: every step runs all of
-them, also past the end of a sequence, and a block longer than those of the training is refused.
+the verified tokens alone. Because rows see later rows, drafts depend on the number of rows: every step runs all rows of
+the block that the head was trained on, also if fewer give drafts and past the end of a sequence. Some heads lose most
+of their acceptance with fewer rows, and ``block_size`` is there to try it: in large batches, every row takes time.
+Causal heads, whose rows see no later ones, run those that give drafts. More rows than in the training are refused.
 
 Sources: DFlash (z-lab, 2026), with the layouts of z-lab and of speculators; JetSpec (2026, arXiv 2606.18394), whose
 causal heads have the layout of z-lab. Their top drafts run as a chain here, not as a tree.
@@ -48,8 +50,8 @@ FEATURES, CONTEXT, BLOCK = "draft_features", "draft_context", "draft"
 keys and values of these rows, and the third runs a block and gives its logits."""
 OTHERS = re.compile("Draft|DSpark|XPress")
 """Matches classes of heads of other kinds with the same layers."""
-RANDOM_LAYERS, RANDOM_BLOCK = 5, 16
-"""The number of layers and the block size of a random head, which are those of the published heads."""
+RANDOM_LAYERS = 5
+"""The number of layers of a random head, which is that of the published heads."""
 
 
 @dataclass
@@ -57,6 +59,9 @@ class DFlashDraftConfig(ParallelDraftConfig):
     """Keys of ``draft`` for DFlash heads. A value overrides the checkpoint's; null keeps it."""
 
     kind: str = "dflash"
+    block_size: int | None = None
+    """the rows of a block that a step runs, the anchor included, from those that K drafts need to those that the head
+    was trained on; null: the latter, and the former if the head is causal."""
     feature_layers: list[int] | None = None
     """the indices k of the target's hidden states hs[k] it reads; null takes those of the checkpoint."""
     rope_theta: float | None = None
@@ -74,7 +79,7 @@ class DFlashDrafter(Drafter):
 
     Attributes:
         mask_token_id: the token of the rows behind the anchor.
-        num_masks: the number of these rows, K or one less.
+        num_masks: the number of these rows.
     """
 
     mask_token_id: int = 0
@@ -88,6 +93,8 @@ class DFlashDrafter(Drafter):
     new_layers: ClassVar[int] = RANDOM_LAYERS
     returned: ClassVar[str] = "block_logits"
     """The name of the node that holds what the call of a block returned."""
+    random_first_row: ClassVar[int] = 1
+    """The row of a random head's blocks that gives the first draft."""
 
     @property
     def model(self) -> ModelInfo:
@@ -155,33 +162,27 @@ class DFlashDrafter(Drafter):
             checkpoint, given = given, cls.load(given, options, target.model, target.info)
             notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
         check_place(given, given.module.lm_head.weight, target.info)
-        return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
+        return Draft(cls.bind(given, options.num_speculative_tokens, options.block_size), notes=notes)
 
     @classmethod
     @torch.no_grad()
-    def bind(cls, head: DraftHead, num_speculative_tokens: int) -> DFlashDrafter:
-        """The drafter that runs a loaded head on blocks of ``num_speculative_tokens`` mask tokens.
+    def bind(cls, head: DraftHead, num_speculative_tokens: int, block_size: int | None = None) -> DFlashDrafter:
+        """The drafter that runs a loaded head on blocks of ``block_size`` rows; None chooses their number.
 
         Raises:
-            ConfigError: the head was trained on shorter blocks.
+            ConfigError: the head was trained on shorter blocks, or the drafts need longer ones.
         """
         module: DFlash = head.module
-        size, first = module.config.block_size, module.config.first_row
-        if num_speculative_tokens > size - first:
-            known = ", the first of which is known" if first else ""
-            raise ConfigError(
-                f"draft.num_speculative_tokens is {num_speculative_tokens}, but the head was trained on blocks of "
-                f"{size} tokens{known}; set it to {size - first} or less."
-            )
         assert head.mask_token_id is not None  # every head of this kind has one
-        info, num_masks = _info(module), num_speculative_tokens + first - 1
-        return cls(num_speculative_tokens, cls.export(module, num_masks), {CONTEXT: info, BLOCK: info}, head.features,
-                   module.draft_to_target, mask_token_id=head.mask_token_id, num_masks=num_masks)  # fmt: skip
+        rows, info = num_rows(module.config, num_speculative_tokens, block_size), _info(module)
+        exported = cls.export(module, rows - 1, num_speculative_tokens)
+        return cls(num_speculative_tokens, exported, {CONTEXT: info, BLOCK: info}, head.features,
+                   module.draft_to_target, mask_token_id=head.mask_token_id, num_masks=rows - 1)  # fmt: skip
 
     @classmethod
-    def export(cls, module: Any, num_masks: int) -> dict[str, fx.GraphModule]:
-        """The graphs of a head, for blocks of an anchor and ``num_masks`` mask tokens."""
-        return export_block(module, num_masks)
+    def export(cls, module: Any, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
+        """The graphs of a head, for blocks of an anchor and ``num_masks`` mask tokens that give ``count`` drafts."""
+        return export_block(module, num_masks, count)
 
     @classmethod
     def feature_layers(cls, num_layers: int) -> tuple[int, ...]:
@@ -230,7 +231,10 @@ class DFlashDrafter(Drafter):
 
     @classmethod
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
-        """A head of the usual size, as wide as the target, that borrows the target's embedding and projection."""
+        """A head of the usual size, as wide as the target, that borrows the target's embedding and projection.
+
+        Its blocks have the rows that the drafts need, if ``block_size`` asks for no other number.
+        """
         text: Any = model.config.get_text_config()
         features = cls.feature_layers(text.num_hidden_layers)
         embedding: Any = model.get_input_embeddings()
@@ -242,7 +246,7 @@ class DFlashDrafter(Drafter):
             target_hidden_size=text.hidden_size,
             num_features=len(features),
             draft_vocab_size=len(projection.weight),
-            block_size=max(RANDOM_BLOCK, options.num_speculative_tokens + 1),
+            block_size=options.block_size or options.num_speculative_tokens + cls.random_first_row,
         )
         module = cls.random_module(config)
         module.embed_tokens.weight, module.lm_head.weight = embedding.weight, projection.weight
@@ -252,6 +256,27 @@ class DFlashDrafter(Drafter):
     def random_module(cls, config: DFlashConfig) -> DFlash:
         """A module of the usual kind, with random weights."""
         return DFlash(config)
+
+
+def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_size: int | None) -> int:
+    """The rows of a block that a step runs for so many drafts, the anchor included; ``block_size`` if that is given.
+
+    Raises:
+        ConfigError: the head was trained on shorter blocks, or the drafts need longer ones.
+    """
+    needed, size = num_speculative_tokens + config.first_row, config.block_size
+    if needed > size:
+        known = ", the first of which is known" if config.first_row else ""
+        raise ConfigError(
+            f"draft.num_speculative_tokens is {num_speculative_tokens}, but the head was trained on blocks of "
+            f"{size} tokens{known}; set it to {size - config.first_row} or less."
+        )
+    if block_size is not None and not needed <= block_size <= size:
+        raise ConfigError(
+            f"draft.block_size is {block_size}; set it from {needed}, the rows that {num_speculative_tokens} drafts "
+            f"need, to {size}, those of the blocks that the head was trained on."
+        )
+    return block_size or (needed if all(mask.causal for mask in config.masks) else size)
 
 
 def _info(module: DFlash) -> ModelInfo:
@@ -277,15 +302,19 @@ class _Context(_Features):
 
 
 class _Block(_Features):
+    def __init__(self, head: DFlash, count: int) -> None:
+        super().__init__(head)
+        self.count = count
+
     def forward(self, tokens: Tensor, positions: Tensor) -> Any:  # type: ignore[override]
-        return self.head.draft(tokens, positions)
+        return self.head.draft(tokens, positions, self.count)
 
 
-def export_block(head: DFlash, num_masks: int) -> dict[str, fx.GraphModule]:
+def export_block(head: DFlash, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
     """Export a head as the three graphs that :data:`FEATURES`, :data:`CONTEXT` and :data:`BLOCK` name.
 
-    The first two take any number of rows. The third takes ``num_masks + 1`` rows and gives the logits of those that
-    predict a draft.
+    The first two take any number of rows. The third takes ``num_masks + 1`` rows and gives the logits of ``count``
+    drafts.
     """
     weight = head.lm_head.weight
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1)
@@ -293,11 +322,11 @@ def export_block(head: DFlash, num_masks: int) -> dict[str, fx.GraphModule]:
     # Each argument is a tensor of its own, because export would merge inputs that are the same tensor.
     features = tuple(weight.new_zeros(3, 5, head.config.target_hidden_size) for _ in range(head.config.num_features))
     hidden = weight.new_zeros(3, 5, head.fc.out_features)
-    tokens = torch.zeros(3, num_masks + 1, dtype=torch.int64, device=weight.device)
+    tokens, places = hidden.new_zeros(3, num_masks + 1, dtype=torch.int64), _positions(num_masks + 1, weight)
     parts: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
         FEATURES: (_Features(head), features, {"features": (rows,) * len(features)}),
         CONTEXT: (_Context(head), (hidden, _positions(5, weight)), {"hidden": rows, "positions": rows}),
-        BLOCK: (_Block(head), (tokens, _positions(num_masks + 1, weight)), {"tokens": block, "positions": block}),
+        BLOCK: (_Block(head, count), (tokens, places), {"tokens": block, "positions": block}),
     }
     return {name: export_hooked(part, args, dims, name, "head.") for name, (part, args, dims) in parts.items()}
 

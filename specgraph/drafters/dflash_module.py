@@ -172,12 +172,16 @@ class DFlash(nn.Module):
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
 
-    def draft(self, tokens: Tensor, positions: Tensor) -> Any:
-        """Run the rows of a block as :meth:`forward` does, to the logits ``[B, K, Vd]`` of those that predict a draft.
+    def draft(self, tokens: Tensor, positions: Tensor, count: int) -> Any:
+        """Run the rows of a block as :meth:`forward` does, to the logits ``[B, K, Vd]`` of the first ``count`` drafts.
 
         Heads of other kinds may return a tuple with what else they compute of these rows.
         """
-        return self.predict(self(tokens, positions)[:, self.config.first_row :])
+        return self.predict(self(tokens, positions)[:, self.drafting(count)])
+
+    def drafting(self, count: int) -> slice:
+        """The rows of a block that give the first ``count`` drafts."""
+        return slice(self.config.first_row, self.config.first_row + count)
 
     # Training, as :class:`~specgraph.drafters.shifted.ShiftedHead` describes it
 

@@ -65,6 +65,7 @@ class DSparkDrafter(DFlashDrafter):
     reads: ClassVar[str | None] = "DSpark heads (DeepSpec and speculators layouts)"
     head: ClassVar[type[nn.Module] | None] = DSpark
     returned: ClassVar[str] = "block_outputs"
+    random_first_row: ClassVar[int] = 0
 
     def draw(self, step: DraftStep, tokens: fx.Node, returned: fx.Node) -> None:
         """Append a call of :data:`MARKOV` and a draw for each draft, and a call of :data:`CONFIDENCE` for all."""
@@ -128,9 +129,9 @@ class DSparkDrafter(DFlashDrafter):
         return load_head(checkpoint, found, model, info, "a DSpark head", found.module)
 
     @classmethod
-    def export(cls, module: Any, num_masks: int) -> dict[str, fx.GraphModule]:
+    def export(cls, module: Any, num_masks: int, count: int) -> dict[str, fx.GraphModule]:
         """The graphs of a head: those of DFlash, and those that the head has of :data:`MARKOV`, :data:`CONFIDENCE`."""
-        return export_block(module, num_masks) | export_refinements(module, num_masks + 1 - module.config.first_row)
+        return export_block(module, num_masks, count) | export_refinements(module, count)
 
     @classmethod
     def save_head(

@@ -105,12 +105,13 @@ class DSpark(DFlash):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
 
-    def draft(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Run the rows of a block. Of those that predict a draft, this gives the logits ``[B, K, Vd]``, the rows
-        ``[B, K, H]`` behind the last norm and, for a recurrent Markov head, the state ``[B, 1, r]`` of the first.
+    def draft(self, tokens: Tensor, positions: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Run the rows of a block. Of those that give the first ``count`` drafts, this gives the logits
+        ``[B, K, Vd]``, the rows ``[B, K, H]`` behind the last norm and, for a recurrent Markov head, the state
+        ``[B, 1, r]`` of the first.
         """
         rows = self.norm(self(tokens, positions))
-        predicting = rows[:, self.config.first_row :]
+        predicting = rows[:, self.drafting(count)]
         state = [self.first_state(rows, tokens)] if self.config.recurrent else []
         return self.lm_head(predicting), predicting, *state
 

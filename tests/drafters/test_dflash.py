@@ -276,6 +276,16 @@ def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
         DFlashDrafter.bind(head("speculators, from the anchor"), BLOCK + 1)
 
 
+@pytest.mark.parametrize("rows", [3, BLOCK + 1])
+def test_rows_that_give_too_few_drafts_or_were_not_trained_are_refused(rows: int) -> None:
+    message = (
+        f"draft.block_size is {rows}; set it from 4, the rows that 3 drafts need, to {BLOCK}, those of the blocks that "
+        "the head was trained on."
+    )
+    with pytest.raises(ConfigError, match=message):
+        DFlashDrafter.bind(head("z-lab"), 3, rows)
+
+
 def test_a_shift_by_the_key_of_jetspec(tmp_path: Path) -> None:
     """JetSpec's causal heads have z-lab's layout, and a key of their own for rows that predict the next token."""
     z_lab(tensors(), {"causal_head": True, "draft_shift": True}).save(tmp_path)
@@ -315,16 +325,17 @@ def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> R
 
 
 @functools.cache
-def logits_behind(name: str, accepted: tuple[int, ...], k: int) -> Tensor:
-    return block_logits(name, accepted, k)
+def logits_behind(name: str, accepted: tuple[int, ...], count: int) -> Tensor:
+    return block_logits(name, accepted, count)
 
 
-def oracle(name: str, k: int) -> NextLogits:
+def oracle(name: str, block_size: int = BLOCK) -> NextLogits:
     """Next logits by the formula: context and block again from the first token, no cache, no module of ours."""
+    count = block_size - (not GIVEN[name].shifted)
 
     def next_logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
         pairs = zip(accepted, drafted, strict=True)
-        return torch.stack([logits_behind(name, tuple(known), k)[len(drafts)] for known, drafts in pairs])
+        return torch.stack([logits_behind(name, tuple(known), count)[len(drafts)] for known, drafts in pairs])
 
     return next_logits
 
@@ -345,7 +356,7 @@ def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
     """The detectors that fail on a run."""
     detectors: dict[str, Callable[[], None]] = {
         "fresh start": lambda: check_fresh_start(run),
-        "oracle": lambda: check_oracle(run, oracle(name, run.k), rule),
+        "oracle": lambda: check_oracle(run, oracle(name), rule),
         "slots": lambda: check_slots(run),
     }
     return failing(detectors)
@@ -367,12 +378,19 @@ def test_drafts_do_not_depend_on_history(name: str, k: int, rule: str) -> None:
 
 @cases
 def test_drafts_are_those_of_the_formula_without_a_cache(name: str, k: int, rule: str) -> None:
-    check_oracle(forced(name, k, rule), oracle(name, k), rule)
+    check_oracle(forced(name, k, rule), oracle(name), rule)
 
 
 @cases
 def test_only_accepted_rows_are_written(name: str, k: int, rule: str) -> None:
     check_slots(forced(name, k, rule))
+
+
+def test_a_step_may_run_fewer_rows_than_the_training() -> None:
+    config = drafting_config({"kind": "dflash", "num_speculative_tokens": 3, "block_size": 4}, bugs=PlantBug)
+    stage = drafting_stage(specgraph.compile_speculative(target(), config, draft=head("z-lab")))
+    check_oracle(forced_run(stage, PROMPTS, LIMITS, seed=0), oracle("z-lab", 4), "strict")
+    assert not torch.equal(logits_behind("z-lab", (1, 2, 3), 3), logits_behind("z-lab", (1, 2, 3), BLOCK - 1)[:3])
 
 
 @pytest.mark.parametrize("k", [3, 7])
@@ -385,7 +403,7 @@ def test_histories_accept_none_and_all_and_reach_the_end(k: int) -> None:
 @pytest.mark.parametrize("name", ["z-lab", "windows everywhere"])
 def test_nothing_but_the_context_is_read(name: str) -> None:
     run = forced_run(drafting_stage(decoder(name, 3)), PROMPTS, LIMITS, seed=0, poison=True)
-    check_oracle(run, oracle(name, 3), "strict")
+    check_oracle(run, oracle(name), "strict")
 
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block"])

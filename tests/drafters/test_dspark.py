@@ -204,17 +204,18 @@ def forced(name: str, k: int, rule: str = "strict", bug: str | None = None) -> R
 
 
 @functools.cache
-def rows_behind(name: str, accepted: tuple[int, ...], k: int) -> Tensor:
+def rows_behind(name: str, accepted: tuple[int, ...]) -> Tensor:
     with torch.no_grad():
-        return all_rows(SPARKS[name], context_of(accepted), accepted[-1], k)
+        given = SPARKS[name]
+        return all_rows(given, context_of(accepted), accepted[-1], BLOCK - (not given.shifted))
 
 
-def oracle(name: str, k: int) -> NextLogits:
+def oracle(name: str) -> NextLogits:
     """Next logits by the formula: context, block and corrections again from the first token."""
 
     def logits(accepted: Sequence[list[int]], drafted: Sequence[list[int]]) -> Tensor:
         pairs = zip(accepted, drafted, strict=True)
-        return torch.stack([refined(name, rows_behind(name, tuple(known), k), [known[-1], *drafts])[0][-1]
+        return torch.stack([refined(name, rows_behind(name, tuple(known)), [known[-1], *drafts])[0][-1]
                             for known, drafts in pairs])  # fmt: skip
 
     return logits
@@ -229,7 +230,7 @@ def check_confidence(run: Run, name: str) -> None:
                 expected = torch.zeros(run.k)
             else:
                 before = [accepted[-1], *drafts[:-1]]
-                estimates = refined(name, rows_behind(name, tuple(accepted), run.k), before)[1]
+                estimates = refined(name, rows_behind(name, tuple(accepted)), before)[1]
                 assert estimates is not None
                 expected = estimates.float()
             torch.testing.assert_close(kept, expected, rtol=0.0, atol=1e-7, msg=f"step {at}, sequence {row}")
@@ -239,7 +240,7 @@ def caught_by(run: Run, name: str, rule: str = "strict") -> set[str]:
     """The detectors that fail on a run."""
     detectors: dict[str, Callable[[], None]] = {
         "fresh start": lambda: check_fresh_start(run),
-        "oracle": lambda: check_oracle(run, oracle(name, run.k), rule),
+        "oracle": lambda: check_oracle(run, oracle(name), rule),
         "confidence": lambda: check_confidence(run, name),
     }
     return failing(detectors)
@@ -257,7 +258,7 @@ def test_drafts_do_not_depend_on_history_and_are_those_of_the_formula(name: str,
     run = forced(name, k, rule)
     assert {0, k} <= set(run.accept_counts)
     check_fresh_start(run)
-    check_oracle(run, oracle(name, k), rule)
+    check_oracle(run, oracle(name), rule)
     assert ("confidence" in run.steps[-1].kept) == (head(name).module.confidence_head is not None)
     if "confidence" in run.steps[-1].kept:
         check_confidence(run, name)
@@ -409,7 +410,7 @@ def test_the_confidence_of_every_verified_draft_is_reported() -> None:
         assert len(steps) == len(counts)
         known = [*prompt.tolist(), int(new[0])]
         for count, found in zip(counts, steps, strict=True):
-            rows, drafts = rows_behind("deepspec", tuple(known), 3), [known[-1]]
+            rows, drafts = rows_behind("deepspec", tuple(known)), [known[-1]]
             for _ in range(3):
                 logits, estimates = refined("deepspec", rows, drafts)
                 drafts.append(int(logits[-1].argmax()))
