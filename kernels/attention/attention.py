@@ -15,7 +15,7 @@ A soft cap, attention sinks and a sliding window are options.
 
 All three share :func:`attend`, the plain-PyTorch definition that the kernels are tested against. The Triton kernels of
 the paged ops are in :mod:`specgraph.kernels.attention.paged`, which also says how they divide the work and why the bits
-of a row do not depend on other rows.
+of a row do not depend on other rows. On a CPU :mod:`specgraph.kernels.attention.cpu` runs ``paged_attention``.
 
 Sources: paged storage follows vLLM (Kwon et al. 2023, arXiv 2309.06180). Attention sinks are those of gpt-oss: one
 learned logit per head takes part in the softmax and has no value. The soft cap is that of gemma2.
@@ -38,6 +38,7 @@ from specgraph.kernels.attention.arguments import (
     check_paged,
     check_rotary,
 )
+from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
 from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
@@ -196,7 +197,11 @@ PAGED_ATTENTION = declare(
         "paged_attention",
         PagedAttention,
         _paged_attention_fake,
-        triton_or_reference(paged_attention_triton, paged_attention_reference, covers=_not_float64),
+        (
+            Variant("triton", paged_attention_triton, row_independent=True, covers=_not_float64),
+            Variant("cpu", paged_attention_cpu, row_independent=False, covers=covers_cpu),
+            Variant("reference", paged_attention_reference, row_independent=False),
+        ),
         mutates=("k_cache", "v_cache"),
     )
 )

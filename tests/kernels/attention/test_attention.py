@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specgraph.kernels.attention.arguments import PADDING_SLOT
+from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention
 from specgraph.kernels.attention.attention import ATTENTION, PAGED_ATTENTION, rotate
+from specgraph.kernels.attention.cpu import is_plain, paged_attention_cpu
 
 attention = torch.ops.specgraph.attention
 paged_attention = torch.ops.specgraph.paged_attention
@@ -99,6 +101,23 @@ class Pages:
         return paged_attention(*chunk, self.k, self.v, slots, self.table, positions, **options)
 
 
+@pytest.fixture(params=["reference", "cpu"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms answer to a test, also in float64. What the one for CPUs does not compute is left to the other."""
+    reference = PAGED_ATTENTION.form("reference")
+
+    def on_a_cpu(*arguments: Any, **options: Any) -> Tensor:
+        given = PagedAttention(*arguments, **options)
+        return paged_attention_cpu(given) if is_plain(given) else reference(*arguments, **options)
+
+    name: str = request.param
+    monkeypatch.setattr(sys.modules[__name__], "paged_attention", reference if name == "reference" else on_a_cpu)
+    return name
+
+
+both_forms = pytest.mark.usefixtures("form")
+
+
 def in_chunks(qkv: tuple[Tensor, Tensor, Tensor], size: int, pages: Pages, **options: Any) -> Tensor:
     """All rows of the sequences, ``size`` at a time."""
     length = qkv[0].shape[2]
@@ -117,6 +136,7 @@ def test_dense_equals_the_oracle(options: dict[str, Any], groups: int):
     torch.testing.assert_close(attention(*qkv, scale=0.4, **options), oracle(*qkv, scale=0.4, **options), **EXACT)
 
 
+@both_forms
 @variants
 @pytest.mark.parametrize("size", range(1, 12))
 def test_chunks_of_any_size_equal_dense(options: dict[str, Any], size: int):
@@ -125,6 +145,7 @@ def test_chunks_of_any_size_equal_dense(options: dict[str, Any], size: int):
     torch.testing.assert_close(in_chunks(qkv, size, Pages([11, 11]), scale=0.4, **options), expected, **EXACT)
 
 
+@both_forms
 def test_the_cache_holds_each_row_in_its_slot_and_nothing_else():
     qkv, pages = rows(6, 2), Pages([6, 3], fill=99.0)
     pages.call(qkv, [0, 0], [6, 3], 8, scale=1.0)
@@ -139,6 +160,7 @@ def test_the_cache_holds_each_row_in_its_slot_and_nothing_else():
     assert bool((pages.v.flatten(0, 1)[sorted(left)] == 99.0).all())
 
 
+@both_forms
 @variants
 def test_padded_rows_give_zeros_even_if_they_hold_nan(options: dict[str, Any]):
     qkv = rows(6, 3)
@@ -149,6 +171,7 @@ def test_padded_rows_give_zeros_even_if_they_hold_nan(options: dict[str, Any]):
     assert bool((out[1, 2:] == 0).all()) and bool((out[2] == 0).all())
 
 
+@both_forms
 @variants
 def test_rows_before_the_first_position_see_and_write_nothing(options: dict[str, Any]):
     qkv, lead = rows(6, 2), 3
@@ -163,6 +186,7 @@ def test_rows_before_the_first_position_see_and_write_nothing(options: dict[str,
     assert int((~pages.k.isnan()).any(-1).any(-1).sum()) == 12
 
 
+@both_forms
 def test_a_call_without_any_real_row_writes_and_gives_nothing():
     pages = Pages([4, 4], fill=NAN)
     out = pages.call(rows(4, 2), [2, 0], [0, 0], 3, scale=1.0)
@@ -170,6 +194,7 @@ def test_a_call_without_any_real_row_writes_and_gives_nothing():
     assert bool(pages.k.isnan().all()) and bool(pages.v.isnan().all())
 
 
+@both_forms
 @variants
 def test_stale_nan_in_unused_rows_and_pages_is_harmless(options: dict[str, Any]):
     qkv = rows(9, 2)
@@ -181,6 +206,7 @@ def test_stale_nan_in_unused_rows_and_pages_is_harmless(options: dict[str, Any])
     torch.testing.assert_close(out[1], expected[1, 2:5], **EXACT)
 
 
+@both_forms
 def test_rejected_rows_are_written_over_and_never_seen():
     qkv, other = rows(6), tuple(x + 1.0 for x in rows(6))
     pages = Pages([6])
@@ -190,6 +216,7 @@ def test_rejected_rows_are_written_over_and_never_seen():
     torch.testing.assert_close(out[0], oracle(*qkv, scale=0.4)[0, 2:4], **EXACT)
 
 
+@both_forms
 def test_the_order_of_pages_changes_no_bit():
     qkv = rows(15)
     expected = in_chunks(qkv, 5, Pages([15], order=[3, 2, 1, 0]), scale=0.4)
@@ -197,6 +224,7 @@ def test_the_order_of_pages_changes_no_bit():
         assert torch.equal(in_chunks(qkv, 5, Pages([15], order=order), scale=0.4), expected)
 
 
+@both_forms
 @variants
 def test_a_row_does_not_depend_on_the_other_rows_of_the_call(options: dict[str, Any]):
     qkv = rows(12, 3)
@@ -210,6 +238,23 @@ def test_a_row_does_not_depend_on_the_other_rows_of_the_call(options: dict[str, 
         for r in range(count):
             single = alone.call(one, [start + r], [1], 1, scale=0.4, **options)
             torch.testing.assert_close(out[row, r], single[0, 0], **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+def test_on_a_cpu_low_precision_runs_the_form_for_it_and_is_near_the_definition(dtype: torch.dtype, window: int | None):
+    exact, qkv = Pages([9, 9]), tuple(x.to(dtype) for x in rows(9, 2))
+    expected = in_chunks(tuple(x.double() for x in qkv), 4, exact, scale=0.4, window=window)  # type: ignore[arg-type]
+    pages = Pages([9, 9])
+    pages.k, pages.v = pages.k.to(dtype), pages.v.to(dtype)
+    found = in_chunks(qkv, 4, pages, scale=0.4, window=window)  # type: ignore[arg-type]
+    given = PagedAttention(
+        *qkv, pages.k, pages.v, *[torch.zeros(2, 9, dtype=torch.int64)] * 3, scale=0.4, window=window
+    )
+    assert PAGED_ATTENTION.choose("cpu", given).name == "cpu" and found.dtype == dtype
+    torch.testing.assert_close(
+        found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+    )
 
 
 def test_low_precision_is_computed_in_float32_and_returned_as_given():
