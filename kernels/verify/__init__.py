@@ -1,6 +1,6 @@
 """Verification of drafts: the definition and its kernels."""
 
-from specgraph.kernels.verify.arguments import Verified, Verify
+from specgraph.kernels.verify.arguments import LOSSLESS_RULES, Verified, Verify
 from specgraph.kernels.verify.pieces import (
     accept,
     acceptance_chances,
@@ -10,7 +10,7 @@ from specgraph.kernels.verify.pieces import (
     sample_next,
     token_logprobs,
 )
-from specgraph.kernels.verify.verify import LOSSLESS_RULES, verify_reference
+from specgraph.kernels.verify.verify import verify_reference
 
 __all__ = [
     "LOSSLESS_RULES",

@@ -11,6 +11,8 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 from specgraph.kernels.sampling.sample import check_rule
 
+LOSSLESS_RULES = ("strict", "probabilistic", "block")
+"""The rules whose output has exactly the target's distribution. ``typical`` and ``synthetic`` change it."""
 LOGPROBS = ("none", "raw", "processed")
 VECTORS = (
     "temperature", "seeds", "top_k", "top_p", "min_p", "num_rows", "num_forced", "point_mass", "draft_rows",

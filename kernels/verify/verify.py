@@ -30,7 +30,8 @@ Rules
     synthetic: accept every draft with a given probability. Lossy, for benchmarks.
 
 The op also says which sequences have a NaN among the logits they need (:func:`~specgraph.kernels.step.nan_rows`). On a
-GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for float64, which is the reference's.
+GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for float64, which is the reference's. On a
+CPU at temperature 0 it is a loop (:mod:`specgraph.kernels.verify.greedy`).
 :mod:`specgraph.kernels.verify.pieces` has the functions, :mod:`specgraph.kernels.verify.arguments` what the op takes.
 """
 
@@ -40,16 +41,14 @@ from typing import Any
 
 import torch
 
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.tokens import NanRows, nan_rows_reference
 from specgraph.kernels.verify.arguments import Verified, Verify, check
+from specgraph.kernels.verify.greedy import is_greedy, verify_greedy
 from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next, token_logprobs
 from specgraph.kernels.verify.triton_form import covers, verify_triton
-
-LOSSLESS_RULES = ("strict", "probabilistic", "block")
-"""The rules whose output has exactly the target's distribution. ``typical`` and ``synthetic`` change it."""
 
 
 def verify_reference(given: Verify) -> Verified:
@@ -80,6 +79,11 @@ def verify_reference(given: Verify) -> Verified:
     return Verified(emitted, num_emitted, accepted_rows, logprobs, bad)
 
 
+def verify_cpu(given: Verify) -> Verified:
+    """:func:`verify_reference` at temperature 0, for CPUs."""
+    return verify_greedy(given) or verify_reference(given)
+
+
 def _verify_fake(given: Verify) -> Verified:
     check(given)
     logits, positions = given.logits, given.positions
@@ -91,5 +95,14 @@ def _verify_fake(given: Verify) -> Verified:
 
 
 VERIFY = declare(
-    Op("verify", Verify, _verify_fake, triton_or_reference(verify_triton, verify_reference, covers=covers))
+    Op(
+        "verify",
+        Verify,
+        _verify_fake,
+        (
+            Variant("triton", verify_triton, row_independent=True, covers=covers),
+            Variant("cpu", verify_cpu, row_independent=True, covers=is_greedy),
+            Variant("reference", verify_reference, row_independent=False),
+        ),
+    )
 )
