@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import (
     FIRST_OCTET_BLOCK,
@@ -324,6 +324,29 @@ def sample_draft_reference(given: SampleDraft) -> tuple[Tensor, Tensor]:
     return token, processed if given.return_processed else processed.new_empty((*token.shape, 0))
 
 
+def sample_draft_cpu(given: SampleDraft) -> tuple[Tensor, Tensor]:
+    """:func:`sample_draft` where every temperature is 0 and no log-weights are wanted: the first of the largest logits.
+
+    NaN and infinite logits, which are replaced before anything is drawn, take :func:`sample_draft_reference`.
+    """
+    check_rule(given.rule)
+    logits, ids, limit = given.logits, given.draft_to_target, given.target_vocab_size
+    if limit is not None and (ids is not None or limit < logits.shape[-1]):
+        targets = torch.arange(logits.shape[-1]) if ids is None else ids
+        logits = logits.masked_fill(targets >= limit, -torch.inf)
+    largest, token = logits.max(-1)
+    if not bool((largest < torch.inf).all()):  # false for a NaN, too
+        return sample_draft_reference(given)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return token if ids is None else ids[token], logits.new_empty((*token.shape, 0), dtype=exact)
+
+
+def _is_greedy(given: SampleDraft) -> bool:
+    if given.seeds is not None or given.return_processed or given.logits.numel() == 0:
+        return False
+    return bool((given.temperature < GREEDY_BELOW).all())
+
+
 def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tensor, Tensor]:
     check_rule(given.rule)
     shared = given.rule in SHARED_NOISE_RULES
@@ -350,6 +373,10 @@ SAMPLE_DRAFT = declare(
         "sample_draft",
         SampleDraft,
         _sample_draft_fake,
-        triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=_not_float64),
+        (
+            Variant("triton", _sample_draft_triton, row_independent=True, covers=_not_float64),
+            Variant("cpu", sample_draft_cpu, row_independent=False, covers=_is_greedy),
+            Variant("reference", sample_draft_reference, row_independent=False),
+        ),
     )
 )

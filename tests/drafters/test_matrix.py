@@ -109,7 +109,22 @@ def draft_model() -> PreTrainedModel:
 @functools.cache
 def draft(drafter: str, architecture: str) -> Any:
     options = load_config({"draft": {**DRAFTERS[drafter], "num_speculative_tokens": max(AXES["k"])}}).draft
-    return draft_model() if options.kind == "draft_model" else random_head(model(architecture), options)
+    if options.kind == "draft_model":
+        return draft_model()
+    head = random_head(model(architecture), options)
+    if isinstance(head.module, dflash.DFlash):
+        outweigh_the_mask(head.module)
+    return head
+
+
+@torch.no_grad()
+def outweigh_the_mask(module: Any) -> None:
+    """Let the layers of a head add more than the embedding of its mask token, which a tied projection reads again.
+
+    Else a random head drafts its mask token forever, of which nothing is accepted.
+    """
+    for layer in module.layers:
+        layer.mlp.down_proj.weight.mul_(10)
 
 
 def decoder(drafter: str, first: str | None, target: str, rule: str, k: int, **extra: Any) -> SpeculativeDecoder:
