@@ -341,7 +341,7 @@ def _side_by_side(cat: fx.Node) -> bool:
     value, parts = cat.meta.get("val"), cat.args[0]
     if not isinstance(value, Tensor) or value.dim() != 3 or not is_float(cat) or cat.args[1:] not in ((-1,), (2,)):
         return False
-    return len({dtype_of(part) for part in parts}) == 1  # type: ignore[union-attr, arg-type]
+    return len({dtype_of(part) for part in parts}) == 1  # type: ignore[union-attr]
 
 
 def _check_rows(name: str, module: fx.GraphModule) -> None:

@@ -31,9 +31,9 @@ def verify_greedy(given: Verify) -> Verified | None:
     largest, tokens = given.logits.max(-1)
     if not all(value < math.inf for row in largest.tolist() for value in row):  # false for a NaN, too
         return None
-    columns = [given.draft_tokens.tolist(), tokens.tolist(), given.num_rows.tolist(), given.num_forced.tolist()]
     width, vocab = given.positions.shape[1], given.logits.shape[2]
-    emitted = [_emitted(*values, vocab) for values in zip(*columns, strict=True)]
+    columns = given.draft_tokens.tolist(), tokens.tolist(), given.num_rows.tolist(), given.num_forced.tolist()
+    emitted = [_emitted(drafts, own, rows, forced, vocab) for drafts, own, rows, forced in zip(*columns, strict=True)]
     place = given.positions.new_tensor
     padding = [[-1] * (width - len(row)) for row in emitted]
     return Verified(
