@@ -10,7 +10,7 @@ that samples from the anchor, row ``j`` predicts the token at ``P + j + 1``, and
 Keys and values of the block are not kept, and rejected tokens give no context. So what a head keeps is a function of
 the verified tokens alone. Because rows see later rows, drafts depend on the number of rows: every step runs all rows of
 the block that the head was trained on, also if fewer give drafts and past the end of a sequence. Some heads lose most
-of their acceptance with fewer rows, and ``block_size`` is there to try it: in large batches, every row takes time.
+of their acceptance with fewer rows, and ``block_rows`` is there to try it: in large batches, every row takes time.
 Causal heads, whose rows see no later ones, run those that give drafts. More rows than in the training are refused.
 
 Sources: DFlash (z-lab, 2026), with the layouts of z-lab and of speculators; JetSpec (2026, arXiv 2606.18394), whose
@@ -59,7 +59,7 @@ class DFlashDraftConfig(ParallelDraftConfig):
     """Keys of ``draft`` for DFlash heads. A value overrides the checkpoint's; null keeps it."""
 
     kind: str = "dflash"
-    block_size: int | None = None
+    block_rows: int | None = None
     """the rows of a block that a step runs, the anchor included, from those that K drafts need to those that the head
     was trained on; null: the latter, and the former if the head is causal."""
     feature_layers: list[int] | None = None
@@ -162,19 +162,19 @@ class DFlashDrafter(Drafter):
             checkpoint, given = given, cls.load(given, options, target.model, target.info)
             notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
         check_place(given, given.module.lm_head.weight, target.info)
-        return Draft(cls.bind(given, options.num_speculative_tokens, options.block_size), notes=notes)
+        return Draft(cls.bind(given, options.num_speculative_tokens, options.block_rows), notes=notes)
 
     @classmethod
     @torch.no_grad()
-    def bind(cls, head: DraftHead, num_speculative_tokens: int, block_size: int | None = None) -> DFlashDrafter:
-        """The drafter that runs a loaded head on blocks of ``block_size`` rows; None chooses their number.
+    def bind(cls, head: DraftHead, num_speculative_tokens: int, block_rows: int | None = None) -> DFlashDrafter:
+        """The drafter that runs a loaded head on blocks of ``block_rows`` rows; None chooses their number.
 
         Raises:
             ConfigError: the head was trained on shorter blocks, or the drafts need longer ones.
         """
         module: DFlash = head.module
         assert head.mask_token_id is not None  # every head of this kind has one
-        rows, info = num_rows(module.config, num_speculative_tokens, block_size), _info(module)
+        rows, info = num_rows(module.config, num_speculative_tokens, block_rows), _info(module)
         exported = cls.export(module, rows - 1, num_speculative_tokens)
         return cls(num_speculative_tokens, exported, {CONTEXT: info, BLOCK: info}, head.features,
                    module.draft_to_target, mask_token_id=head.mask_token_id, num_masks=rows - 1)  # fmt: skip
@@ -233,7 +233,7 @@ class DFlashDrafter(Drafter):
     def random(cls, model: PreTrainedModel, options: Any) -> DraftHead:
         """A head of the usual size, as wide as the target, that borrows the target's embedding and projection.
 
-        Its blocks have the rows that the drafts need, if ``block_size`` asks for no other number.
+        Its blocks have the rows that the drafts need, if ``block_rows`` asks for no other number.
         """
         text: Any = model.config.get_text_config()
         features = cls.feature_layers(text.num_hidden_layers)
@@ -246,7 +246,7 @@ class DFlashDrafter(Drafter):
             target_hidden_size=text.hidden_size,
             num_features=len(features),
             draft_vocab_size=len(projection.weight),
-            block_size=options.block_size or options.num_speculative_tokens + cls.random_first_row,
+            block_size=options.block_rows or options.num_speculative_tokens + cls.random_first_row,
         )
         module = cls.random_module(config)
         module.embed_tokens.weight, module.lm_head.weight = embedding.weight, projection.weight
@@ -258,8 +258,8 @@ class DFlashDrafter(Drafter):
         return DFlash(config)
 
 
-def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_size: int | None) -> int:
-    """The rows of a block that a step runs for so many drafts, the anchor included; ``block_size`` if that is given.
+def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_rows: int | None) -> int:
+    """The rows of a block that a step runs for so many drafts, the anchor included; ``block_rows`` if that is given.
 
     Raises:
         ConfigError: the head was trained on shorter blocks, or the drafts need longer ones.
@@ -271,12 +271,12 @@ def num_rows(config: DFlashConfig, num_speculative_tokens: int, block_size: int 
             f"draft.num_speculative_tokens is {num_speculative_tokens}, but the head was trained on blocks of "
             f"{size} tokens{known}; set it to {size - config.first_row} or less."
         )
-    if block_size is not None and not needed <= block_size <= size:
+    if block_rows is not None and not needed <= block_rows <= size:
         raise ConfigError(
-            f"draft.block_size is {block_size}; set it from {needed}, the rows that {num_speculative_tokens} drafts "
+            f"draft.block_rows is {block_rows}; set it from {needed}, the rows that {num_speculative_tokens} drafts "
             f"need, to {size}, those of the blocks that the head was trained on."
         )
-    return block_size or (needed if all(mask.causal for mask in config.masks) else size)
+    return block_rows or (needed if all(mask.causal for mask in config.masks) else size)
 
 
 def _info(module: DFlash) -> ModelInfo:

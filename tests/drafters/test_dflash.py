@@ -279,7 +279,7 @@ def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
 @pytest.mark.parametrize("rows", [3, BLOCK + 1])
 def test_rows_that_give_too_few_drafts_or_were_not_trained_are_refused(rows: int) -> None:
     message = (
-        f"draft.block_size is {rows}; set it from 4, the rows that 3 drafts need, to {BLOCK}, those of the blocks that "
+        f"draft.block_rows is {rows}; set it from 4, the rows that 3 drafts need, to {BLOCK}, those of the blocks that "
         "the head was trained on."
     )
     with pytest.raises(ConfigError, match=message):
@@ -387,7 +387,7 @@ def test_only_accepted_rows_are_written(name: str, k: int, rule: str) -> None:
 
 
 def test_a_step_may_run_fewer_rows_than_the_training() -> None:
-    config = drafting_config({"kind": "dflash", "num_speculative_tokens": 3, "block_size": 4}, bugs=PlantBug)
+    config = drafting_config({"kind": "dflash", "num_speculative_tokens": 3, "block_rows": 4}, bugs=PlantBug)
     stage = drafting_stage(specgraph.compile_speculative(target(), config, draft=head("z-lab")))
     check_oracle(forced_run(stage, PROMPTS, LIMITS, seed=0), oracle("z-lab", 4), "strict")
     assert not torch.equal(logits_behind("z-lab", (1, 2, 3), 3), logits_behind("z-lab", (1, 2, 3), BLOCK - 1)[:3])

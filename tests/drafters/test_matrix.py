@@ -111,7 +111,7 @@ def draft(drafter: str, architecture: str) -> Any:
     if options.kind == "draft_model":
         return draft_model()
     head = random_head(model(architecture), options)
-    if isinstance(head.module, dflash.DFlash):
+    if head is not None and isinstance(head.module, dflash.DFlash):
         outweigh_the_mask(head.module)
     return head
 
