@@ -82,7 +82,7 @@ def greedy_table(prompts: list[Tensor], names: list[str], k: int) -> None:
 def first_table(prompts: list[Tensor], names: list[str], k: int) -> None:
     """Whole answers at temperature 0, with and without a lookup in front of the drafter."""
     head(f"Temperature 0, {len(prompts)} questions, `draft.first=ngram`", k)
-    for name in (name for name in MATCHES if name in names):
+    for name in filter(names.__contains__, MATCHES):
         for match in (None, *MATCHES[name]):
             options = {} if match is None else {"first": "ngram", "first_match": match}
             out = make_decoder(name, k, **options).generate(prompts, max_new_tokens=NEW_TOKENS)

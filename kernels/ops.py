@@ -200,6 +200,14 @@ def triton_or_reference(
     )
 
 
+def with_cpu(
+    forms: tuple[Variant, Variant], run: Callable[..., Any], *, covers: Callable[[Any], bool] | None = None
+) -> tuple[Variant, Variant, Variant]:
+    """The variants of an op that also has a form for CPUs, which promises what the reference promises."""
+    triton, reference = forms
+    return triton, Variant("cpu", run, reference.row_independent, covers), reference
+
+
 def _dispatcher(op: Op, device: str) -> Callable[..., Any]:
     """What PyTorch calls on a device type: the first variant that covers what is given."""
     candidates, arguments = op.on(device), op.arguments

@@ -40,7 +40,7 @@ from specgraph.kernels.attention.arguments import (
 )
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference, with_cpu
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
 
 
@@ -197,10 +197,10 @@ PAGED_ATTENTION = declare(
         "paged_attention",
         PagedAttention,
         _paged_attention_fake,
-        (
-            Variant("triton", paged_attention_triton, row_independent=True, covers=_not_float64),
-            Variant("cpu", paged_attention_cpu, row_independent=False, covers=covers_cpu),
-            Variant("reference", paged_attention_reference, row_independent=False),
+        with_cpu(
+            triton_or_reference(paged_attention_triton, paged_attention_reference, covers=_not_float64),
+            paged_attention_cpu,
+            covers=covers_cpu,
         ),
         mutates=("k_cache", "v_cache"),
     )

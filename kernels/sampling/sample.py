@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import (
     FIRST_OCTET_BLOCK,
@@ -38,6 +38,7 @@ from specgraph.kernels.sampling.constants import (
     STREAM_DRAFT,
     STREAM_TARGET,
 )
+from specgraph.kernels.sampling.greedy import greedy_tokens, is_greedy
 from specgraph.kernels.sampling.triton_form import sample_draft_triton
 
 SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
@@ -334,17 +335,15 @@ def sample_draft_cpu(given: SampleDraft) -> tuple[Tensor, Tensor]:
     if limit is not None and (ids is not None or limit < logits.shape[-1]):
         targets = torch.arange(logits.shape[-1]) if ids is None else ids
         logits = logits.masked_fill(targets >= limit, -torch.inf)
-    largest, token = logits.max(-1)
-    if not bool((largest < torch.inf).all()):  # false for a NaN, too
+    token = greedy_tokens(logits)
+    if token is None:
         return sample_draft_reference(given)
     exact = torch.promote_types(logits.dtype, torch.float32)
     return token if ids is None else ids[token], logits.new_empty((*token.shape, 0), dtype=exact)
 
 
 def _is_greedy(given: SampleDraft) -> bool:
-    if given.seeds is not None or given.return_processed or given.logits.numel() == 0:
-        return False
-    return bool((given.temperature < GREEDY_BELOW).all())
+    return not given.return_processed and is_greedy(given.logits, given.temperature, given.seeds)
 
 
 def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tensor, Tensor]:
@@ -373,10 +372,10 @@ SAMPLE_DRAFT = declare(
         "sample_draft",
         SampleDraft,
         _sample_draft_fake,
-        (
-            Variant("triton", _sample_draft_triton, row_independent=True, covers=_not_float64),
-            Variant("cpu", sample_draft_cpu, row_independent=False, covers=_is_greedy),
-            Variant("reference", sample_draft_reference, row_independent=False),
+        with_cpu(
+            triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=_not_float64),
+            sample_draft_cpu,
+            covers=_is_greedy,
         ),
     )
 )

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 
 _MOST_AT_ONCE = 1024
 """Elements of a buffer that a program copies at a time."""
@@ -302,11 +302,7 @@ GATHER_STATE = declare(
         "gather_state",
         GatherState,
         _gather_state_fake,
-        (
-            Variant("triton", gather_state_triton, row_independent=True),
-            Variant("cpu", gather_state_cpu, row_independent=True),
-            Variant("reference", gather_state_reference, row_independent=True),
-        ),
+        with_cpu(triton_or_reference(gather_state_triton, gather_state_reference, moves_only=True), gather_state_cpu),
     )
 )
 SCATTER_STATE = declare(
@@ -314,10 +310,9 @@ SCATTER_STATE = declare(
         "scatter_state",
         ScatterState,
         _scatter_state_fake,
-        (
-            Variant("triton", scatter_state_triton, row_independent=True, covers=_scatter_covers),
-            Variant("cpu", scatter_state_cpu, row_independent=True),
-            Variant("reference", scatter_state_reference, row_independent=True),
+        with_cpu(
+            triton_or_reference(scatter_state_triton, scatter_state_reference, covers=_scatter_covers, moves_only=True),
+            scatter_state_cpu,
         ),
         mutates=("buffers",),
     )
@@ -327,10 +322,9 @@ STORE_DRAFTED = declare(
         "store_drafted",
         StoreDrafted,
         _store_drafted_fake,
-        (
-            Variant("triton", store_drafted_triton, row_independent=True, covers=_store_covers),
-            Variant("cpu", store_drafted_cpu, row_independent=True),
-            Variant("reference", store_drafted_reference, row_independent=True),
+        with_cpu(
+            triton_or_reference(store_drafted_triton, store_drafted_reference, covers=_store_covers, moves_only=True),
+            store_drafted_cpu,
         ),
         mutates=("draft_logits",),
     )

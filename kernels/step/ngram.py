@@ -44,7 +44,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.attention.work_units import is_last
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 
 TILE = 1024
 """Tokens that a program reads at a time: 8 for each of its 128 threads, in four loads of 16 bytes."""
@@ -333,11 +333,7 @@ NGRAM_LOOKUP = declare(
         "ngram_lookup",
         NgramLookup,
         _ngram_lookup_fake,
-        (
-            Variant("triton", ngram_lookup_triton, row_independent=True),
-            Variant("cpu", ngram_lookup_cpu, row_independent=True),
-            Variant("reference", ngram_lookup_reference, row_independent=True),
-        ),
+        with_cpu(triton_or_reference(ngram_lookup_triton, ngram_lookup_reference, moves_only=True), ngram_lookup_cpu),
     )
 )
 RECORD_TOKENS = declare(

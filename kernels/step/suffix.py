@@ -54,7 +54,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.ngram import check_rows, sequences
 from specgraph.kernels.step.suffix_kernels import match_kernel, vote_kernel
 
@@ -287,10 +287,9 @@ SUFFIX_LOOKUP = declare(
         "suffix_lookup",
         SuffixLookup,
         _suffix_lookup_fake,
-        (
-            Variant("triton", suffix_lookup_triton, row_independent=True, covers=_has_counters),
-            Variant("cpu", suffix_lookup_cpu, row_independent=True),
-            Variant("reference", suffix_lookup_reference, row_independent=True),
+        with_cpu(
+            triton_or_reference(suffix_lookup_triton, suffix_lookup_reference, covers=_has_counters, moves_only=True),
+            suffix_lookup_cpu,
         ),
     )
 )

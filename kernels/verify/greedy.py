@@ -7,18 +7,16 @@ same drafts. What is left are comparisons of a few integers, for which Python ne
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from specgraph.kernels.sampling.constants import GREEDY_BELOW
+from specgraph.kernels.sampling import greedy
 from specgraph.kernels.verify.arguments import LOSSLESS_RULES, Verified, Verify, check
 
 
 def is_greedy(given: Verify) -> bool:
     """Whether nothing is drawn and nothing but tokens is wanted."""
-    exact = given.rule in LOSSLESS_RULES and given.seeds is None and given.logprobs == "none"
-    return exact and given.logits.numel() > 0 and bool((given.temperature < GREEDY_BELOW).all())
+    tokens_alone = given.rule in LOSSLESS_RULES and given.logprobs == "none"
+    return tokens_alone and greedy.is_greedy(given.logits, given.temperature, given.seeds)
 
 
 def verify_greedy(given: Verify) -> Verified | None:
@@ -28,8 +26,8 @@ def verify_greedy(given: Verify) -> Verified | None:
         ValueError: an argument has a wrong shape or dtype, or an option is out of range.
     """
     check(given)
-    largest, tokens = given.logits.max(-1)
-    if not all(value < math.inf for row in largest.tolist() for value in row):  # false for a NaN, too
+    tokens = greedy.greedy_tokens(given.logits)
+    if tokens is None:
         return None
     width, vocab = given.positions.shape[1], given.logits.shape[2]
     columns = given.draft_tokens.tolist(), tokens.tolist(), given.num_rows.tolist(), given.num_forced.tolist()

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.tokens import NanRows, nan_rows_reference
@@ -99,10 +99,6 @@ VERIFY = declare(
         "verify",
         Verify,
         _verify_fake,
-        (
-            Variant("triton", verify_triton, row_independent=True, covers=covers),
-            Variant("cpu", verify_cpu, row_independent=False, covers=is_greedy),
-            Variant("reference", verify_reference, row_independent=False),
-        ),
+        with_cpu(triton_or_reference(verify_triton, verify_reference, covers=covers), verify_cpu, covers=is_greedy),
     )
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.kernels import catalogue, ops  # noqa: F401  (the catalogue declares all ops)
-from specgraph.kernels.ops import DEVICES, OPS, Op, Variant, declare, find, triton_or_reference
+from specgraph.kernels.ops import DEVICES, OPS, Op, Variant, declare, find, triton_or_reference, with_cpu
 
 
 @dataclass(slots=True)
@@ -168,6 +168,14 @@ def test_on_a_gpu_rows_are_independent_but_for_the_dense_attention_of_traces() -
     floats = {"linear", "rms_norm", "verify", "paged_attention"}
     assert not any(OPS[name].row_independent("cpu") for name in floats)
     assert OPS["take_rows"].row_independent("cpu") and not OPS["take_rows"].row_independent("meta")
+
+
+def test_a_form_for_cpus_stands_before_the_reference_and_promises_as_much() -> None:
+    for moves_only in (False, True):
+        forms = triton_or_reference(plain, plain, moves_only=moves_only)
+        kernel, cpu, reference = with_cpu(forms, plain, covers=small)
+        assert (kernel, reference) == forms
+        assert (cpu.name, cpu.row_independent, cpu.covers) == ("cpu", moves_only, small)
 
 
 def test_most_ops_are_a_triton_form_and_plain_pytorch() -> None:
