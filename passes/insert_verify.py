@@ -18,7 +18,7 @@ from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
-from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer, per_call
+from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult, check_option_rule
 
 
@@ -123,7 +123,7 @@ class InsertVerify(Pass):
         state = {name: program.placeholder(name, buffer) for name, buffer in SAMPLING.items()}
         for name in ("num_rows", "num_forced"):
             state[name] = program.placeholder(name, Buffer(("B",)))
-        state["eos_ids"] = program.placeholder("eos_ids", per_call("E", fill=-1))
+        state["eos_ids"] = program.placeholder("eos_ids", Buffer(("B", "E"), fill=-1))
         return state
 
     def _accept(

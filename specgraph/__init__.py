@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     )
     from specgraph.ir.program import Program
     from specgraph.runtime.decoder import SpeculativeDecoder
-    from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
+    from specgraph.runtime.outputs import GenerateOutput, SessionStats, Stats, StreamChunk
+    from specgraph.runtime.session import Event, Session
 
 __all__ = [
     "ConfigError",
+    "Event",
     "GenerateOutput",
     "InputError",
     "NumericsError",
     "PassError",
     "Program",
+    "Session",
+    "SessionStats",
     "SpecgraphError",
     "SpecgraphWarning",
     "SpeculativeDecoder",
@@ -44,8 +48,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Event": "runtime.session",
     "GenerateOutput": "runtime.outputs",
     "Program": "ir.program",
+    "Session": "runtime.session",
+    "SessionStats": "runtime.outputs",
     "SpeculativeDecoder": "runtime.decoder",
     "Stats": "runtime.outputs",
     "StreamChunk": "runtime.outputs",

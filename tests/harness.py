@@ -29,8 +29,10 @@ from specgraph.kernels import step
 from specgraph.kernels.attention import attention
 from specgraph.kernels.state import Buffer
 from specgraph.passes.base import Pass, PassResult
+from specgraph.runtime.pages import PagePool
+from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Prefill, load_chunk, new_state
+from specgraph.runtime.state import admit, load_chunk, num_pages, room
 from tests.decoding import CONFIG
 
 GUARD_BLOCKS = 2
@@ -321,25 +323,37 @@ def real_run(
     """Decode with the last stage, its own verification included, and record every step."""
     options = options or Options()
     rows = len(prompts)
-    sampling = Sampling([*options.temperature[:rows]], [*options.top_k[:rows]], [1.0] * rows, [0.0] * rows,
-                        [*options.seeds[:rows]])  # fmt: skip
-    request = Request(list(prompts), [0] * rows, list(limits), sampling, list(eos_ids), 0, "none")
+    sampling = [Sampling(options.temperature[row], options.top_k[row], seed=options.seeds[row]) for row in range(rows)]
     program = list(decoder.stages.values())[-1]
-    state = new_state(program, request, torch.device("cpu"))
+    state, prefill = begun(
+        program, [Request(*own, tuple(eos_ids)) for own in zip(prompts, limits, sampling, strict=True)]
+    )
     blocks = (state["block_table"] >= 0).sum(1).tolist()
     state["block_table"].copy_(scattered_table(blocks, seed=1))
     run = Run(drafting_stage(decoder), list(limits), state["block_table"], options, state=state)
-    width = program.drafter.num_speculative_tokens + 1
-    _decode(run, program.step(), Prefill(request, decoder.config.cache.prefill_chunk, width), prompts)
+    _decode(run, program.step(), prefill, decoder.config.cache.prefill_chunk, prompts)
     return run
 
 
-def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, prompts: Sequence[Tensor]) -> None:
+def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill]:
+    """A state in whose rows these sequences begin, and their prompts."""
+    rows, sizes = range(len(requests)), room(requests, len(requests), program.block_size)
+    state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"])
+    needed = [num_pages(request.limit, program.block_size) for request in requests]
+    admit(program, state, rows, requests, [pages.take(count) for count in needed])
+    prefill = Prefill(program.drafter.num_speculative_tokens + 1)
+    for row, request in enumerate(requests):
+        if request.has_room:
+            prefill.add(row, request.prompt)
+    return state, prefill
+
+
+def _decode(run: Run, module: torch.nn.Module, prefill: Prefill, chunk: int, prompts: Sequence[Tensor]) -> None:
     state, accepted = run.state, [prompt[:1].tolist() for prompt in prompts]
     while prefill.pending() or bool(state["num_rows"].any()):
         pending = prefill.pending()
         if pending:
-            rows, window = load_chunk(state, prefill.chunk())
+            rows, window = load_chunk(state, prefill.chunk(chunk))
         else:
             rows = state["num_rows"].nonzero()[:, 0]
             window = state["next_window"][rows]

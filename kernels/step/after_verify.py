@@ -33,7 +33,7 @@ class Settle:
         window: ``[B, T]``, what the target has run.
         start: ``[B]``, the position of its first row.
         num_forced: ``[B]``, how many of the tokens were given.
-        eos_ids: ``[E]``, padded with -1.
+        eos_ids: ``[B, E]``, each sequence's own, padded with -1.
         accepted_rows: ``[B, T]``, the rows that gave the tokens, padded with -1; None: nobody asks for them.
         shifted: whether the drafter's row ``t`` takes token ``t + 1``; else it takes the window's first token, too.
         vocab_size: the drafter's, into which padding is clamped.
@@ -105,7 +105,7 @@ def _settle_kernel(
     row = tl.arange(0, BLOCK)
     inside = row < width
     token = tl.load(tokens + b * width + row, mask=inside, other=-1)
-    token = cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
+    token = cut_row(token, row, tl.load(num_forced + b), eos_ids + b * NUM_EOS, NUM_EOS, BLOCK)
     count = tl.sum((token >= 0).to(tl.int64), axis=0)
     begin = tl.load(start + b)
     known = tl.minimum(tl.maximum(token, 0), vocab - 1)
@@ -146,7 +146,7 @@ def settle_triton(given: Settle) -> Settled:
     pdl = supports_pdl(tokens.device)
     _settle_kernel[(batch,)](
         *outputs, tuple(ahead), *read, accepted_rows, width, window.shape[1], given.vocab_size,
-        NUM_EOS=eos_ids.shape[0], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
+        NUM_EOS=eos_ids.shape[1], SHIFTED=given.shifted, BLOCK=triton.next_power_of_2(width + 1), CHAIN=given.chain,
         PDL=pdl, num_warps=1 if width < 256 else 4, **launch_options(pdl),
     )  # fmt: skip
     return settled
@@ -154,9 +154,14 @@ def settle_triton(given: Settle) -> Settled:
 
 def _settle_fake(given: Settle) -> Settled:
     tokens, eos_ids = given.tokens, given.eos_ids
-    require(tokens.dim() == 2 and eos_ids.dim() == 1, lambda: "tokens must be [B, T], eos_ids [E]")
+    require(tokens.dim() == 2 and eos_ids.dim() == 2, lambda: "tokens must be [B, T], eos_ids [B, E]")
     batch, width = tokens.shape
-    for name, values in (("window", given.window), ("start", given.start), ("num_forced", given.num_forced)):
+    for name, values in (
+        ("window", given.window),
+        ("start", given.start),
+        ("num_forced", given.num_forced),
+        ("eos_ids", eos_ids),
+    ):
         check_batch(name, values, batch)
     if given.accepted_rows is not None:
         rows = given.accepted_rows

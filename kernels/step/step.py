@@ -116,8 +116,8 @@ def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tenso
 def cut_at_eos(emitted: Tensor, num_forced: Tensor, eos_ids: Tensor) -> Tensor:
     """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
 
-    ``eos_ids`` ``[E]`` is padded with -1. Forced tokens belong to the prompt, and an EOS among them does not end the
-    sequence.
+    ``eos_ids`` ``[B, E]`` are each sequence's own, padded with -1. Forced tokens belong to the prompt, and an EOS among
+    them does not end the sequence.
     """
     cut: Tensor = torch.ops.specgraph.cut_at_eos(emitted, num_forced, eos_ids)
     return cut

@@ -32,7 +32,10 @@ class NanRows:
 
 @dataclass(slots=True)
 class CutAtEos:
-    """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1."""
+    """``emitted`` ``[B, T]`` with everything after the first unforced EOS replaced by -1.
+
+    ``eos_ids`` ``[B, E]`` are each sequence's own, padded with -1.
+    """
 
     emitted: Tensor
     num_forced: Tensor
@@ -79,7 +82,7 @@ def advance_reference(given: Advance) -> None:
     active = num_emitted > 0
     last = emitted.gather(1, (num_emitted - 1).clamp_min(0).unsqueeze(1))
     end = start + num_emitted
-    ended = (num_emitted > given.num_forced) & _among(last[:, 0], given.eos_ids)
+    ended = (num_emitted > given.num_forced) & _among(last, given.eos_ids)[:, 0]
     window = torch.cat([last, *given.drafts], dim=1)
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
     rows = torch.minimum(proposed + 1, given.max_length - 1 - end).clamp_min(0)
@@ -90,11 +93,11 @@ def advance_reference(given: Advance) -> None:
 
 
 def _among(tokens: Tensor, ids: Tensor) -> Tensor:
-    """Which ``tokens`` ``[...]`` are among ``ids`` ``[E]``.
+    """Which ``tokens`` ``[B, T]`` are among the ``ids`` ``[B, E]`` of their sequence.
 
     ``torch.isin`` is not used because it sorts from ten ids on, and then waits for the device.
     """
-    return (tokens.unsqueeze(-1) == ids).any(-1)
+    return (tokens.unsqueeze(-1) == ids.unsqueeze(1)).any(-1)
 
 
 @triton.jit
@@ -112,7 +115,10 @@ def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOC
 
 @triton.jit
 def cut_row(token, row, num_forced, eos_ids, NUM_EOS: tl.constexpr, BLOCK: tl.constexpr):
-    """The tokens ``[BLOCK]`` of one sequence, where those after the first unforced EOS are replaced by -1."""
+    """The tokens ``[BLOCK]`` of one sequence, where those after the first unforced EOS are replaced by -1.
+
+    ``eos_ids`` points to the sequence's own.
+    """
     first = tl.full((BLOCK,), BLOCK, tl.int32)
     for index in range(NUM_EOS):
         first = tl.where(token == tl.load(eos_ids + index), row, first)
@@ -131,7 +137,7 @@ def _cut_at_eos_kernel(
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK)
     token = tl.load(emitted + b * width + row, mask=row < width, other=-1)
-    token = cut_row(token, row, tl.load(num_forced + b), eos_ids, NUM_EOS, BLOCK)
+    token = cut_row(token, row, tl.load(num_forced + b), eos_ids + b * NUM_EOS, NUM_EOS, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(cut + b * width + row, token, mask=row < width)
@@ -160,7 +166,7 @@ def _advance_kernel(
     end = begin + accepted
     ended = accepted < 0
     for index in range(NUM_EOS):
-        ended = ended | (last == tl.load(eos_ids + index))
+        ended = ended | (last == tl.load(eos_ids + b * NUM_EOS + index))
     ended = ended & (accepted > tl.load(num_forced + b))
     proposed = tl.min(tl.where(draft < 0, k, BLOCK), axis=0)
     rows = tl.maximum(tl.minimum(proposed + 1, tl.load(max_length + b) - 1 - end), 0)
@@ -199,7 +205,7 @@ def cut_at_eos_triton(given: CutAtEos) -> Tensor:
     pdl = supports_pdl(cut.device)
     _cut_at_eos_kernel[(batch,)](
         cut, emitted.contiguous(), given.num_forced.contiguous(), eos_ids.contiguous(), width,
-        NUM_EOS=eos_ids.shape[0], BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1 if width <= 256 else 4,
+        NUM_EOS=eos_ids.shape[1], BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1 if width <= 256 else 4,
         **launch_options(pdl),
     )  # fmt: skip
     return cut
@@ -215,7 +221,7 @@ def advance_triton(given: Advance) -> None:
     _advance_kernel[(batch,)](
         *state, given.emitted.contiguous(), given.num_emitted.contiguous(), tuple(drafts),
         given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,
-        NUM_EOS=given.eos_ids.shape[0], WIDTHS=tuple(tensor.shape[1] for tensor in drafts),
+        NUM_EOS=given.eos_ids.shape[1], WIDTHS=tuple(tensor.shape[1] for tensor in drafts),
         BLOCK=triton.next_power_of_2(count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
 
@@ -236,15 +242,16 @@ def _nan_rows_fake(given: NanRows) -> Tensor:
 
 def _cut_at_eos_fake(given: CutAtEos) -> Tensor:
     emitted, eos_ids = given.emitted, given.eos_ids
-    require(emitted.dim() == 2 and eos_ids.dim() == 1, lambda: "emitted must be [B, T], eos_ids [E]")
+    require(emitted.dim() == 2 and eos_ids.dim() == 2, lambda: "emitted must be [B, T], eos_ids [B, E]")
     check_batch("num_forced", given.num_forced, emitted.shape[0])
+    check_batch("eos_ids", eos_ids, emitted.shape[0])
     return emitted.new_empty(emitted.shape)
 
 
 def _advance_fake(given: Advance) -> None:
     batch, count = given.emitted.shape[0], sum(tensor.shape[1] for tensor in given.drafts)
     require(given.next_window.shape == (batch, count + 1), lambda: f"next_window must be [B, K + 1], K = {count}")
-    for name in ("start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length"):
+    for name in ("start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length", "eos_ids"):
         check_batch(name, getattr(given, name), batch)
 
 

@@ -120,7 +120,7 @@ def _limits(config: Config, target: TracedModel) -> Limits:
             f"max_length is {config.max_length}, but {name} is right for at most {known} positions; lower it."
         )
     longest = config.max_length or known or FALLBACK_MAX_LENGTH
-    return Limits(target.info.vocab_size, longest, config.max_batch_size)
+    return Limits(target.info.vocab_size, longest)
 
 
 def _callbacks(config: Config, progress: Progress) -> list[Callback]:

@@ -178,10 +178,13 @@ def validate(config: Config) -> None:
     for key, value in (
         ("cache.block_size", config.cache.block_size),
         ("cache.prefill_chunk", config.cache.prefill_chunk),
+        ("cache.pool_tokens", config.cache.pool_tokens),
         ("max_batch_size", config.max_batch_size),
         ("max_length", config.max_length),
     ):
         at_least_one(key, value)
+    if not 0 < config.cache.memory_share <= 1:
+        raise ConfigError(f"cache.memory_share must be in (0, 1], got {config.cache.memory_share}.")
 
 
 def _check_first(config: Config) -> None:

@@ -36,7 +36,12 @@ class CacheConfig:
     block_size: int = 16
     """Tokens per page."""
     prefill_chunk: int = 256
-    """Prompt tokens per prefill step."""
+    """Prompt tokens of a sequence per prefill step."""
+    pool_tokens: int | None = None
+    """Tokens for which a session, or a generate call, has pages at most, all its sequences together; null: as many as
+    it can use, but no more than memory_share allows."""
+    memory_share: float = 0.9
+    """The share of the free memory that the pages of a session take at most."""
 
 
 @dataclass

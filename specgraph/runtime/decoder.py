@@ -4,68 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, fx
 
 from specgraph.config import Config
-from specgraph.errors import NumericsError
 from specgraph.ir.program import Program
 from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
 from specgraph.passes.report import render_report
 from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.progress import Progress
-from specgraph.runtime.cuda_graphs import Results
 from specgraph.runtime.defaults import GenerationDefaults
+from specgraph.runtime.engine import Engine, Policy, Step
 from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
-from specgraph.runtime.requests import (
-    Limits,
-    PerSequence,
-    Request,
-    Sampling,
-    check_prompts,
-    read_eos,
-    read_limits,
-    read_logprobs,
-    read_prompts,
-    read_sampling,
-)
-from specgraph.runtime.runner import Runner, Runners
-from specgraph.runtime.state import Prefill
+from specgraph.runtime.reading import Reader
+from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, read_logprobs
+from specgraph.runtime.runner import Mode, Runners
+from specgraph.runtime.session import Session
+from specgraph.runtime.state import num_pages, room
 
-
-@dataclass(frozen=True)
-class _Step:
-    """One run of the step graph, for all sequences of the request. ``emitted`` holds unforced tokens only."""
-
-    emitted: list[list[int]]
-    logprobs: list[list[float]]
-    decoding: list[bool]
-    confidence: list[list[float]]
-    """What the drafter thinks of the drafts that each sequence verifies next; empty if it does not say."""
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """A step that the device may still be running.
-
-    Attributes:
-        rows: the sequences that it runs.
-        forced: how many next tokens each of them is given; nothing in a decode step.
-        started: those whose prompt it ends, or has been ended before.
-    """
-
-    results: Results
-    rows: list[int]
-    forced: list[int]
-    started: set[int]
+SESSION_EOS_IDS = 8
+"""For how many EOS ids a sequence of a session has room, unless the model has more."""
 
 
 class SpeculativeDecoder:
@@ -96,21 +58,20 @@ class SpeculativeDecoder:
         self._reports = list(reports)
         self._notes = list(notes)
         self._program = list(self.stages.values())[-1]
-        self._defaults = defaults
-        self._limits = limits
+        self._reader = Reader(defaults, limits)
         self._callbacks = list(callbacks)
         self._lock = threading.Lock()
-        self._steps: dict[tuple[str, tuple[str, ...]], fx.GraphModule] = {}
+        self._steps: dict[Mode, fx.GraphModule] = {}
         self._compiled = self._program.compile_modules()
-        self._runners = Runners(self._program, config.max_batch_size)
+        self._runners = Runners(self._program, config.max_batch_size, config.cache)
 
     def generate(
         self,
         input_ids: Tensor | Sequence[Tensor],
         attention_mask: Tensor | None = None,
         *,
-        max_new_tokens: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
+        max_new_tokens: PerSequence = None,
+        eos_token_id: EosIds = None,
         temperature: PerSequence = None,
         top_k: PerSequence = None,
         top_p: PerSequence = None,
@@ -138,30 +99,33 @@ class SpeculativeDecoder:
             InputError: an argument is out of range; the message says what is allowed.
             NumericsError: the target's logits were NaN.
         """
-        request = self._request(input_ids, attention_mask, max_new_tokens, eos_token_id, temperature, top_k, top_p,
-                                min_p, seed, return_logprobs)  # fmt: skip
-        stats = self._new_stats(len(request.prompts))
-        tokens: list[list[int]] = [[] for _ in request.prompts]
-        logprobs: list[list[float]] = [[] for _ in request.prompts]
-        thought: list[list[float]] = [[] for _ in request.prompts]
-        for step in self._run(request):
+        batch = self._reader.batch(
+            input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
+        )  # fmt: skip
+        count = len(batch.requests)
+        stats = self._new_stats(count)
+        tokens: list[list[int]] = [[] for _ in range(count)]
+        logprobs: list[list[float]] = [[] for _ in range(count)]
+        thought: list[list[float]] = [[] for _ in range(count)]
+        for step in self._run(batch):
             _count(stats, step, thought)
-            for row, new in enumerate(step.emitted):
-                tokens[row] += new
-                logprobs[row] += step.logprobs[row]
+            for output in step.outputs:
+                tokens[output.number] += output.tokens
+                logprobs[output.number] += output.logprobs
         new_tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in tokens]
         values = None
-        if request.logprobs != "none":
+        if batch.logprobs != "none":
             values = [torch.tensor(row, dtype=torch.float32, device="cpu") for row in logprobs]
-        return GenerateOutput(_pad(request, new_tokens), new_tokens, values, stats)
+        return GenerateOutput(_pad(batch, new_tokens), new_tokens, values, stats)
 
     def stream(
         self,
         input_ids: Tensor | Sequence[Tensor],
         attention_mask: Tensor | None = None,
         *,
-        max_new_tokens: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
+        max_new_tokens: PerSequence = None,
+        eos_token_id: EosIds = None,
         temperature: PerSequence = None,
         top_k: PerSequence = None,
         top_p: PerSequence = None,
@@ -170,9 +134,28 @@ class SpeculativeDecoder:
         return_logprobs: bool | str = False,
     ) -> Iterator[StreamChunk]:
         """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step."""
-        request = self._request(input_ids, attention_mask, max_new_tokens, eos_token_id, temperature, top_k, top_p,
-                                min_p, seed, return_logprobs)  # fmt: skip
-        return self._chunks(request)
+        batch = self._reader.batch(
+            input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
+        )  # fmt: skip
+        return self._chunks(batch)
+
+    def session(self, *, return_logprobs: bool | str = False) -> Session:
+        """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
+
+        Its KV cache has room for ``max_batch_size`` sequences of ``max_length``, or for ``cache.pool_tokens``, but
+        takes no more than ``cache.memory_share`` of the memory that is free now.
+
+        Args:
+            return_logprobs: as for :meth:`generate`, for all sequences.
+
+        Raises:
+            InputError: there is no memory for a KV cache.
+        """
+        logprobs = read_logprobs(return_logprobs)
+        stack = contextlib.ExitStack()
+        engine = stack.enter_context(self._engine(self._session_sizes(), logprobs, fair=True))
+        return Session(engine, self._reader, self._step, stack.close, logprobs=logprobs != "none")
 
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
@@ -187,111 +170,86 @@ class SpeculativeDecoder:
 
         return dump(self.stages, Path(folder), report=self.report(), weights=weights)
 
-    def _request(
-        self, input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None, max_new_tokens: int | None,
-        eos_token_id: int | Sequence[int] | None, temperature: PerSequence, top_k: PerSequence, top_p: PerSequence,
-        min_p: PerSequence, seed: PerSequence, return_logprobs: bool | str,
-    ) -> Request:  # fmt: skip
-        defaults, limits = self._defaults, self._limits
-        eos_ids = read_eos(eos_token_id, defaults.eos_ids, limits.vocab_size)
-        prompts, left = read_prompts(input_ids, attention_mask, defaults.pad_id, eos_ids)
-        check_prompts(prompts, limits)
-        sampling = read_sampling(
-            len(prompts),
-            temperature=defaults.temperature if temperature is None else temperature,
-            top_k=defaults.top_k if top_k is None else top_k,
-            top_p=defaults.top_p if top_p is None else top_p,
-            min_p=defaults.min_p if min_p is None else min_p,
-            seed=seed,
-        )
-        ends = read_limits(prompts, max_new_tokens, defaults, limits.max_length)
-        pad_id = defaults.pad_id if defaults.pad_id is not None else (eos_ids or [0])[0]
-        return Request(prompts, left, ends, sampling, eos_ids, pad_id, read_logprobs(return_logprobs))
-
-    def _make_step(self, logprobs: str, unused: tuple[str, ...]) -> fx.GraphModule:
+    def _make_step(self, mode: Mode) -> fx.GraphModule:
         """The step for one kind of log-probabilities, without the sampling options that are off.
 
         It is a stage like the others: verified, reported and dumped.
         """
         with self._lock:
-            if (logprobs, unused) not in self._steps:
-                pass_ = SpecialiseStep(logprobs, unused)
+            if mode not in self._steps:
+                pass_ = SpecialiseStep(*mode)
                 stages, reports = run_passes(self._program, [pass_], self._callbacks)
                 self.stages[unique(pass_.name, self.stages)] = program = stages[pass_.name]
                 self._reports += reports
-                self._steps[logprobs, unused] = program.executable(self._compiled)
-            return self._steps[logprobs, unused]
-
-    def _unused_inputs(self, sampling: Sampling) -> tuple[str, ...]:
-        """State the step can do without: options that are off, and seeds where no noise is drawn."""
-        draws = not sampling.greedy() or self.config.verify.rule not in LOSSLESS_RULES
-        return sampling.unused() if draws else (*sampling.unused(), "seeds")
+                self._steps[mode] = program.executable(self._compiled)
+            return self._steps[mode]
 
     def _new_stats(self, batch: int) -> Stats:
         steps: list[list[int]] = [[] for _ in range(batch)]
         return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=[[] for _ in range(batch)])
 
-    def _chunks(self, request: Request) -> Iterator[StreamChunk]:
-        lengths = [p.numel() for p in request.prompts]
-        finished = [limit <= length for limit, length in zip(request.limits, lengths, strict=True)]
-        for step in self._run(request):
-            for row, new in enumerate(step.emitted):
-                lengths[row] += len(new)
-                ended = bool(new) and new[-1] in request.eos_ids
-                finished[row] = finished[row] or ended or lengths[row] >= request.limits[row]
-            values = None if request.logprobs == "none" else step.logprobs
-            yield StreamChunk(step.emitted, list(finished), values)
+    def _chunks(self, batch: Batch) -> Iterator[StreamChunk]:
+        count = len(batch.requests)
+        finished = [False] * count
+        for step in self._run(batch):
+            tokens: list[list[int]] = [[] for _ in range(count)]
+            logprobs: list[list[float]] = [[] for _ in range(count)]
+            for output in step.outputs:
+                tokens[output.number], logprobs[output.number] = output.tokens, output.logprobs
+                finished[output.number] |= output.finish_reason is not None
+            if step.ran:
+                yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
 
-    def _run(self, request: Request) -> Iterator[_Step]:
-        """Run the step graph until every sequence has ended."""
-        width = self._program.drafter.num_speculative_tokens + 1
-        prefill = Prefill(request, self.config.cache.prefill_chunk, width)
-        if not prefill.pending():
+    def _run(self, batch: Batch) -> Iterator[Step]:
+        """Decode all sequences of a batch, by their places in it, as many at a time as there is room for."""
+        if not any(request.has_room for request in batch.requests):
             return
-        mode = (request.logprobs, self._unused_inputs(request.sampling))
+        rows = min(self.config.max_batch_size, len(batch.requests))
+        sizes = room(batch.requests, rows, self._program.block_size)
+        with self._engine(sizes, batch.logprobs, fair=False) as engine, self._progress(batch) as progress:
+            for number, request in enumerate(batch.requests):
+                engine.submit(number, request)
+            for step in self._run_steps(engine):
+                progress.advance(step.prompt_tokens)
+                for output in step.outputs:
+                    if output.error is not None:
+                        raise output.error
+                yield step
+
+    def _run_steps(self, engine: Engine) -> Iterator[Step]:
+        """The steps of an engine, with the caller's modes in between."""
+        while (step := self._step(engine)) is not None:
+            yield step
+
+    def _step(self, engine: Engine) -> Step | None:
         with self._plain_mode():
-            runner = self._runners.take(self._make_step(*mode), request, mode)
+            return engine.step()
+
+    def _session_sizes(self) -> dict[str, int]:
+        """Room for the longest sequences in every row, before memory is looked at."""
+        rows, longest = self.config.max_batch_size, self._reader.limits.max_length
+        pages = num_pages(longest, self._program.block_size)
+        ids = max(SESSION_EOS_IDS, len(self._reader.defaults.eos_ids))
+        return {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids}
+
+    @contextlib.contextmanager
+    def _engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool) -> Iterator[Engine]:
+        """An engine with a state of its own, which is free for others afterwards."""
+        with self._plain_mode():
+            runner = self._runners.take(sizes)
+        always_draws = self.config.verify.rule not in LOSSLESS_RULES
+        policy = Policy(self.config.cache.prefill_chunk, fair)
         try:
-            yield from self._steps_of(runner, prefill, len(request.prompts))
+            yield Engine(self._program, runner, self._make_step, policy, logprobs, always_draws)
         finally:
             self._runners.give_back(runner)
 
-    def _steps_of(self, runner: Runner, prefill: Prefill, count: int) -> Iterator[_Step]:
-        """Enqueue steps and read them ``runner.lag`` steps later, in order."""
-        under_way: deque[_UnderWay] = deque()
-        alive: set[int] = set()  # sequences past their prompt that are not known to have ended
-        begin = time.perf_counter()
-        with Progress("prefill", prefill.total(), self.config.debug.progress) as progress:
-            while True:
-                with self._plain_mode(), runner.active():
-                    under_way.append(_enqueue(runner, prefill, alive, progress))
-                alive |= under_way[-1].started
-                if len(under_way) <= runner.lag:
-                    continue
-                step, ended = _read(under_way.popleft(), count, begin)
-                begin = time.perf_counter()
-                alive -= ended
-                yield step
-                # What is enqueued behind the last step has no active sequence, so it is not read.
-                if not alive and not prefill.pending():
-                    return
+    def _progress(self, batch: Batch) -> Progress:
+        total = sum(request.prompt.numel() for request in batch.requests if request.has_room)
+        return Progress("prefill", total, self.config.debug.progress)
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self._program.target.device)
-
-
-def _enqueue(runner: Runner, prefill: Prefill, alive: set[int], progress: Progress) -> _UnderWay:
-    """One more step: over a chunk of the prompts as long as there are any, then over what the last one laid out.
-
-    All prompts come first, so that the sequences then decode together.
-    """
-    if not prefill.pending():
-        rows = sorted(alive)
-        return _UnderWay(runner.decode(rows), rows, [], set(rows))
-    chunk = prefill.chunk()
-    results = runner.wide(chunk)
-    progress.advance(chunk.num_tokens)
-    return _UnderWay(results, chunk.rows, chunk.forced, {*chunk.rows} - {*prefill.pending()})
 
 
 @contextlib.contextmanager
@@ -309,48 +267,25 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _read(under_way: _UnderWay, count: int, begin: float) -> tuple[_Step, set[int]]:
-    """Wait for a step, and lay its results out for all ``count`` sequences; also tells which have ended with it."""
-    rows, read = under_way.rows, under_way.results.read(len(under_way.rows))
-    if any(read.bad):
-        raise NumericsError(
-            f"The target's logits are NaN in sequence {rows[read.bad.index(True)]}. Check the weights and the dtype; "
-            "the decoder itself is still usable."
-        )
-    decoding = not under_way.forced
-    forced = under_way.forced or [0] * len(rows)
-    logprobs: list[list[float]] = [[] for _ in range(count)]
-    confidence: list[list[float]] = [[] for _ in range(count)]
-    step = _Step([[] for _ in range(count)], logprobs, [False] * count, confidence, time.perf_counter() - begin)
-    for place, row in enumerate(rows):
-        # The last tokens were read. How many of them come before those that were not forced?
-        before = max(0, len(read.tokens[place]) + forced[place] - read.num_emitted[place])
-        step.emitted[row][:] = read.tokens[place][before:]
-        step.logprobs[row][:] = read.logprobs[place][before:]
-        step.decoding[row] = decoding and read.num_emitted[place] > 0
-        step.confidence[row][:] = read.confidence[place]
-    return step, {row for row, left in zip(rows, read.num_rows, strict=True) if not left} & under_way.started
-
-
-def _count(stats: Stats, step: _Step, thought: list[list[float]]) -> None:
+def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:
     """Add a step. ``thought`` is the confidence in the drafts that each sequence verifies in its next one."""
-    stats.steps += 1
-    if any(step.decoding):
+    stats.steps += step.ran
+    if step.decoding:
         stats.decode_seconds += step.seconds
     else:
         stats.prefill_seconds += step.seconds
-    for row, decoding in enumerate(step.decoding):
-        if decoding:
-            stats.emitted_per_step[row].append(len(step.emitted[row]))
-            stats.confidence[row].append(thought[row])
-        thought[row] = step.confidence[row] or thought[row]
+    for output in step.outputs:
+        if output.decoding:
+            stats.emitted_per_step[output.number].append(len(output.tokens))
+            stats.confidence[output.number].append(thought[output.number])
+        thought[output.number] = output.confidence or thought[output.number]
 
 
-def _pad(request: Request, new_tokens: list[Tensor]) -> Tensor:
+def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:
     """Prompt and continuation of every sequence in one tensor."""
     rows = [
-        torch.cat([prompt.new_full((left,), request.pad_id), prompt, new])
-        for left, prompt, new in zip(request.left_padding, request.prompts, new_tokens, strict=True)
+        torch.cat([request.prompt.new_full((left,), batch.pad_id), request.prompt, new])
+        for left, request, new in zip(batch.left_padding, batch.requests, new_tokens, strict=True)
     ]
     width = max(row.numel() for row in rows)
-    return torch.stack([torch.nn.functional.pad(row, (0, width - row.numel()), value=request.pad_id) for row in rows])
+    return torch.stack([torch.nn.functional.pad(row, (0, width - row.numel()), value=batch.pad_id) for row in rows])

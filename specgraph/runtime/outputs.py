@@ -1,12 +1,15 @@
-"""What ``generate`` and ``stream`` return."""
+"""What ``generate``, ``stream`` and sessions give besides tokens."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from specgraph.runtime.engine import Step
 
 
 @dataclass
@@ -98,3 +101,44 @@ class StreamChunk:
     tokens: list[list[int]]
     finished: list[bool]
     logprobs: list[list[float]] | None
+
+
+@dataclass
+class SessionStats:
+    """Counts of a session since it began. They take no more memory as it goes on.
+
+    Attributes:
+        steps: runs of the step graph.
+        seconds: the time they took.
+        prompt_tokens: tokens of prompts that were run.
+        new_tokens: tokens that were emitted.
+        ended: sequences that have ended, by their finish reason.
+        decode_steps: decode steps, each counted once for every sequence in it.
+        decoded_tokens: tokens that these emitted.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    decode_steps: int = 0
+    decoded_tokens: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per decode step and sequence, the bonus token included; NaN without a decode step."""
+        return self.decoded_tokens / self.decode_steps if self.decode_steps else math.nan
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        self.steps += step.ran
+        self.seconds += step.seconds
+        self.prompt_tokens += step.prompt_tokens
+        for output in step.outputs:
+            self.new_tokens += len(output.tokens)
+            if output.finish_reason is not None:
+                self.ended[output.finish_reason] += 1
+            if output.decoding:
+                self.decode_steps += 1
+                self.decoded_tokens += len(output.tokens)

@@ -1,4 +1,4 @@
-"""Turns what a user passes to ``generate`` into checked, per-sequence values."""
+"""Turns what a user passes to ``generate`` into checked values, one of each per sequence."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from specgraph.errors import InputError
 from specgraph.runtime.defaults import GenerationDefaults
 
 PerSequence = float | int | Sequence[float] | Sequence[int] | Tensor | None
+EosIds = int | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
 FALLBACK_NEW_TOKENS = 20
 """What transformers generates where nothing says how much."""
 LOGPROBS = {False: "none", None: "none", True: "raw", "raw": "raw", "processed": "processed"}
@@ -22,50 +23,60 @@ LOGPROBS = {False: "none", None: "none", True: "raw", "raw": "raw", "processed":
 
 @dataclass(frozen=True)
 class Limits:
-    """What a decoder can take: ids below ``vocab_size``, sequences up to ``max_length``, ``max_batch_size`` of them."""
+    """What a decoder can take: ids below ``vocab_size``, and sequences of up to ``max_length`` tokens."""
 
     vocab_size: int
     max_length: int
-    max_batch_size: int
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options with one value per sequence."""
+    """How the tokens of one sequence are chosen."""
 
-    temperature: list[float]
-    top_k: list[int]
-    top_p: list[float]
-    min_p: list[float]
-    seeds: list[int]
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
 
-    def unused(self) -> tuple[str, ...]:
-        """Options that are off for every sequence: a step graph without them gives the same tokens, sooner."""
-        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return tuple(name for name, value in off.items() if all(v == value for v in getattr(self, name)))
-
-    def greedy(self) -> bool:
-        """Whether nothing is drawn at all."""
-        return all(t == 0 for t in self.temperature)
+    def unused(self) -> frozenset[str]:
+        """Options that are off, by the names of the state: a step without them gives the same tokens, sooner."""
+        off = {"top_k": self.top_k == 0, "top_p": self.top_p == 1, "min_p": self.min_p == 0}
+        return frozenset(name for name, is_off in off.items() if is_off)
 
 
 @dataclass(frozen=True)
 class Request:
+    """One sequence to decode.
+
+    Attributes:
+        prompt: 1-D int64 on the CPU, without padding.
+        limit: the length at which it ends at the latest, prompt included.
+        eos_ids: the ids that end it.
+    """
+
+    prompt: Tensor
+    limit: int
+    sampling: Sampling
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can grow by a token."""
+        return self.limit > self.prompt.numel()
+
+
+@dataclass(frozen=True)
+class Batch:
     """One ``generate`` call.
 
     Attributes:
-        prompts: 1-D int64 tensors on the CPU, without padding.
         left_padding: pad ids before each prompt, as given; the output keeps them.
-        limits: length at which each sequence ends at the latest, prompt included.
-        eos_ids: ids that end a sequence.
         logprobs: ``none``, ``raw`` or ``processed``.
     """
 
-    prompts: list[Tensor]
+    requests: list[Request]
     left_padding: list[int]
-    limits: list[int]
-    sampling: Sampling
-    eos_ids: list[int]
     pad_id: int
     logprobs: str
 
@@ -121,11 +132,6 @@ def check_prompts(prompts: Sequence[Tensor], limits: Limits) -> None:
     """Refuse what cannot be decoded, in one sentence."""
     if not prompts:
         raise InputError("input_ids is empty; give at least one prompt.")
-    if len(prompts) > limits.max_batch_size:
-        raise InputError(
-            f"{len(prompts)} prompts, but this decoder takes at most {limits.max_batch_size}; split them, or compile "
-            "with a larger max_batch_size."
-        )
     for index, prompt in enumerate(prompts):
         if prompt.numel() == 0:
             raise InputError(f"Prompt {index} is empty; give it at least one token, for example the BOS id.")
@@ -188,9 +194,11 @@ def read_sampling(
     top_p: PerSequence,
     min_p: PerSequence,
     seed: PerSequence,
-) -> Sampling:
-    """Checked sampling options. ``seed``: None draws fresh seeds, a number gives sequence b hash(seed, b), a list is
-    taken as it is."""
+) -> list[Sampling]:
+    """Checked sampling options of each sequence.
+
+    ``seed``: None draws fresh seeds, a number gives sequence b hash(seed, b), a list is taken as it is.
+    """
     temperatures = per_sequence("temperature", temperature, 0.0, batch)
     ks, ps, mins = (per_sequence(n, v, d, batch) for n, v, d in (("top_k", top_k, 0), ("top_p", top_p, 1.0),
                                                                  ("min_p", min_p, 0.0)))  # fmt: skip
@@ -199,8 +207,8 @@ def read_sampling(
     check_range("top_p", ps, "in (0, 1]", 0, 1, above=True)
     check_range("min_p", mins, "in [0, 1]", 0, 1, above=False)
     whole_ks = [min(whole("top_k", k), 1 << 62) for k in ks]
-    return Sampling([float(t) for t in temperatures], whole_ks, [float(p) for p in ps],
-                    [float(m) for m in mins], read_seeds(seed, batch))  # fmt: skip
+    values = zip(temperatures, whole_ks, ps, mins, read_seeds(seed, batch), strict=True)
+    return [Sampling(float(t), k, float(p), float(m), s) for t, k, p, m, s in values]
 
 
 def read_seeds(seed: PerSequence, batch: int) -> list[int]:
@@ -229,31 +237,41 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def read_eos(eos_token_id: int | Sequence[int] | None, default: Sequence[int], vocab_size: int) -> list[int]:
-    """EOS ids; None takes the model's, an empty list switches EOS off."""
-    if eos_token_id is None:
-        return list(default)
+def read_eos(eos_token_id: EosIds, default: tuple[int, ...], vocab_size: int, batch: int) -> list[tuple[int, ...]]:
+    """The EOS ids of each sequence. None takes the model's, an empty list switches EOS off, a list of lists has one
+    for every sequence."""
     plain: Any = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    each = isinstance(plain, list | tuple) and any(isinstance(own, list | tuple) for own in plain)
+    if each and len(plain) != batch:
+        raise InputError(f"eos_token_id has {len(plain)} lists of ids for {batch} sequences.")
+    return [_eos_ids(own, default, vocab_size) for own in (plain if each else [plain] * batch)]
+
+
+def _eos_ids(plain: Any, default: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The EOS ids of one sequence."""
+    if plain is None:
+        return default
     if not is_number(plain) and not isinstance(plain, Sequence):
         raise InputError(f"eos_token_id must be a token id or a list of them, not {_kind(plain)}.")
     ids = [whole("eos_token_id", i) for i in ([plain] if is_number(plain) else plain)]
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InputError(f"eos_token_id {token} is not a token id; ids are 0 to {vocab_size - 1}.")
-    return ids
+    return tuple(ids)
 
 
 def read_limits(
-    prompts: Sequence[Tensor], max_new_tokens: int | None, defaults: GenerationDefaults, max_length: int
+    prompts: Sequence[Tensor], max_new_tokens: PerSequence, defaults: GenerationDefaults, max_length: int
 ) -> list[int]:
     """The length at which each sequence ends: as asked, else by the model's configuration, else 20 tokens on."""
     if max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is not None:
         return [min(max_length, max(p.numel(), defaults.max_length)) for p in prompts]
     count = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-    count = FALLBACK_NEW_TOKENS if count is None else count
-    if not is_number(count) or int(count) != count or count < 0:
-        raise InputError(f"max_new_tokens must be an integer of at least 0, got {count!r}.")
-    return [min(max_length, p.numel() + int(count)) for p in prompts]
+    counts = per_sequence("max_new_tokens", count, FALLBACK_NEW_TOKENS, len(prompts))
+    for count in counts:
+        if not math.isfinite(count) or int(count) != count or count < 0:
+            raise InputError(f"max_new_tokens must be an integer of at least 0, got {count!r}.")
+    return [min(max_length, p.numel() + int(n)) for p, n in zip(prompts, counts, strict=True)]
 
 
 def read_logprobs(value: bool | str | None) -> str:

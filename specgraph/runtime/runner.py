@@ -1,9 +1,9 @@
-"""Runs a compiled step over the state of one request: call by call, or as a CUDA graph that is replayed.
+"""Runs a compiled step over a state: call by call, or as a CUDA graph that is replayed.
 
 Every step runs a subset of the sequences whose state is kept, which its row index names. A wide step (prompt chunks) is
 always a call. The decode step has the same shapes every time, so it is captured, with a row index that names no
-sequence: warming up and capturing change nothing. A :class:`Workspace` is one state with room for the largest request
-so far, and over it a graph for each mode and number of sequences. These numbers are powers of two; a graph that has
+sequence: warming up and capturing change nothing. A :class:`Workspace` is one state with room for the largest batch so
+far, and over it a graph for each mode and number of sequences. These numbers are powers of two; a graph that has
 more entries than there are sequences left runs the others as inactive. The host enqueues a step before it has read the
 one before: results travel to pinned memory, and an event tells when they are there.
 """
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from specgraph.config import CacheConfig
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate, num_bytes
 from specgraph.kernels.launch import new_counters, own_counters
@@ -27,13 +28,14 @@ from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import num_columns, pack_results
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
-from specgraph.runtime.requests import Request
-from specgraph.runtime.state import Chunk, fill_state, load_chunk, new_state, staged, state_sizes
+from specgraph.runtime.memory import most_pages
+from specgraph.runtime.prefill import Chunk
+from specgraph.runtime.state import load_chunk, staged
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
 PATIENCE = 8
-"""A state shrinks when it is this many requests since one needed more than a quarter of its pages."""
+"""A state shrinks when it is this many sessions since one needed more than a quarter of its pages."""
 SHRINK_BYTES = 1 << 30
 """Smaller states are kept: capturing again costs more than they are worth."""
 
@@ -42,17 +44,19 @@ class Runner:
     """Runs the step call by call, and reads every result before the next one.
 
     Attributes:
-        state: the tensors that the step reads and writes, of all sequences of the request.
+        state: the tensors that the step reads and writes, of all sequences.
+        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         lag: how many steps are enqueued before the first is read.
     """
 
     lag = 0
 
-    def __init__(self, step: fx.GraphModule, state: State, counters: Tensor | None = None, least: int = 1) -> None:
+    def __init__(self, state: State, sizes: Mapping[str, int], counters: Tensor | None = None, least: int = 1) -> None:
         """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
-        self._step = step
+        self._step: fx.GraphModule | None = None
         self._least = least
         self.state = state
+        self.sizes = sizes
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
         self._stream = torch.cuda.current_stream(start.device) if cuda else None
@@ -60,9 +64,13 @@ class Runner:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """To be entered for whatever touches the state: it stays on the stream where the request began."""
+        """To be entered for whatever touches the state: it stays on the stream where the session began."""
         with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
+
+    def use(self, mode: Mode, step: fx.GraphModule) -> None:
+        """Run ``step`` from now on, the variant of ``mode``."""
+        self._step = step
 
     @property
     def width(self) -> int:
@@ -92,6 +100,7 @@ class Runner:
 
     def _call(self, rows: Tensor, window: Tensor) -> Tensor:
         """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
+        assert self._step is not None, "Runner.use comes first"
         emitted, num_emitted, logprobs, bad = self._step(window=window, **{**self.state, ROWS: rows})
         state = self.state
         return pack_results(
@@ -116,7 +125,7 @@ class _Captured(NamedTuple):
 
 
 class Workspace:
-    """A state and the graphs captured over it; serves one request at a time.
+    """A state and the graphs captured over it; serves one session at a time.
 
     Attributes:
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
@@ -171,26 +180,29 @@ class GraphRunner(Runner):
 
     lag = 1
 
-    def __init__(self, step: fx.GraphModule, space: Workspace, batch: int, mode: Mode) -> None:
-        """``batch`` sequences are there at first: a graph for them is captured now, so that it fails now if it does."""
-        super().__init__(step, space.state, space.counters)
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(space.state, space.sizes, space.counters)
         self.space = space
+        self._mode: Mode = ("none", ())
+        self._running: dict[tuple[Mode, int], list[int]] = {}
+
+    def use(self, mode: Mode, step: fx.GraphModule) -> None:
+        """Replay the graphs of ``mode``, which are captured when they are needed."""
+        super().use(mode, step)
         self._mode = mode
-        self._running: dict[int, list[int]] = {}
-        with self.active():
-            self._graph(batch)
 
     def decode(self, rows: Sequence[int]) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
         count = entries(len(rows), self.space.sizes["B"])
         graph = self._graph(count)
-        if self._running.get(count) != rows:
+        if self._running.get((self._mode, count)) != rows:
             graph.rows.copy_(self._upload(rows, count))
-            self._running[count] = list(rows)
+            self._running[self._mode, count] = list(rows)
         graph.replay()
         return self._send(graph.packed)
 
     def _graph(self, count: int) -> _Captured:
+        assert self._step is not None, "Runner.use comes first"
         return self.space.captured((self._mode, count), self._step, self._decode)
 
     def close(self) -> None:
@@ -206,34 +218,41 @@ class GraphRunner(Runner):
 
 @dataclass
 class Runners:
-    """Hands out a runner per request.
+    """Hands out a runner to every session, of which a ``generate`` call is one.
 
-    One workspace is kept for the next request, because with it goes a whole KV cache; requests side by side have one
-    each. It grows with what requests need, and then everything is captured anew; it shrinks as :func:`room` says.
+    One workspace is kept for the next, because with it goes a whole KV cache; sessions side by side have one each. It
+    grows with what sessions need, and then everything is captured anew; it shrinks as :func:`room` says.
     """
 
     program: Program
     max_batch_size: int
+    cache: CacheConfig = field(default_factory=CacheConfig)
     make_pool: Callable[[torch.device], Pool] = GraphPool
     idle: Workspace | None = None
     _recent: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, step: fx.GraphModule, request: Request, mode: Mode) -> Runner:
-        """A runner whose state is that of ``request``; ``mode`` names the variant of the step."""
+    def take(self, sizes: Mapping[str, int]) -> Runner:
+        """A runner over a state in which no sequence is active, and which has room for ``sizes``.
+
+        There may be fewer pages, as many as there is memory for.
+
+        Raises:
+            InputError: there is no memory for a single page.
+        """
+        kept = self.idle
+        if kept is None or kept.sizes["N"] < sizes["N"]:
+            kept_bytes = 0 if kept is None else kept.num_bytes
+            sizes = {**sizes, "N": most_pages(self.program, self.cache, sizes["N"], kept_bytes)}
         if not self.program.captured:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
-            least = 2 if self.program.compiled and len(request.prompts) > 1 else 1
-            return Runner(step, new_state(self.program, request, self.program.target.device), least=least)
-        sizes = state_sizes(self.program, request)
-        sizes = bucket(sizes, self.max_batch_size, self.program.block_size)
-        runner = GraphRunner(step, self._workspace(sizes), sizes["B"], mode)
-        with runner.active():
-            fill_state(self.program, runner.state, request)
-        return runner
+            least = 2 if self.program.compiled and sizes["B"] > 1 else 1
+            return Runner(allocate(self.program, sizes, self.program.target.device), sizes, least=least)
+        wanted = bucket(sizes, self.max_batch_size, self.program.block_size)
+        return GraphRunner(self._workspace(wanted))
 
     def give_back(self, runner: Runner) -> None:
-        """A request has ended, well or not."""
+        """A session has ended, well or not."""
         runner.close()
         if isinstance(runner, GraphRunner):
             with self._lock:
@@ -252,9 +271,9 @@ class Runners:
 
 
 def room(kept: Mapping[str, int], kept_bytes: int, recent: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The sizes of a state that serves the last of the ``recent`` requests, where one of sizes ``kept`` is there.
+    """The sizes of a state that serves the last of the ``recent`` sessions, where one of sizes ``kept`` is there.
 
-    As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` requests needed
+    As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` sessions needed
     at most a quarter of its pages, what was the most for them.
     """
     lately = _largest(recent)
@@ -268,7 +287,7 @@ def _largest(many: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:
-    """Sizes rounded up, so that few graphs serve all requests; the largest batch is always a bucket.
+    """Sizes rounded up, so that few graphs serve all sessions; the largest batch is always a bucket.
 
     Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
     """

@@ -1,75 +1,114 @@
-"""The state of one decoding run: the tensors that the step graph reads and writes, and the windows of prompts."""
+"""The state of a decoder: its sizes, how a sequence enters one of its rows, and how it leaves it again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from specgraph.ir.program import Program
-from specgraph.ir.state import State, allocate, each_buffer
+from specgraph.ir.state import State
+from specgraph.kernels.state import Buffer, map_input
 from specgraph.kernels.step import scatter_state_
+from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.requests import Request
 
+_ALIGNMENT = 16
+"""Bytes at whose multiples tensors begin that share an upload."""
 
-def state_sizes(program: Program, request: Request) -> dict[str, int]:
-    """What the letters of :class:`~specgraph.kernels.state.Buffer` stand for in a request."""
-    blocks = _blocks(program, request)
+
+def room(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, int]:
+    """What the letters of :class:`~specgraph.kernels.state.Buffer` stand for, so that ``rows`` of them fit at a time,
+    whichever these are."""
+    pages = sorted((num_pages(request.limit, block_size) for request in requests), reverse=True)
     return {
-        "B": len(request.prompts),
-        "M": max(blocks),
-        "N": sum(blocks),
-        "S": max(request.limits),
-        "E": max(1, len(request.eos_ids)),
+        "B": min(rows, len(requests)),
+        "M": pages[0],
+        "N": sum(pages[:rows]),
+        "S": max(request.limit for request in requests),
+        "E": max(1, *(len(request.eos_ids) for request in requests)),
     }
 
 
-def new_state(program: Program, request: Request, device: torch.device) -> State:
-    """A fresh state at the beginning of a request, of just its size."""
-    state = allocate(program, state_sizes(program, request), device)
-    fill_state(program, state, request)
-    return state
+def num_pages(length: int, block_size: int) -> int:
+    """The pages of a sequence that grows to ``length`` tokens."""
+    return -(-length // block_size)
 
 
-def _blocks(program: Program, request: Request) -> list[int]:
-    block_size = program.block_size  # looked up in all buffers, so once for all sequences
-    return [-(-limit // block_size) for limit in request.limits]
+def admit(
+    program: Program, state: State, rows: Sequence[int], requests: Sequence[Request], pages: Sequence[Sequence[int]]
+) -> None:
+    """Begin a sequence in each of ``rows``, whatever was there: everything is reset, then set as its request says.
 
-
-def clear_state(program: Program, state: State) -> None:
-    """No sequence is active any more: every buffer is reset as it declares."""
-    each_buffer(program, state, lambda buffer, tensor: buffer.reset_(tensor))
-
-
-def fill_state(program: Program, state: State, request: Request) -> None:
-    """Set a state to the beginning of a request, whatever it held: blocks for each sequence's whole length, sampling
-    options. Sequences beyond those of the request stay inactive.
+    One copy takes all values to the device, and one launch puts them in their places.
     """
-    clear_state(program, state)
-    # On the host first: one copy to the device instead of one per sequence.
-    table = torch.full(state["block_table"].shape, -1, dtype=torch.int64, device="cpu")
-    first = 0
-    for row, count in enumerate(_blocks(program, request)):
-        table[row, :count] = torch.arange(first, first + count, device="cpu")
-        first += count
-    _upload(table, state["block_table"])
-    state["rows"].copy_(torch.arange(len(state["rows"]), device=state["rows"].device))
-    _fill(state, "max_length", request.limits)
-    _fill(state, "eos_ids", [*request.eos_ids, *[-1] * (len(state["eos_ids"]) - len(request.eos_ids))])
-    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
-        _fill(state, name, getattr(request.sampling, name))
+    own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
+    small = [entry for entry in own if not entry[1].indexed]
+    known = _known_values(requests, pages, state)
+    values = [_rows_of(known.get(name, []), len(rows), buffer, there) for name, buffer, there in small]
+    index, *values = upload([torch.tensor(rows, dtype=torch.int64, device="cpu"), *values], state["start"].device)
+    scatter_state_(index, [there for _, _, there in small], values)
+    for _, buffer, there in own:
+        if buffer.indexed:
+            there.index_fill_(0, index, buffer.fill)
 
 
-def _fill(state: State, name: str, values: Sequence[float]) -> None:
-    if name in state:
-        _upload(torch.tensor(values, dtype=state[name].dtype, device="cpu"), state[name][: len(values)])
+def stop(state: State, rows: Sequence[int]) -> None:
+    """The sequences in ``rows`` are inactive from now on: no step changes anything of theirs."""
+    index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    index, nothing = upload([index, torch.zeros_like(index)], state["num_rows"].device)
+    scatter_state_(index, [state["num_rows"]], [nothing])
 
 
-def _upload(values: Tensor, there: Tensor) -> None:
-    """Copy from the host without waiting for the device."""
-    there.copy_(staged(values, there.device), non_blocking=True)
+def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]:
+    """Every tensor of a state with the name of its input and what it declares."""
+    found: list[tuple[str, Buffer, Tensor]] = []
+    for name, value in state.items():
+        map_input(lambda buffer, there, name=name: found.append((name, buffer, there)), program.inputs[name], value)
+    return found
+
+
+def _known_values(
+    requests: Sequence[Request], pages: Sequence[Sequence[int]], state: State
+) -> Mapping[str, Sequence[Sequence[float]]]:
+    """What requests say about a state, by the names of its inputs: for every sequence the first values of its row."""
+    sampling = [request.sampling for request in requests]
+    return {
+        "block_table": pages,
+        "max_length": [[request.limit] for request in requests],
+        "eos_ids": [request.eos_ids for request in requests],
+        "temperature": [[own.temperature] for own in sampling],
+        "top_k": [[own.top_k] for own in sampling],
+        "top_p": [[own.top_p] for own in sampling],
+        "min_p": [[own.min_p] for own in sampling],
+        "seeds": [[own.seed] for own in sampling],
+    }
+
+
+def _rows_of(values: Sequence[Sequence[float]], count: int, buffer: Buffer, there: Tensor) -> Tensor:
+    """Fresh rows of a buffer ``[count, ...]`` on the host, which begin with ``values`` where there are some."""
+    fresh = torch.full((count, *there.shape[1:]), buffer.fill, dtype=there.dtype, device="cpu")
+    flat = fresh.view(count, -1)
+    for row, own in zip(flat, values, strict=False):
+        row[: len(own)] = torch.tensor(own, dtype=there.dtype, device="cpu")
+    return fresh
+
+
+def upload(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host on ``device``, by one copy that the host does not wait for."""
+    if device.type == "cpu":
+        return list(values)
+    sizes = [value.numel() * value.element_size() for value in values]
+    places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    packed = torch.empty(sum(places), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    parts = [part[:size] for part, size in zip(packed.split(places), sizes, strict=True)]
+    for part, value in zip(parts, values, strict=True):
+        part.copy_(value.contiguous().view(-1).view(torch.uint8))
+    there = packed.to(device, non_blocking=True).split(places)
+    return [
+        part[:size].view(value.dtype).view(value.shape) for part, size, value in zip(there, sizes, values, strict=True)
+    ]
 
 
 def staged(values: Tensor, device: torch.device) -> Tensor:
@@ -78,77 +117,6 @@ def staged(values: Tensor, device: torch.device) -> Tensor:
     Pinned memory is PyTorch's: it is handed out again only after the copies from it have run, so the host may go ahead.
     """
     return values.pin_memory() if device.type == "cuda" else values
-
-
-class Chunk(NamedTuple):
-    """A window of prompt tokens, still on the host.
-
-    Attributes:
-        rows: the sequences that it runs.
-        forced: how many next tokens each of them is given.
-        num_tokens: the number of prompt tokens in it.
-        block: int64 ``[b, 3 + W]``, one line per sequence: its row, its number of real rows, the number of next tokens
-            that it is given, and its window. It is one tensor, so that one copy takes it to the device.
-    """
-
-    rows: list[int]
-    forced: list[int]
-    num_tokens: int
-    block: Tensor
-
-
-class Prefill:
-    """Cuts prompts into the windows of wide steps.
-
-    A chunk of a prompt is at most ``chunk`` rows. Its next tokens are known, so they are forced; the last row of the
-    prompt is the first whose next token is not. A wide step runs sequences whose prompt is pending, and no others. At
-    most half of its rows are padding: a sequence with little left to run does not join one with much.
-    """
-
-    def __init__(self, request: Request, chunk: int, width: int) -> None:
-        """``width`` is the number of rows of a decode step, which no window is narrower than."""
-        # A sequence without room for a token never starts.
-        pairs = zip(request.prompts, request.limits, strict=True)
-        self._prompts = {row: prompt for row, (prompt, limit) in enumerate(pairs) if limit > prompt.numel()}
-        self._done = dict.fromkeys(self._prompts, 0)
-        self._chunk = chunk
-        self._width = width
-
-    def total(self) -> int:
-        """Prompt tokens in all."""
-        return sum(p.numel() for p in self._prompts.values())
-
-    def pending(self) -> list[int]:
-        """Sequences that still have prompt tokens to run."""
-        return [row for row, done in self._done.items() if done < self._prompts[row].numel()]
-
-    def chunk(self) -> Chunk:
-        """The next wide window; call it while sequences are pending."""
-        rows = self._together()
-        counts = [self._next_rows(row) for row in rows]
-        # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
-        known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
-        forced = [tokens.numel() - 1 for tokens in known]
-        block = torch.zeros(len(rows), 3 + max(self._width, max(counts) + 1), dtype=torch.int64, device="cpu")
-        block[:, :3] = torch.tensor([rows, counts, forced], device="cpu").T
-        for line, tokens in zip(block, known, strict=True):
-            line[3 : 3 + tokens.numel()] = tokens
-        self._done.update({row: self._done[row] + count for row, count in zip(rows, counts, strict=True)})
-        return Chunk(rows, forced, sum(counts), block)
-
-    def _next_rows(self, row: int) -> int:
-        return min(self._chunk, self._prompts[row].numel() - self._done[row])
-
-    def _together(self) -> list[int]:
-        """The pending sequences of the next window: those with the most rows to run, while at most half is padding."""
-        waiting = sorted(self.pending(), key=self._next_rows, reverse=True)
-        widest, total, taken = self._next_rows(waiting[0]), 0, 0
-        for row in waiting:
-            total += self._next_rows(row)
-            if (taken + 1) * widest > 2 * total:
-                break
-            taken += 1
-        return sorted(waiting[:taken])
 
 
 def load_chunk(state: State, chunk: Chunk, least: int = 1) -> tuple[Tensor, Tensor]:

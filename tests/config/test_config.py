@@ -84,6 +84,7 @@ def test_own_pass_enters_by_target() -> None:
     assert [repr(p) for p in build_passes(load_config(given))] == ["Idle(note=3)"]
 
 
+CACHE_KEYS = "block_size, prefill_chunk, pool_tokens, memory_share"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "part of a nested key": (
         {"draft": {"num_spec": 3}},
@@ -99,8 +100,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "fraction for an integer": ({"max_length": 2.5}, "max_length is an integer or null, not 2.5."),
     "text for a switch": ({"debug": {"self_check": "maybe"}}, "debug.self_check is true or false, not 'maybe'."),
     "list for a text": ({"draft": {"model": ["a"]}}, "draft.model is a text or null, not ['a']."),
-    "number for a group": ({"cache": 3}, "cache is a group of keys (block_size, prefill_chunk), not 3."),
-    "null for a group": ({"cache": None}, "cache is a group of keys (block_size, prefill_chunk), not None."),
+    "number for a group": ({"cache": 3}, f"cache is a group of keys ({CACHE_KEYS}), not 3."),
+    "null for a group": ({"cache": None}, f"cache is a group of keys ({CACHE_KEYS}), not None."),
     "text for a list": ({"pipeline": {"order": "a"}}, "pipeline.order is a list of texts, not 'a'."),
     "no text in a list": ({"pipeline": {"order": [1]}}, "pipeline.order is a list of texts; 1 in it is not one."),
     "unknown choice": ({"draft": "ngrm"}, "There is no draft=ngrm (did you mean 'ngram'?); draft is one of "),

@@ -11,7 +11,7 @@ from specgraph.errors import PassError
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.sampling.sample import RULES
-from specgraph.kernels.state import Buffer, per_call
+from specgraph.kernels.state import Buffer
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
@@ -69,7 +69,7 @@ def test_emitted_tokens_are_no_inputs_any_more():
     program = verified("draft_model", k=2, rule="block")
     assert not {"emitted", "num_emitted"} & program.inputs.keys()
     assert program.inputs["next_window"] == Buffer(("B", 3))
-    assert program.inputs["eos_ids"] == per_call("E", fill=-1)
+    assert program.inputs["eos_ids"] == Buffer(("B", "E"), fill=-1)
     lines = [line for line in body(program) if line.startswith(("drawn_from", "num_accepted", "weights"))]
     assert text(lines) == text("""
         drawn_from = select_state(draft_logits, rows)
@@ -137,7 +137,7 @@ def state_of(program: Program, generator: torch.Generator) -> dict[str, Any]:
     state["num_rows"], state["num_forced"] = torch.tensor([3, 4, 5, 0]), torch.tensor([0, 3, 4, 0])
     state["max_length"] = torch.full((4,), 16)
     state["temperature"], state["seeds"] = torch.tensor([0.0, 1.0, 0.5, 1.0]), torch.arange(4)
-    state["eos_ids"] = torch.tensor([2, -1])
+    state["eos_ids"] = torch.tensor([[2, -1]] * 4)
     if "draft_logits" in state:
         state["draft_logits"].copy_(torch.randn(state["draft_logits"].shape, generator=generator))
     return state
@@ -195,7 +195,7 @@ def test_a_drafter_that_reads_the_accepted_rows_gets_them(fused: bool):
 
     state["window"][0, 1] = likely = run()[0][0, 0]  # greedy, so that the first draft is accepted
     whole = run()
-    state["eos_ids"] = torch.stack([likely, likely])
+    state["eos_ids"] = likely.expand(4, 2)
     ended = run()
     assert whole[1].tolist()[1:] == ended[1].tolist()[1:] == [4, 5, 0]
     assert whole[1][0] > 1 and ended[1][0] == 1

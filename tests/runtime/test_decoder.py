@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import specgraph
-import specgraph.runtime.decoder
 from specgraph import NumericsError, SpeculativeDecoder
+from specgraph.runtime.engine import Engine
 from tests.decoding import CONFIG, compiled, reference_greedy
 from tests.models import make_model, ragged_prompts, shared_model
 
@@ -253,14 +253,14 @@ def test_interrupted_generation_leaves_the_decoder_usable(monkeypatch: pytest.Mo
     made = compiled(double())
     expected = made.generate(PROMPTS, max_new_tokens=10).new_tokens
     calls = itertools.count()
-    original = specgraph.runtime.decoder._read
+    original = Engine._read
 
     def interrupted(*args: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(specgraph.runtime.decoder, "_read", interrupted)
+    monkeypatch.setattr(Engine, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.generate(PROMPTS, max_new_tokens=10)
     assert same(made.generate(PROMPTS, max_new_tokens=10).new_tokens, expected)

@@ -15,16 +15,17 @@ from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer
 from specgraph.passes.index_rows import IndexRows
 from specgraph.runtime.cuda_graphs import Results
+from specgraph.runtime.prefill import Chunk, Prefill
 from specgraph.runtime.runner import GraphRunner, Runner
-from specgraph.runtime.state import Chunk, Prefill, load_chunk, new_state
+from specgraph.runtime.state import load_chunk
 from tests.decoding import compiled
+from tests.harness import begun
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
 from tests.runtime.test_runner import replaying
 
 PROMPTS = ragged_prompts((3, 17, 8, 1))
-UNSET = ("eos_token_id", "top_k", "top_p", "min_p", "attention_mask")
-SHARED = ("target_caches", "draft_caches", "eos_ids", "rows")
+SHARED = ("target_caches", "draft_caches", "rows")
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
@@ -36,13 +37,11 @@ def decoder_of(kind: str) -> SpeculativeDecoder:
 
 def prefilled(decoder: SpeculativeDecoder) -> tuple[torch.nn.Module, State]:
     """The step, and the state of four sequences whose prompts it has run."""
-    options: dict[str, Any] = dict.fromkeys(UNSET)
-    request = decoder._request(PROMPTS, max_new_tokens=40, temperature=1.0, seed=3, return_logprobs=False, **options)
+    batch = decoder._reader.batch(PROMPTS, max_new_tokens=40, temperature=1.0, seed=3)
     program = decoder._program
-    step, state = program.step(), new_state(program, request, torch.device("cpu"))
-    prefill = Prefill(request, 4, program.drafter.num_speculative_tokens + 1)
+    step, (state, prefill) = program.step(), begun(program, batch.requests)
     while prefill.pending():
-        rows, window = load_chunk(state, prefill.chunk())
+        rows, window = load_chunk(state, prefill.chunk(4))
         run(step, state, rows, window)
     return step, state
 
@@ -123,16 +122,11 @@ def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(mo
 
 
 def test_a_long_prompt_does_not_make_short_ones_run_its_padding() -> None:
-    decoder = compiled(shared_model("llama", dtype=torch.float64), "none")
-    options: dict[str, Any] = dict.fromkeys(
-        ("eos_token_id", "top_k", "top_p", "min_p", "attention_mask", "temperature")
-    )
-    request = decoder._request(
-        ragged_prompts((2,) * 9 + (64,)), max_new_tokens=2, seed=0, return_logprobs=False, **options
-    )
-    prefill, shapes = Prefill(request, 32, 1), []
+    prefill, shapes = Prefill(1), []
+    for row, prompt in enumerate(ragged_prompts((2,) * 9 + (64,))):
+        prefill.add(row, prompt)
     while prefill.pending():
-        shapes.append(tuple(prefill.chunk().block.shape))
+        shapes.append(tuple(prefill.chunk(32).block.shape))
     assert shapes == [(2, 3 + 33), (2, 3 + 33), (7, 3 + 3)]
 
 
@@ -151,7 +145,7 @@ def test_a_captured_step_serves_whichever_sequences_are_left(monkeypatch: pytest
     assert space is not None
     left = {len(rows) for rows in watched.decoded}
     assert len({len(tokens) for tokens in expected}) > 1
-    assert {count for _, count in space._graphs} == {8, *(1 << (n - 1).bit_length() for n in left)}
+    assert {count for _, count in space._graphs} == {1 << (n - 1).bit_length() for n in left}
 
 
 def indexed_program(decoder: SpeculativeDecoder) -> Any:

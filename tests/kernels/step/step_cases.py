@@ -28,7 +28,7 @@ def _layout() -> dict[str, Case]:
     positions, hidden = step.row_positions(_ids(0, 3, 1), tokens), torch.arange(36.0).view(3, 3, 4)
     logits = hidden.masked_fill(hidden == 17, torch.nan)
     emitted = _ids([3, EOS, 4], [EOS, 5, EOS], [-1, -1, -1])
-    many_eos = torch.cat([torch.arange(20, 50), _ids(EOS, -1)])  # torch.isin would sort them
+    many_eos = torch.cat([torch.arange(20, 50), _ids(EOS, -1)]).repeat(3, 1)  # torch.isin would sort them
     mask = {"mask_token_id": 5, "count": 2}
     settled = (emitted, tokens, _ids(5, 0, 2), _ids(0, 1, 0), many_eos)
     return {
@@ -43,7 +43,7 @@ def _layout() -> dict[str, Case]:
         "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
         "draft_tokens": (step.draft_tokens, (tokens,), {}),
         "nan_rows": (step.nan_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
-        "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(EOS, -1)), {}),
+        "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(*[[EOS, -1]] * 3)), {}),
         "cut_at_eos, many": (step.cut_at_eos, (emitted, _ids(0, 1, 0), many_eos), {}),
         "cut_rows": (step.cut_rows, (tokens, emitted), {}),
         "count_emitted": (step.count_emitted, (emitted,), {}),

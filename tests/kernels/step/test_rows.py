@@ -77,7 +77,7 @@ def test_settling_is_what_the_functions_it_stands_for_give(seed: int):
     batch, width, chain, shifted = int(draw(1, 5)), int(draw(1, 10)), seed % 4, bool(seed % 2)
     tokens, window, start = draw(0, 9, batch, width), draw(0, 12, batch, width), draw(0, 50, batch)
     tokens = tokens.where(torch.arange(width) < draw(0, width + 1, batch, 1), NONE)
-    forced, eos_ids = draw(0, 3, batch), ids(EOS, *[NONE] * (seed % 3))
+    forced, eos_ids = draw(0, 3, batch), draw(NONE, EOS + 1, batch, 1 + seed % 3)
     kept = draw(0, 20, batch, width).where(tokens >= 0, NONE) if seed % 3 else None
     args, options = (
         (tokens, window, start, forced, eos_ids, kept),
@@ -98,8 +98,8 @@ def test_settling_is_what_the_functions_it_stands_for_give(seed: int):
 
 def test_settling_a_wide_block_and_an_empty_one():
     tokens = torch.arange(600).view(2, 300) % 11
-    args, options = (tokens, tokens, ids(0, 9), ids(300, 299), ids(EOS)), {"shifted": False, "vocab_size": 11}
-    empty = (tokens[:0], tokens[:0], ids(), ids(), ids(EOS))
+    args, options = (tokens, tokens, ids(0, 9), ids(300, 299), ids([EOS], [NONE])), {"shifted": False, "vocab_size": 11}
+    empty = (tokens[:0], tokens[:0], ids(), ids(), ids([EOS])[:0])
     for case in (args, (*args, tokens), empty, (*empty, tokens[:0])):
         same(TRITON["settle"](*there(case), **options, chain=2), REFERENCE["settle"](*case, **options, chain=2))
 
@@ -114,7 +114,7 @@ def test_rows_that_need_no_selection_are_the_block_itself():
 def test_the_ops_are_registered_as_they_behave():
     ops, checks = torch.ops.specgraph, ("test_schema", "test_faketensor")
     hidden, tokens = torch.randn(2, 3, 4), ids([1, 2, 3], [4, 5, NONE])
-    settled = (tokens, tokens, ids(4, 0), ids(0, 1), ids(EOS))
+    settled = (tokens, tokens, ids(4, 0), ids(0, 1), ids([EOS], [NONE]))
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (ops.row_positions, (ids(3, 4), 5, 2), {}),
         (ops.take_rows, (hidden, ids(0, 2), 2, True), {}),

@@ -124,7 +124,7 @@ def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
 
 def test_everything_after_the_first_unforced_eos_is_cut():
     emitted = ids([3, EOS, 4, EOS], [EOS, EOS, 5, 6], [EOS, 3, 4, NONE], [1, 2, 3, 8], [NONE] * 4)
-    cut = step.cut_at_eos(emitted, ids(0, 1, 1, 0, 0), ids(EOS, 8, NONE))
+    cut = step.cut_at_eos(emitted, ids(0, 1, 1, 0, 0), ids(*[[EOS, 8, NONE]] * 5))
     assert cut.tolist() == [
         [3, EOS, NONE, NONE],
         [EOS, EOS, NONE, NONE],  # the first one is the prompt's
@@ -135,9 +135,15 @@ def test_everything_after_the_first_unforced_eos_is_cut():
     assert step.count_emitted(cut).tolist() == [2, 2, 3, 4, 0]
 
 
+def test_every_sequence_ends_at_its_own_eos():
+    emitted = ids([3, EOS, 4], [3, EOS, 4], [3, EOS, 4])
+    cut = step.cut_at_eos(emitted, ids(0, 0, 0), ids([EOS, NONE], [NONE, NONE], [4, 3]))
+    assert cut.tolist() == [[3, EOS, NONE], [3, EOS, 4], [3, NONE, NONE]]
+
+
 def test_without_eos_ids_nothing_is_cut():
     emitted = ids([3, EOS, NONE])
-    assert torch.equal(step.cut_at_eos(emitted, ids(0), ids(NONE)), emitted)
+    assert torch.equal(step.cut_at_eos(emitted, ids(0), ids([NONE])), emitted)
 
 
 def test_draft_inputs_are_the_first_token_and_the_emitted_ones_inside_the_vocabulary():
@@ -220,7 +226,9 @@ def advance(
     counts, num_forced = ids(sum(t >= 0 for t in emitted), 1), ids(forced, 0)
     both = ids(emitted, [8] + [NONE] * (len(emitted) - 1))
     proposals = [ids([d], [NONE]) for d in drafts]
-    step.advance_(window, start, rows, num_forced, both, counts, proposals, ids(max_length, 100), ids(EOS, NONE))
+    step.advance_(
+        window, start, rows, num_forced, both, counts, proposals, ids(max_length, 100), ids([EOS, NONE], [6, 30])
+    )
     assert window[1].tolist() == [8, 0, 0] and (start[1], rows[1], num_forced[1]) == (21, 1, 0)
     return window[0].tolist(), int(start[0]), int(rows[0]), int(num_forced[0])
 
@@ -253,10 +261,10 @@ def test_a_sequence_that_emits_nothing_keeps_its_window_and_place_and_stays_ende
 
 def test_drafts_may_come_several_to_a_tensor_or_not_at_all():
     state = ids([1, 2, 3]), ids(10), ids(3), ids(0)
-    step.advance_(*state, ids([5, NONE, NONE]), ids(1), [ids([8, 9])], ids(100), ids(EOS))
+    step.advance_(*state, ids([5, NONE, NONE]), ids(1), [ids([8, 9])], ids(100), ids([EOS]))
     assert [t.tolist() for t in state] == [[[5, 8, 9]], [11], [3], [0]]
     state = ids([1]), ids(10), ids(1), ids(0)
-    step.advance_(*state, ids([5]), ids(1), [], ids(100), ids(EOS))
+    step.advance_(*state, ids([5]), ids(1), [], ids(100), ids([EOS]))
     assert [t.tolist() for t in state] == [[[5]], [11], [1], [0]]
 
 
@@ -285,7 +293,7 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
 
     batch, width, count, num_eos = int(draw(1, 5)), int(draw(1, 9)), int(draw(0, 5)), int(draw(1, 4))
     slots = (draw(-9, 40, batch, width), draw(0, width + 1, batch), draw(-1, 9, batch, 3), draw(1, 40, batch))
-    emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, num_eos), draw(0, 3, batch)
+    emitted, eos_ids, forced = draw(0, 8, batch, width), draw(-1, 8, batch, num_eos), draw(0, 3, batch)
     emitted[:, width // 2 :] = NONE
     cut = CUT_AT_EOS.form("reference")(emitted, forced, eos_ids)
     state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)

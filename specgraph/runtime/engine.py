@@ -1,0 +1,347 @@
+"""Decodes sequences in the rows of one state: admits them as rows and pages become free, and runs steps over them.
+
+Sequences are admitted in the order in which they came. One that finds no free row, or not enough free pages for its
+whole length, waits, and so do those behind it; what is admitted never waits for memory again. Prompts run in wide steps
+and everything else in decode steps, each over just the rows it concerns, so nothing that a sequence emits depends on
+what runs beside it. Steps are enqueued ``lag`` ahead of the one that is read. A row is free as soon as the end of its
+sequence has been read: steps that are under way then find it inactive.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from specgraph.errors import InputError, NumericsError, SpecgraphError
+from specgraph.ir.program import Program
+from specgraph.runtime.cuda_graphs import Results
+from specgraph.runtime.pages import PagePool
+from specgraph.runtime.prefill import Prefill
+from specgraph.runtime.requests import Request
+from specgraph.runtime.runner import Mode, Runner
+from specgraph.runtime.state import admit, num_pages, stop
+
+BESIDE = 256
+"""Prompt rows of a sequence in a step that others, which are decoding, wait for."""
+GROUP = 12
+"""Where nobody watches, sequences enter together when one row in this many is free: a wide step for each of them alone
+would read all weights for it."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How steps are chosen.
+
+    Attributes:
+        chunk: the most prompt rows of a sequence in a step.
+        fair: whether decode steps take turns with prompts, so that no sequence stands still for long. Else all prompts
+            come first, since the sequences then decode together, which is sooner over.
+    """
+
+    chunk: int
+    fair: bool
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a step meant for one sequence.
+
+    Attributes:
+        number: the sequence's.
+        tokens: those it emitted.
+        logprobs: one beside each of them, if any are wanted.
+        decoding: whether this was a decode step in which it took part.
+        confidence: what the drafter thinks of the drafts that it verifies next; empty if it does not say.
+        finish_reason: ``eos``, ``length``, ``cancelled`` or ``error``; None: it goes on.
+        error: what went wrong, for ``error``.
+    """
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    decoding: bool = False
+    confidence: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: SpecgraphError | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One run of the step graph, or none if sequences ended without one.
+
+    Attributes:
+        outputs: one for every sequence to which something happened.
+        prompt_tokens: those it ran, 0 for a decode step.
+        seconds: since the step before it was read.
+        ran: whether a step was run at all.
+    """
+
+    outputs: list[Output]
+    prompt_tokens: int
+    seconds: float
+    ran: bool = True
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it was a decode step."""
+        return any(output.decoding for output in self.outputs)
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A sequence on its way: waiting without a row, then in one, then ended."""
+
+    number: int
+    request: Request
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step that the device may still be running.
+
+    Attributes:
+        sequences: those that it runs, in the order of its entries.
+        forced: how many next tokens each of them is given; nothing in a decode step.
+        started: those whose prompt it ends, or has been ended before.
+    """
+
+    results: Results
+    sequences: list[_Sequence]
+    forced: list[int]
+    started: set[_Sequence]
+    prompt_tokens: int
+
+
+class Engine:
+    """Sequences in the rows of a runner's state.
+
+    :meth:`submit` and :meth:`cancel` may be called from any thread; :meth:`step` from one at a time.
+    """
+
+    def __init__(
+        self, program: Program, runner: Runner, make_step: Callable[[Mode], fx.GraphModule], policy: Policy,
+        logprobs: str = "none", always_draws: bool = False,
+    ) -> None:  # fmt: skip
+        """``make_step`` gives the variant of the step for a mode.
+
+        All sequences get the same kind of ``logprobs``. ``always_draws``: the rule draws noise at temperature 0, too.
+        """
+        self._program, self._runner, self._make_step, self._policy = program, runner, make_step, policy
+        self._logprobs, self._always_draws = logprobs, always_draws
+        self._block_size = program.block_size
+        self.pages = PagePool(runner.sizes["N"])
+        self._free_rows = list(range(runner.sizes["B"]))
+        self._waiting: deque[_Sequence] = deque()
+        self._cancelled: deque[int] = deque()
+        self._ended: list[Output] = []
+        self._running: dict[int, _Sequence] = {}
+        """By row."""
+        self._decoding: set[_Sequence] = set()
+        self._prefill = Prefill(runner.width)
+        self._under_way: deque[_UnderWay] = deque()
+        self._mode: Mode | None = None
+        self._last_was_wide = False
+        self._lock = threading.Lock()
+        self._begin = time.perf_counter()
+
+    # What any thread may call
+
+    def submit(self, number: int, request: Request) -> None:
+        """Decode a sequence as soon as there is room for it.
+
+        Raises:
+            InputError: it is too large for this engine, even alone.
+        """
+        self._check(request)
+        with self._lock:
+            self._waiting.append(_Sequence(number, request))
+
+    def cancel(self, number: int) -> None:
+        """End a sequence before its time; nothing happens if it has ended, or never was."""
+        with self._lock:
+            self._cancelled.append(number)
+
+    @property
+    def idle(self) -> bool:
+        """Whether :meth:`step` has nothing to do."""
+        with self._lock:
+            return not (self._waiting or self._cancelled or self._ended or self._running)
+
+    # What one thread calls
+
+    def __iter__(self) -> Iterator[Step]:
+        """Run until nothing is left to do."""
+        while (step := self.step()) is not None:
+            yield step
+
+    def step(self) -> Step | None:
+        """Enqueue a step and read one; None if there is nothing left to do."""
+        if not self._under_way and not self._running:
+            self._begin = time.perf_counter()
+        while True:
+            self._cancel()
+            self._admit()
+            if self._ended:
+                ended, self._ended = self._ended, []
+                return Step(ended, 0, 0.0, ran=False)
+            if not self._running:
+                # What is enqueued behind the last step has no active sequence, so it is not read.
+                self._under_way.clear()
+                return None
+            with self._runner.active():
+                self._under_way.append(self._enqueue())
+            if len(self._under_way) > self._runner.lag:
+                return self._read(self._under_way.popleft())
+
+    def _check(self, request: Request) -> None:
+        sizes, needed = self._runner.sizes, num_pages(request.limit, self._block_size)
+        if needed > min(sizes["N"], sizes["M"]):
+            raise InputError(
+                f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
+                f"{min(sizes['N'], sizes['M'])}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
+            )
+        if len(request.eos_ids) > sizes["E"]:
+            raise InputError(
+                f"A sequence has {len(request.eos_ids)} EOS ids, and there is room for {sizes['E']}; give fewer."
+            )
+
+    def _admit(self) -> None:
+        """Let sequences in from the front of the queue, as long as there are rows and pages for them."""
+        entering: list[_Sequence] = []
+        with self._lock:
+            if self._decoding and not self._policy.fair:
+                few = max(1, self._runner.sizes["B"] // GROUP)
+                if len(self._free_rows) < min(few, len(self._waiting)):
+                    return
+            while self._waiting and (not self._waiting[0].request.has_room or self._fits(self._waiting[0].request)):
+                sequence = self._waiting.popleft()
+                if not sequence.request.has_room:
+                    self._ended.append(Output(sequence.number, finish_reason="length"))
+                    continue
+                self._seat(sequence)
+                entering.append(sequence)
+        if entering:
+            self._begin_with(entering)
+
+    def _fits(self, request: Request) -> bool:
+        return bool(self._free_rows) and num_pages(request.limit, self._block_size) <= self.pages.num_free
+
+    def _seat(self, sequence: _Sequence) -> None:
+        sequence.row = self._free_rows.pop(0)
+        sequence.pages = self.pages.take(num_pages(sequence.request.limit, self._block_size))
+        self._running[sequence.row] = sequence
+
+    def _begin_with(self, entering: list[_Sequence]) -> None:
+        requests, rows = [s.request for s in entering], [s.row for s in entering]
+        self._choose_mode(requests, fresh=len(self._running) == len(entering))
+        with self._runner.active():
+            admit(self._program, self._runner.state, rows, requests, [s.pages for s in entering])
+        for sequence in entering:
+            self._prefill.add(sequence.row, sequence.request.prompt)
+
+    def _choose_mode(self, requests: list[Request], *, fresh: bool) -> None:
+        """The step that has what these requests and, unless they are the first, those beside them make use of."""
+        unused = frozenset.intersection(*(self._unused(request) for request in requests))
+        if self._mode is not None and not fresh:
+            unused &= frozenset(self._mode[1])
+        mode = (self._logprobs, tuple(sorted(unused)))
+        if mode != self._mode:
+            self._mode = mode
+            self._runner.use(mode, self._make_step(mode))
+
+    def _unused(self, request: Request) -> frozenset[str]:
+        """State that a request can do without: options that are off, and its seed if no noise is drawn."""
+        draws = self._always_draws or request.sampling.temperature > 0
+        return request.sampling.unused() | (frozenset() if draws else {"seeds"})
+
+    def _enqueue(self) -> _UnderWay:
+        """One more step: over a chunk of the prompts, or over what the last steps laid out."""
+        turn = self._policy.fair and self._decoding and self._last_was_wide
+        self._last_was_wide = bool(self._prefill.pending()) and not turn
+        if self._last_was_wide:
+            return self._enqueue_prompts()
+        sequences = sorted(self._decoding, key=lambda sequence: sequence.row)
+        return _UnderWay(self._runner.decode([s.row for s in sequences]), sequences, [], set(sequences), 0)
+
+    def _enqueue_prompts(self) -> _UnderWay:
+        most = self._policy.chunk
+        chunk = self._prefill.chunk(min(most, BESIDE) if self._policy.fair and self._decoding else most)
+        results = self._runner.wide(chunk)
+        pending = {*self._prefill.pending()}
+        sequences = [self._running[row] for row in chunk.rows]
+        started = {s for s in sequences if s.row not in pending}
+        self._decoding |= started
+        return _UnderWay(results, sequences, chunk.forced, started, chunk.num_tokens)
+
+    def _cancel(self) -> None:
+        """End what is to be cancelled, whether it waits or runs."""
+        with self._lock:
+            numbers = {*self._cancelled}
+            self._cancelled.clear()
+            if not numbers:
+                return
+            found = [s for s in (*self._waiting, *self._running.values()) if s.number in numbers]
+            self._waiting = deque(s for s in self._waiting if s.number not in numbers)
+        self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
+        self._halt([s for s in found if s.row >= 0])
+
+    def _halt(self, sequences: list[_Sequence]) -> None:
+        """Stop sequences that could go on, on the device, too."""
+        if sequences:
+            with self._runner.active():
+                stop(self._runner.state, [s.row for s in sequences])
+        for sequence in sequences:
+            self._leave(sequence)
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Free the row and the pages of a sequence that has ended."""
+        sequence.ended = True
+        self._decoding.discard(sequence)
+        self._prefill.drop(sequence.row)
+        self.pages.give_back(sequence.pages)
+        del self._running[sequence.row]
+        bisect.insort(self._free_rows, sequence.row)
+
+    def _read(self, under_way: _UnderWay) -> Step:
+        """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
+        read = under_way.results.read(len(under_way.sequences))
+        decoding = not under_way.forced
+        forced = under_way.forced or [0] * len(under_way.sequences)
+        outputs, broken = [], []
+        for place, sequence in enumerate(under_way.sequences):
+            if sequence.ended:
+                continue
+            if read.bad[place]:
+                broken.append(sequence)
+                continue
+            # The last tokens were read. How many of them come before those that were not forced?
+            emitted = read.num_emitted[place]
+            before = max(0, len(read.tokens[place]) + forced[place] - emitted)
+            tokens, logprobs = read.tokens[place][before:], read.logprobs[place][before:]
+            reason = None
+            if sequence in under_way.started and not read.num_rows[place]:
+                reason = "eos" if tokens and tokens[-1] in sequence.request.eos_ids else "length"
+                self._leave(sequence)
+            outputs.append(
+                Output(sequence.number, tokens, logprobs, decoding and emitted > 0, read.confidence[place], reason)
+            )
+        self._halt(broken)
+        outputs += [Output(s.number, finish_reason="error", error=_not_a_number(s.number)) for s in broken]
+        begin, self._begin = self._begin, time.perf_counter()
+        return Step(outputs, under_way.prompt_tokens, self._begin - begin)
+
+
+def _not_a_number(number: int) -> NumericsError:
+    return NumericsError(
+        f"The target's logits are NaN in sequence {number}. Check the weights and the dtype; the decoder itself is "
+        "still usable."
+    )

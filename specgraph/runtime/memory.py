@@ -1,0 +1,51 @@
+"""How many pages there is room for."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from specgraph.config import CacheConfig
+from specgraph.errors import InputError
+from specgraph.ir.program import Program
+from specgraph.kernels.state import buffers_of
+
+
+def page_bytes(program: Program) -> int:
+    """Bytes of one page, over all layers of the target and of the drafter."""
+    pools = [b for spec in program.inputs.values() for b in buffers_of(spec) if b.owner == "pages"]
+    return sum(math.prod(int(size) for size in pool.shape[1:]) * pool.dtype.itemsize for pool in pools)
+
+
+def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0) -> int:
+    """The number of pages that a session gets if ``wanted`` is what it could use.
+
+    ``kept_bytes`` are those of a state that is freed for the new one.
+
+    Raises:
+        InputError: there is no memory for a single page.
+    """
+    most = wanted if cache.pool_tokens is None else min(wanted, -(-cache.pool_tokens // program.block_size))
+    free = free_bytes(program.target.device)
+    if free is None:
+        return most
+    room = int(cache.memory_share * (free + kept_bytes) / page_bytes(program))
+    if room < 1:
+        raise InputError(
+            f"There is no memory for the KV cache: a page takes {page_bytes(program)} bytes, and {free + kept_bytes} "
+            f"are free, of which cache.memory_share allows {cache.memory_share}. Free some, or raise the share."
+        )
+    return min(most, room)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can be allocated on a device; None if the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None

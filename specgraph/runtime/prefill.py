@@ -1,0 +1,87 @@
+"""Cuts prompts into the windows of wide steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Chunk(NamedTuple):
+    """A window of prompt tokens, still on the host.
+
+    Attributes:
+        rows: the sequences that it runs.
+        forced: how many next tokens each of them is given.
+        num_tokens: the number of prompt tokens in it.
+        block: int64 ``[b, 3 + W]``, one line per sequence: its row, its number of real rows, the number of next tokens
+            that it is given, and its window. It is one tensor, so that one copy takes it to the device.
+    """
+
+    rows: list[int]
+    forced: list[int]
+    num_tokens: int
+    block: Tensor
+
+
+class Prefill:
+    """The prompts that are yet to be run, by the rows of their sequences.
+
+    The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
+    A wide step runs sequences whose prompt is pending, and no others. At most half of its rows are padding: a sequence
+    with little left to run does not join one with much.
+    """
+
+    def __init__(self, width: int) -> None:
+        """``width`` is the number of rows of a decode step, which no window is narrower than."""
+        self._width = width
+        self._prompts: dict[int, Tensor] = {}
+        self._done: dict[int, int] = {}
+
+    def add(self, row: int, prompt: Tensor) -> None:
+        """The sequence in ``row`` begins with ``prompt``, 1-D int64."""
+        self._prompts[row], self._done[row] = prompt, 0
+
+    def drop(self, row: int) -> None:
+        """What is left of the prompt in ``row``, if anything is, is not wanted any more."""
+        self._prompts.pop(row, None)
+        self._done.pop(row, None)
+
+    def pending(self) -> list[int]:
+        """The rows that still have prompt tokens to run, in the order in which they came."""
+        return list(self._prompts)
+
+    def chunk(self, most: int) -> Chunk:
+        """The next wide window, of at most ``most`` rows per sequence; call it while sequences are pending."""
+        rows = self._together(most)
+        counts = [self._next_rows(row, most) for row in rows]
+        # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
+        known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
+        forced = [tokens.numel() - 1 for tokens in known]
+        block = torch.zeros(len(rows), 3 + max(self._width, max(counts) + 1), dtype=torch.int64, device="cpu")
+        block[:, :3] = torch.tensor([rows, counts, forced], device="cpu").T
+        for line, tokens in zip(block, known, strict=True):
+            line[3 : 3 + tokens.numel()] = tokens
+        for row, count in zip(rows, counts, strict=True):
+            self._advance(row, count)
+        return Chunk(rows, forced, sum(counts), block)
+
+    def _advance(self, row: int, count: int) -> None:
+        self._done[row] += count
+        if self._done[row] == self._prompts[row].numel():
+            self.drop(row)
+
+    def _next_rows(self, row: int, most: int) -> int:
+        return min(most, self._prompts[row].numel() - self._done[row])
+
+    def _together(self, most: int) -> list[int]:
+        """The pending sequences of the next window: those with the most rows to run, while at most half is padding."""
+        waiting = sorted(self.pending(), key=lambda row: self._next_rows(row, most), reverse=True)
+        widest, total, taken = self._next_rows(waiting[0], most), 0, 0
+        for row in waiting:
+            total += self._next_rows(row, most)
+            if (taken + 1) * widest > 2 * total:
+                break
+            taken += 1
+        return sorted(waiting[:taken])
