@@ -37,6 +37,8 @@ class Buffer:
         indexed: how a call reaches the rows of its sequences. A small buffer is gathered at the head of the step, and
             scattered at its end if the step has written it. An indexed buffer is too large for that: the functions
             that read or write it take the row index, too.
+        tokens: whether element ``i`` of a row is the sequence's token at position ``i``. Steps write those that they
+            run. Where a sequence begins behind rows that it shares, the tokens of these are written when it begins.
     """
 
     shape: tuple[int | str, ...]
@@ -44,6 +46,7 @@ class Buffer:
     fill: float = 0
     owner: Owner = "sequence"
     indexed: bool = False
+    tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.indexed and self.owner != "sequence":

@@ -12,8 +12,12 @@ from transformers import PreTrainedModel
 import specgraph
 from specgraph import SpeculativeDecoder
 
-# A chunk shorter than the prompts, so that every test crosses a prefill border; the self-check has tests of its own.
-CONFIG: dict[str, Any] = {"cache": {"prefill_chunk": 7, "block_size": 4}, "debug": {"self_check": False}}
+# A chunk shorter than the prompts, so that every test crosses a prefill border. Nothing is reused, so that what is run
+# twice is compared with itself. The self-check and the reuse of prefixes have tests of their own.
+CONFIG: dict[str, Any] = {
+    "cache": {"prefill_chunk": 7, "block_size": 4, "reuse_prefixes": False},
+    "debug": {"self_check": False},
+}
 
 
 def compiled(

@@ -32,7 +32,7 @@ from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import admit, load_chunk, num_pages, room
+from specgraph.runtime.state import Entering, admit, load_chunk, room
 from tests.decoding import CONFIG
 
 GUARD_BLOCKS = 2
@@ -337,10 +337,10 @@ def real_run(
 
 def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill]:
     """A state in whose rows these sequences begin, and their prompts."""
-    rows, sizes = range(len(requests)), room(requests, len(requests), program.block_size)
-    state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"])
-    needed = [num_pages(request.limit, program.block_size) for request in requests]
-    admit(program, state, rows, requests, [pages.take(count) for count in needed])
+    sizes = room(requests, len(requests), program.block_size)
+    state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"], program.block_size)
+    reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
+    admit(program, state, [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own])
     prefill = Prefill(program.drafter.num_speculative_tokens + 1)
     for row, request in enumerate(requests):
         if request.has_room:

@@ -42,6 +42,8 @@ class CacheConfig:
     it can use, but no more than memory_share allows."""
     memory_share: float = 0.9
     """The share of the free memory that the pages of a session take at most."""
+    reuse_prefixes: bool = True
+    """Sequences that begin with the same tokens share the pages of these, with the same bits."""
 
 
 @dataclass

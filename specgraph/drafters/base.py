@@ -127,6 +127,14 @@ class Drafter(ABC):
         """Whether row ``t`` of its chain takes token ``t + 1`` and a hidden state."""
         return self.chained and bool(self.features)
 
+    @property
+    def lookahead(self) -> int:
+        """How many tokens behind it a row of its cache depends on: row ``p`` is a function of tokens 0 to ``p + this``.
+
+        A shifted drafter's depends on one. Sequences share a page of the cache only if those tokens are the same, too.
+        """
+        return 1
+
     @abstractmethod
     def build(self, step: DraftStep) -> int:
         """Append its nodes to the step graph; returns the number of its calls per step."""

@@ -13,7 +13,7 @@ from specgraph.drafters.step import DraftStep
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
 
-HISTORY = Buffer(("B", "S"), indexed=True)
+HISTORY = Buffer(("B", "S"), indexed=True, tokens=True)
 """The state ``history``: the accepted tokens of every sequence."""
 
 

@@ -209,6 +209,11 @@ class MtpDrafter(Drafter):
         rows = {name: step.call(operator.getitem, again, i, name=f"module_{name}") for i, name in enumerate(names)}
         return rows, [*kept, rows["tokens"], rows["hidden"]]
 
+    @property
+    def lookahead(self) -> int:
+        """The last of M modules reads at row ``p`` the token at ``p + M``."""
+        return self.num_kept + 1
+
     def _kept(self, step: DraftStep) -> list[fx.Node]:
         """The state: what the first module takes at the last rows, and how many of these there are."""
         count, model = self.num_kept, self.model

@@ -61,6 +61,10 @@ class Drafter(Protocol):
     def parallel(self) -> bool:
         """Whether it was trained to draft in parallel, which is then the default."""
 
+    @property
+    def lookahead(self) -> int:
+        """How many tokens behind it a row of its cache depends on."""
+
     def build(self, step: Any) -> int:
         """Append the drafter's nodes to the step graph through a :class:`~specgraph.drafters.step.DraftStep`.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from specgraph.errors import PassError
 from specgraph.ir.drafter import Drafter
@@ -46,6 +47,10 @@ class Program:
     def step(self) -> fx.GraphModule:
         """The step graph as a module that can be called with the state as keyword arguments."""
         return self._module(self.modules)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights of all modules, and their constants."""
+        return itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self.modules.values())
 
     def compile_modules(self) -> dict[str, torch.nn.Module]:
         """The modules of :attr:`compiled` after ``torch.compile``, by name."""

@@ -239,9 +239,12 @@ class SpeculativeDecoder:
             runner = self._runners.take(sizes)
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
         policy = Policy(self.config.cache.prefill_chunk, fair)
+        engine = Engine(self._program, runner, self._make_step, policy, logprobs, always_draws)
         try:
-            yield Engine(self._program, runner, self._make_step, policy, logprobs, always_draws)
+            yield engine
         finally:
+            with self._plain_mode():
+                engine.close()
             self._runners.give_back(runner)
 
     def _progress(self, batch: Batch) -> Progress:
@@ -270,6 +273,7 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:
     """Add a step. ``thought`` is the confidence in the drafts that each sequence verifies in its next one."""
     stats.steps += step.ran
+    stats.reused_tokens += step.reused_tokens
     if step.decoding:
         stats.decode_seconds += step.seconds
     else:

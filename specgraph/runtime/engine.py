@@ -21,11 +21,11 @@ from torch import fx
 from specgraph.errors import InputError, NumericsError, SpecgraphError
 from specgraph.ir.program import Program
 from specgraph.runtime.cuda_graphs import Results
-from specgraph.runtime.pages import PagePool
+from specgraph.runtime.pages import Reservation, known_tokens, weight_versions
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Mode, Runner
-from specgraph.runtime.state import admit, num_pages, stop
+from specgraph.runtime.state import Entering, admit, stop
 
 BESIDE = 256
 """Prompt rows of a sequence in a step that others, which are decoding, wait for."""
@@ -80,12 +80,14 @@ class Step:
         prompt_tokens: those it ran, 0 for a decode step.
         seconds: since the step before it was read.
         ran: whether a step was run at all.
+        reused_tokens: those of prompts that need not be run, since their pages are there.
     """
 
     outputs: list[Output]
     prompt_tokens: int
     seconds: float
     ran: bool = True
+    reused_tokens: int = 0
 
     @property
     def decoding(self) -> bool:
@@ -100,7 +102,9 @@ class _Sequence:
     number: int
     request: Request
     row: int = -1
-    pages: list[int] = field(default_factory=list)
+    reserved: Reservation = field(default_factory=Reservation)
+    new_tokens: list[int] = field(default_factory=list)
+    started: bool = False
     ended: bool = False
 
 
@@ -138,7 +142,8 @@ class Engine:
         self._program, self._runner, self._make_step, self._policy = program, runner, make_step, policy
         self._logprobs, self._always_draws = logprobs, always_draws
         self._block_size = program.block_size
-        self.pages = PagePool(runner.sizes["N"])
+        self.pages = runner.pages
+        self._weights = list(program.tensors())
         self._free_rows = list(range(runner.sizes["B"]))
         self._waiting: deque[_Sequence] = deque()
         self._cancelled: deque[int] = deque()
@@ -150,6 +155,7 @@ class Engine:
         self._under_way: deque[_UnderWay] = deque()
         self._mode: Mode | None = None
         self._last_was_wide = False
+        self._reused_tokens = 0
         self._lock = threading.Lock()
         self._begin = time.perf_counter()
 
@@ -183,6 +189,10 @@ class Engine:
         while (step := self.step()) is not None:
             yield step
 
+    def close(self) -> None:
+        """End everything: pages that outlive this engine are free again."""
+        self._halt(list(self._running.values()))
+
     def step(self) -> Step | None:
         """Enqueue a step and read one; None if there is nothing left to do."""
         if not self._under_way and not self._running:
@@ -203,7 +213,7 @@ class Engine:
                 return self._read(self._under_way.popleft())
 
     def _check(self, request: Request) -> None:
-        sizes, needed = self._runner.sizes, num_pages(request.limit, self._block_size)
+        sizes, needed = self._runner.sizes, self.pages.num_pages(request.limit)
         if needed > min(sizes["N"], sizes["M"]):
             raise InputError(
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
@@ -222,31 +232,35 @@ class Engine:
                 few = max(1, self._runner.sizes["B"] // GROUP)
                 if len(self._free_rows) < min(few, len(self._waiting)):
                     return
-            while self._waiting and (not self._waiting[0].request.has_room or self._fits(self._waiting[0].request)):
-                sequence = self._waiting.popleft()
-                if not sequence.request.has_room:
-                    self._ended.append(Output(sequence.number, finish_reason="length"))
-                    continue
-                self._seat(sequence)
-                entering.append(sequence)
+            if self._waiting and self._free_rows:
+                self.pages.check_weights(weight_versions(self._weights))
+            while self._waiting and self._seat(self._waiting[0]):
+                entering.append(self._waiting.popleft())
+        entering = [sequence for sequence in entering if sequence.row >= 0]
         if entering:
             self._begin_with(entering)
 
-    def _fits(self, request: Request) -> bool:
-        return bool(self._free_rows) and num_pages(request.limit, self._block_size) <= self.pages.num_free
-
-    def _seat(self, sequence: _Sequence) -> None:
-        sequence.row = self._free_rows.pop(0)
-        sequence.pages = self.pages.take(num_pages(sequence.request.limit, self._block_size))
+    def _seat(self, sequence: _Sequence) -> bool:
+        """Give a sequence a row and pages, unless it ends at once; False if it has to wait for them."""
+        if not sequence.request.has_room:
+            self._ended.append(Output(sequence.number, finish_reason="length"))
+            return True
+        reserved = self.pages.reserve(sequence.request.prompt, sequence.request.limit) if self._free_rows else None
+        if reserved is None:
+            return False
+        sequence.row, sequence.reserved = self._free_rows.pop(0), reserved
         self._running[sequence.row] = sequence
+        return True
 
     def _begin_with(self, entering: list[_Sequence]) -> None:
-        requests, rows = [s.request for s in entering], [s.row for s in entering]
-        self._choose_mode(requests, fresh=len(self._running) == len(entering))
+        self._choose_mode([s.request for s in entering], fresh=len(self._running) == len(entering))
+        begins = [s.reserved.num_shared * self._block_size for s in entering]
         with self._runner.active():
-            admit(self._program, self._runner.state, rows, requests, [s.pages for s in entering])
-        for sequence in entering:
-            self._prefill.add(sequence.row, sequence.request.prompt)
+            new = [Entering(s.row, s.request, s.reserved.pages, n) for s, n in zip(entering, begins, strict=True)]
+            admit(self._program, self._runner.state, new)
+        for sequence, begin in zip(entering, begins, strict=True):
+            self._prefill.add(sequence.row, sequence.request.prompt, begin)
+        self._reused_tokens += sum(begins)
 
     def _choose_mode(self, requests: list[Request], *, fresh: bool) -> None:
         """The step that has what these requests and, unless they are the first, those beside them make use of."""
@@ -280,6 +294,10 @@ class Engine:
         sequences = [self._running[row] for row in chunk.rows]
         started = {s for s in sequences if s.row not in pending}
         self._decoding |= started
+        # Whoever shares these pages runs behind this step.
+        for sequence in started:
+            sequence.started = True
+            self.pages.offer(sequence.reserved, sequence.request.prompt)
         return _UnderWay(results, sequences, chunk.forced, started, chunk.num_tokens)
 
     def _cancel(self) -> None:
@@ -307,7 +325,9 @@ class Engine:
         sequence.ended = True
         self._decoding.discard(sequence)
         self._prefill.drop(sequence.row)
-        self.pages.give_back(sequence.pages)
+        if sequence.started:
+            self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
+        self.pages.give_back(sequence.reserved)
         del self._running[sequence.row]
         bisect.insort(self._free_rows, sequence.row)
 
@@ -327,6 +347,7 @@ class Engine:
             emitted = read.num_emitted[place]
             before = max(0, len(read.tokens[place]) + forced[place] - emitted)
             tokens, logprobs = read.tokens[place][before:], read.logprobs[place][before:]
+            sequence.new_tokens += tokens
             reason = None
             if sequence in under_way.started and not read.num_rows[place]:
                 reason = "eos" if tokens and tokens[-1] in sequence.request.eos_ids else "length"
@@ -334,10 +355,13 @@ class Engine:
             outputs.append(
                 Output(sequence.number, tokens, logprobs, decoding and emitted > 0, read.confidence[place], reason)
             )
-        self._halt(broken)
+        if broken:
+            self._halt(broken)
+            self.pages.forget()  # nobody shall find a NaN there
         outputs += [Output(s.number, finish_reason="error", error=_not_a_number(s.number)) for s in broken]
         begin, self._begin = self._begin, time.perf_counter()
-        return Step(outputs, under_way.prompt_tokens, self._begin - begin)
+        reused, self._reused_tokens = self._reused_tokens, 0
+        return Step(outputs, under_way.prompt_tokens, self._begin - begin, reused_tokens=reused)
 
 
 def _not_a_number(number: int) -> NumericsError:

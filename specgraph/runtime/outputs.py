@@ -25,6 +25,8 @@ class Stats:
     """For every sequence, the tokens each of its decode steps emitted, bonus token included, nothing after an EOS."""
     steps: int = 0
     """Runs of the step graph, prefill included."""
+    reused_tokens: int = 0
+    """Tokens of prompts that need not be run, since an earlier sequence began with them."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     confidence: list[list[list[float]]] = field(default_factory=list)
@@ -111,6 +113,7 @@ class SessionStats:
         steps: runs of the step graph.
         seconds: the time they took.
         prompt_tokens: tokens of prompts that were run.
+        reused_tokens: tokens of prompts that need not be run, since another sequence began with them.
         new_tokens: tokens that were emitted.
         ended: sequences that have ended, by their finish reason.
         decode_steps: decode steps, each counted once for every sequence in it.
@@ -120,6 +123,7 @@ class SessionStats:
     steps: int = 0
     seconds: float = 0.0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     decode_steps: int = 0
@@ -130,11 +134,18 @@ class SessionStats:
         """Tokens per decode step and sequence, the bonus token included; NaN without a decode step."""
         return self.decoded_tokens / self.decode_steps if self.decode_steps else math.nan
 
+    @property
+    def prefix_hit_rate(self) -> float:
+        """The share of prompt tokens that were not run, since their pages were there; NaN without prompts."""
+        total = self.prompt_tokens + self.reused_tokens
+        return self.reused_tokens / total if total else math.nan
+
     def add(self, step: Step) -> None:
         """Count a step."""
         self.steps += step.ran
         self.seconds += step.seconds
         self.prompt_tokens += step.prompt_tokens
+        self.reused_tokens += step.reused_tokens
         for output in step.outputs:
             self.new_tokens += len(output.tokens)
             if output.finish_reason is not None:

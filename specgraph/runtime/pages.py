@@ -1,8 +1,42 @@
-"""The pages of a KV cache that no sequence has."""
+"""The pages of a KV cache: who has them, and which of them hold the beginning of a sequence that comes later.
+
+A page that is full of verified tokens holds keys and values that depend on these tokens and on all before them, and on
+nothing else: every bit of a row is the same whatever ran beside it, and however a prompt was cut. So sequences that
+begin with the same full pages share them. A page is known by its tokens and by the page before it, which is known in
+the same way; tokens are compared, not hashes of them, so no two beginnings are ever mistaken for each other. A known
+page stays when its last sequence ends, until it is needed for something else; the one that was not used for the longest
+time goes first.
+
+Rows of a drafter's cache depend on a few tokens that follow, too (``Drafter.lookahead``), so these belong to what a
+page is known by. Shared pages are never written: a sequence runs its own rows only, from the first that is not shared.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, bytes]
+"""What a page is known by: the serial number of the page before it (0 for none), and its tokens with those behind it
+that its rows depend on."""
+
+
+@dataclass
+class Reservation:
+    """The pages of one sequence, in order.
+
+    Attributes:
+        num_shared: how many of them, from the first on, hold what they should already.
+        epoch: when they were reserved; see :meth:`PagePool.forget`.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    epoch: int = 0
 
 
 class PagePool:
@@ -11,28 +45,129 @@ class PagePool:
     A sequence gets the pages for its whole length when it is admitted, so it never waits for one later.
     """
 
-    def __init__(self, count: int) -> None:
-        """``count`` pages, numbered from 0, all free."""
-        self.count = count
+    def __init__(self, count: int, block_size: int, lookahead: int = 1, *, reuse: bool = True) -> None:
+        """``count`` pages of ``block_size`` tokens, numbered from 0, all free.
+
+        ``lookahead``: how many tokens behind it a row may depend on. ``reuse``: whether pages are shared at all.
+        """
+        self.count, self._block_size, self._lookahead, self._reuse = count, block_size, lookahead, reuse
         self._free = list(range(count - 1, -1, -1))
+        self._users = [0] * count
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Known pages that nobody has, the longest unused first."""
+        self._known: dict[Key, int] = {}
+        self._names: dict[int, tuple[int, Key]] = {}
+        """The serial number and the key of every known page."""
+        self._serial = 0
+        self._epoch = 0
+        self._versions: Sequence[int] | None = None
 
     @property
     def num_free(self) -> int:
         """How many pages nobody has."""
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
-    def take(self, count: int) -> list[int]:
-        """``count`` of the free pages.
+    def num_pages(self, length: int) -> int:
+        """The pages of a sequence that grows to ``length`` tokens."""
+        return -(-length // self._block_size)
 
-        Raises:
-            ValueError: there are fewer.
+    def reserve(self, prompt: Tensor, length: int) -> Reservation | None:
+        """The pages of a sequence that begins with ``prompt`` (1-D int64) and grows to ``length`` tokens.
+
+        None if there are not enough now.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} pages are asked for, and {len(self._free)} of {self.count} are free.")
-        split = len(self._free) - count
-        taken, self._free = self._free[split:], self._free[:split]
-        return taken[::-1]
+        shared, needed = self._find(prompt), self.num_pages(length)
+        if needed - len(shared) > self.num_free - sum(self._users[page] == 0 for page in shared):
+            return None
+        for page in shared:
+            self._idle.pop(page, None)
+        pages = [*shared, *(self._take() for _ in range(needed - len(shared)))]
+        for page in pages:
+            self._users[page] += 1
+        return Reservation(pages, len(shared), self._epoch)
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Pages that :meth:`take` gave, and that their sequence needs no more."""
-        self._free += reversed(pages)
+    def offer(self, reservation: Reservation, tokens: Tensor) -> None:
+        """Let others share those pages that the verified ``tokens`` (1-D int64) of a sequence have filled."""
+        if reservation.epoch != self._epoch:
+            return
+        before = 0
+        for page, own in zip(reservation.pages, self._filled(tokens), strict=False):
+            key = (before, own)
+            if key not in self._known:
+                self._unname(page)  # the page before it was forgotten, so nobody finds it under its old name
+                self._serial += 1
+                self._known[key], self._names[page] = page, (self._serial, key)
+            before = self._names[self._known[key]][0]
+
+    def give_back(self, reservation: Reservation) -> None:
+        """A sequence has ended."""
+        for page in reversed(reservation.pages):  # a page is of no use without those before it, so it goes sooner
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._names:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+        reservation.pages = []
+
+    def check_weights(self, versions: Sequence[int]) -> None:
+        """Forget everything if the weights are not those of the last call."""
+        if self._versions is not None and self._versions != versions:
+            self.forget()
+        self._versions = versions
+
+    def forget(self) -> None:
+        """What pages hold is of no use any more; those of sequences that are running now will not be either."""
+        self._free += self._idle
+        self._idle.clear()
+        self._known.clear()
+        self._names.clear()
+        self._epoch += 1
+
+    def _find(self, prompt: Tensor) -> list[int]:
+        """The known pages that ``prompt`` begins with."""
+        pages: list[int] = []
+        before = 0
+        for own in self._filled(prompt):
+            page = self._known.get((before, own))
+            if page is None:
+                break
+            pages.append(page)
+            before = self._names[page][0]
+        return pages
+
+    def _filled(self, tokens: Tensor) -> list[bytes]:
+        """The tokens of every page whose rows follow from ``tokens``, with those behind it.
+
+        There is one at least, since the last token of a prompt must be run.
+        """
+        size, behind = self._block_size, max(1, self._lookahead)
+        if not self._reuse or tokens.numel() < size + behind:
+            return []
+        return [page.numpy().tobytes() for page in tokens.unfold(0, size + behind, size)]
+
+    def _take(self) -> int:
+        """A page that nobody has, and that nobody will look for any more."""
+        if self._free:
+            return self._free.pop()
+        page, _ = self._idle.popitem(last=False)
+        self._unname(page)
+        return page
+
+    def _unname(self, page: int) -> None:
+        if page in self._names:
+            del self._known[self._names.pop(page)[1]]
+
+
+def weight_versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers that change when one of ``tensors`` is written in place, except through ``.data``, which leaves no mark.
+
+    Tensors made in inference mode have no such number.
+    """
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def known_tokens(prompt: Tensor, new: Sequence[int]) -> Tensor:
+    """A prompt and what follows it, 1-D int64."""
+    return torch.cat([prompt, torch.tensor(new, dtype=torch.int64, device="cpu")])

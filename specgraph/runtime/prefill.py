@@ -39,9 +39,9 @@ class Prefill:
         self._prompts: dict[int, Tensor] = {}
         self._done: dict[int, int] = {}
 
-    def add(self, row: int, prompt: Tensor) -> None:
-        """The sequence in ``row`` begins with ``prompt``, 1-D int64."""
-        self._prompts[row], self._done[row] = prompt, 0
+    def add(self, row: int, prompt: Tensor, done: int = 0) -> None:
+        """The sequence in ``row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run."""
+        self._prompts[row], self._done[row] = prompt, done
 
     def drop(self, row: int) -> None:
         """What is left of the prompt in ``row``, if anything is, is not wanted any more."""

@@ -29,6 +29,7 @@ from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import num_columns, pack_results
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
 from specgraph.runtime.memory import most_pages
+from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.state import load_chunk, staged
 
@@ -46,17 +47,21 @@ class Runner:
     Attributes:
         state: the tensors that the step reads and writes, of all sequences.
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
+        pages: those of its KV cache.
         lag: how many steps are enqueued before the first is read.
     """
 
     lag = 0
 
-    def __init__(self, state: State, sizes: Mapping[str, int], counters: Tensor | None = None, least: int = 1) -> None:
+    def __init__(
+        self, state: State, sizes: Mapping[str, int], pages: PagePool, counters: Tensor | None = None, least: int = 1
+    ) -> None:
         """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
         self._step: fx.GraphModule | None = None
         self._least = least
         self.state = state
         self.sizes = sizes
+        self.pages = pages
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
         self._stream = torch.cuda.current_stream(start.device) if cuda else None
@@ -131,12 +136,14 @@ class Workspace:
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         state: its tensors.
         counters: arrival counters of its launches, which other streams must not touch.
+        pages: those of its KV cache, and what is known of them.
         mailbox: where results of its steps go.
     """
 
-    def __init__(self, program: Program, sizes: Mapping[str, int], pool: Pool) -> None:
+    def __init__(self, program: Program, sizes: Mapping[str, int], pages: PagePool, pool: Pool) -> None:
         device = program.target.device
         self.sizes = dict(sizes)
+        self.pages = pages
         self.state = allocate(program, sizes, device)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
@@ -181,7 +188,7 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space.state, space.sizes, space.counters)
+        super().__init__(space.state, space.sizes, space.pages, space.counters)
         self.space = space
         self._mode: Mode = ("none", ())
         self._running: dict[tuple[Mode, int], list[int]] = {}
@@ -247,7 +254,8 @@ class Runners:
         if not self.program.captured:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
             least = 2 if self.program.compiled and sizes["B"] > 1 else 1
-            return Runner(allocate(self.program, sizes, self.program.target.device), sizes, least=least)
+            state = allocate(self.program, sizes, self.program.target.device)
+            return Runner(state, sizes, self._pages(sizes), least=least)
         wanted = bucket(sizes, self.max_batch_size, self.program.block_size)
         return GraphRunner(self._workspace(wanted))
 
@@ -266,8 +274,13 @@ class Runners:
             wanted = dict(sizes) if space is None else room(space.sizes, space.num_bytes, list(self._recent))
         if space is None or space.sizes != wanted:
             space = None  # freed before the next one is allocated
-            space = Workspace(self.program, wanted, self.make_pool(self.program.target.device))
+            pool = self.make_pool(self.program.target.device)
+            space = Workspace(self.program, wanted, self._pages(wanted), pool)
         return space
+
+    def _pages(self, sizes: Mapping[str, int]) -> PagePool:
+        lookahead, reuse = self.program.drafter.lookahead, self.cache.reuse_prefixes
+        return PagePool(sizes["N"], self.program.block_size, lookahead, reuse=reuse)
 
 
 def room(kept: Mapping[str, int], kept_bytes: int, recent: Sequence[Mapping[str, int]]) -> dict[str, int]:

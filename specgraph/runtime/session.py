@@ -115,6 +115,15 @@ class Session:
         self._engine.cancel(number)
         self._wake()
 
+    def forget_prefixes(self) -> None:
+        """Share no page any more that was filled before now.
+
+        To be called when weights were changed in a way that leaves no mark, such as through ``.data``. What an
+        optimiser or ``copy_`` writes is noticed.
+        """
+        with self._stepping:
+            self._engine.pages.forget()
+
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.
 

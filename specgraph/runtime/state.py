@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,22 +37,40 @@ def num_pages(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def admit(
-    program: Program, state: State, rows: Sequence[int], requests: Sequence[Request], pages: Sequence[Sequence[int]]
-) -> None:
-    """Begin a sequence in each of ``rows``, whatever was there: everything is reset, then set as its request says.
+class Entering(NamedTuple):
+    """A sequence that begins in ``row``, with these pages. The first ``begin`` tokens of its prompt are in them."""
+
+    row: int
+    request: Request
+    pages: Sequence[int]
+    begin: int = 0
+
+
+def admit(program: Program, state: State, entering: Sequence[Entering]) -> None:
+    """Begin sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
 
     One copy takes all values to the device, and one launch puts them in their places.
     """
     own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
     small = [entry for entry in own if not entry[1].indexed]
-    known = _known_values(requests, pages, state)
-    values = [_rows_of(known.get(name, []), len(rows), buffer, there) for name, buffer, there in small]
-    index, *values = upload([torch.tensor(rows, dtype=torch.int64, device="cpu"), *values], state["start"].device)
+    known = _known_values(entering)
+    values = [_rows_of(known.get(name, []), len(entering), buffer, there) for name, buffer, there in small]
+    rows = torch.tensor([new.row for new in entering], dtype=torch.int64, device="cpu")
+    index, *values = upload([rows, *values], state["start"].device)
     scatter_state_(index, [there for _, _, there in small], values)
     for _, buffer, there in own:
         if buffer.indexed:
             there.index_fill_(0, index, buffer.fill)
+        if buffer.tokens:
+            _write_tokens(there, entering)
+
+
+def _write_tokens(history: Tensor, entering: Sequence[Entering]) -> None:
+    """The tokens that no step will run, since their rows are there already."""
+    for new in entering:
+        if new.begin:
+            tokens = staged(new.request.prompt[: new.begin].to(history.dtype), history.device)
+            history[new.row, : new.begin].copy_(tokens, non_blocking=True)
 
 
 def stop(state: State, rows: Sequence[int]) -> None:
@@ -69,15 +88,14 @@ def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]
     return found
 
 
-def _known_values(
-    requests: Sequence[Request], pages: Sequence[Sequence[int]], state: State
-) -> Mapping[str, Sequence[Sequence[float]]]:
-    """What requests say about a state, by the names of its inputs: for every sequence the first values of its row."""
-    sampling = [request.sampling for request in requests]
+def _known_values(entering: Sequence[Entering]) -> Mapping[str, Sequence[Sequence[float]]]:
+    """What is known of a state, by the names of its inputs: for every sequence the first values of its row."""
+    sampling = [new.request.sampling for new in entering]
     return {
-        "block_table": pages,
-        "max_length": [[request.limit] for request in requests],
-        "eos_ids": [request.eos_ids for request in requests],
+        "start": [[new.begin] for new in entering],
+        "block_table": [new.pages for new in entering],
+        "max_length": [[new.request.limit] for new in entering],
+        "eos_ids": [new.request.eos_ids for new in entering],
         "temperature": [[own.temperature] for own in sampling],
         "top_k": [[own.top_k] for own in sampling],
         "top_p": [[own.top_p] for own in sampling],

@@ -312,7 +312,7 @@ MISTAKES = {
     "~drft": "Unknown configuration key 'drft': did you mean 'draft'?",
     "draft.num_speculative_tokens=many": "draft.num_speculative_tokens is an integer, not 'many'.",
     "temperature=warm": "temperature is a number or null, not 'warm'.",
-    "cache=3": "cache is a group of keys (block_size, prefill_chunk, pool_tokens, memory_share), not '3'.",
+    "cache=3": "cache is a group of keys (block_size, prefill_chunk, pool_tokens, ",
     "draft.model=[a": "Cannot read 'draft.model=[a' (",
     "passes.share_weight.x=1": "Unknown pass 'share_weight' (did you mean 'share_weights'?); there are ",
     "passes.share_weights.chunk=1": "Unknown configuration key 'passes.share_weights.chunk': did you mean "

@@ -84,7 +84,7 @@ def test_own_pass_enters_by_target() -> None:
     assert [repr(p) for p in build_passes(load_config(given))] == ["Idle(note=3)"]
 
 
-CACHE_KEYS = "block_size, prefill_chunk, pool_tokens, memory_share"
+CACHE_KEYS = "block_size, prefill_chunk, pool_tokens, memory_share, reuse_prefixes"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "part of a nested key": (
         {"draft": {"num_spec": 3}},

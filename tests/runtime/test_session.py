@@ -321,13 +321,3 @@ def test_the_pool_takes_no_more_than_its_share_of_the_free_memory(monkeypatch: p
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     with decoder.session() as session:
         assert pages_of(session).count == ROWS * 16
-
-
-def test_a_pool_gives_each_page_once() -> None:
-    pool = PagePool(5)
-    first = pool.take(3)
-    with pytest.raises(ValueError, match="3 pages are asked for, and 2 of 5 are free"):
-        pool.take(3)
-    assert sorted([*first, *pool.take(2)]) == list(range(5))
-    pool.give_back(first)
-    assert sorted(pool.take(3)) == sorted(first)
