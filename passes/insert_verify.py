@@ -146,8 +146,8 @@ class InsertVerify(Pass):
                               **options, **drawn)  # fmt: skip
         weights = chain.call(verify.residual, processed, *shared, accepted, *reversed(rows), name="weights",
                              rule=self.rule, **drawn)  # fmt: skip
-        token = chain.call(verify.sample_next, weights, state["seeds"], positions, accepted, name="next_token",
-                           rule=self.rule)  # fmt: skip
+        token = chain.call(verify.sample_next, weights, state["seeds"], positions, accepted, state["num_forced"],
+                           name="next_token", rule=self.rule)  # fmt: skip
         return chain.call(verify.emit, draft_tokens, accepted, token, *rows, name="verified")
 
     def _draft_logits(self, program: Program, chain: _Chain) -> fx.Node | None:

@@ -11,11 +11,12 @@ import triton.language as tl
 STREAM_TARGET = 0
 """Noise of the target's own samples, keyed by the absolute position of the token. Drafts of ``strict`` share it."""
 STREAM_DRAFT = 1
-"""Noise of the draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's row."""
+"""Noise of the draft tokens of ``probabilistic`` and ``block``, keyed by the step and the draft's number in it."""
 STREAM_ACCEPT = 2
-"""Noise that decides whether drafts are accepted, keyed by the step and the draft's row."""
+"""Noise that decides whether drafts are accepted, keyed by the step and the draft's number in it."""
 STREAM_RESIDUAL = 3
-"""Noise of the token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and its row."""
+"""Noise of the token after the accepted prefix in ``probabilistic`` and ``block``, keyed by the step and the number of
+the drafts accepted before it."""
 STREAM_BITS = 8
 """The bits of the last counter word that hold the stream; those above hold the upper half of the key."""
 

@@ -46,7 +46,10 @@ SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
 STEP_NOISE_RULES = ("probabilistic", "block")
 """Rules whose noise is keyed by the step, because noise of discarded rows has influenced acceptance.
 
-It must not be used again.
+It must not be used again. The *key of a step* is the position that its first row which is not forced emits: that of the
+first token that the step does not know before it runs. A step that has such a row emits this token in any case, so the
+next key is larger, and no two steps of a sequence share noise. The key does not depend on how a prompt is cut into
+steps, nor on how much of it needs no step because its pages are shared.
 """
 RULES = ("strict", "probabilistic", "block", "typical", "synthetic")
 
@@ -278,15 +281,16 @@ def sample_draft(
     """Draw the drafts of a step from number ``row`` on: the op ``specgraph::sample_draft``.
 
     Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, which is
-    ``key`` plus the draft's number. The other rules draw from their own stream, keyed by ``key`` and the draft's
-    number.
+    ``key`` plus the draft's number. The other rules (:data:`STEP_NOISE_RULES`) draw from their own stream, keyed by
+    ``key`` and the draft's number.
 
     Args:
         logits: ``[B, R, Vd]``, the draft's raw logits in its own vocabulary, for ``R`` drafts.
         temperature, top_k, top_p, min_p: ``[B]`` as for :func:`process_logits`.
         seeds: int64 ``[B]``, or None as for :func:`sample`.
-        key: int64 ``[B]``: the absolute position of the step's first draft token.
-        row: the number of the first of these drafts within the step, from 0.
+        key: int64 ``[B]``: the absolute position of the first draft that the next step verifies, which is the key of
+            that step.
+        row: the number of the first of these drafts within that step, from 0.
         rule: the verification rule, one of :data:`RULES`.
         draft_to_target: int64 ``[Vd]``: the target id of every draft id. None: they are the same.
         target_vocab_size: draft ids whose target id is not below this are never drawn. None: every id may be drawn.

@@ -48,8 +48,8 @@ from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
 def _draft_noise(seeds_ptr, key_ptr, batch, number, SHARED: tl.constexpr, NOISE: tl.constexpr):
     """The seed, key and row of the noise of draft ``number``; zeros if there is no noise.
 
-    Noise that is shared with the target is keyed by the draft's position. Otherwise it is keyed by the step and the
-    draft's number.
+    Noise that is shared with the target is keyed by the draft's position. Otherwise it is keyed by the step that
+    verifies the draft, and the draft's number.
     """
     number = number.to(tl.int64)
     seed, key, noise_row = number * 0, number * 0, number * 0

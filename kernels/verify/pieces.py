@@ -54,6 +54,17 @@ def _logit_rows(width: int, count: int, num_forced: Tensor) -> Tensor:
     return num_forced.clamp(max=width - count).unsqueeze(1) + torch.arange(count, device=num_forced.device)
 
 
+def step_noise(positions: Tensor, num_forced: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The key of the step's noise, and the number within it of each ``row`` ``[B, R]`` of the block, both ``[B, R]``.
+
+    The key is the position that the first row which is not forced emits, and numbers count from that row
+    (:data:`~specgraph.kernels.sampling.sample.STEP_NOISE_RULES` says why). Forced rows have negative numbers, and
+    nothing is drawn for them.
+    """
+    first = num_forced.clamp(max=positions.shape[1] - 1).unsqueeze(1)
+    return positions.gather(1, first).expand_as(row), row - first
+
+
 def _locate(processed: Tensor, draft_tokens: Tensor, num_rows: Tensor, num_forced: Tensor) -> _Rows:
     count, vocab = processed.shape[1:]
     drafts = draft_tokens.shape[1]
@@ -233,7 +244,7 @@ def accept(
             processed, draft_logits, rows, rule, target_to_draft, point_mass, posterior_threshold, posterior_alpha,
             acceptance_rate,
         )  # fmt: skip
-        good = uniform(seeds, STREAM_ACCEPT, positions[:, :1].expand_as(rows.row), rows.row) < chances
+        good = uniform(seeds, STREAM_ACCEPT, *step_noise(positions, num_forced, rows.row)) < chances
     if rule == "block":
         length = rows.row - rows.forced.unsqueeze(1) + 1
         return rows.forced + torch.where(good & rows.live, length, 0).amax(1)
@@ -288,17 +299,16 @@ def residual(
 
 
 def sample_next(
-    residual: Tensor, seeds: Tensor | None, positions: Tensor, num_accepted: Tensor, *, rule: str
+    residual: Tensor, seeds: Tensor | None, positions: Tensor, num_accepted: Tensor, num_forced: Tensor, *, rule: str
 ) -> Tensor:
     """Draw the token after the accepted prefix.
 
-    ``probabilistic`` and ``block`` have a stream of their own for it, keyed by the step (``positions[:, 0]``) and the
-    row. The other rules use the target's noise at the token's position, so that ``strict`` gives the target's own
-    sample.
+    ``probabilistic`` and ``block`` have a stream of their own for it, keyed as :func:`step_noise` says. The other rules
+    use the target's noise at the token's position, so that ``strict`` gives the target's own sample.
 
     Args:
         residual: ``[B, V]``: log-weights.
-        seeds, positions: as for :func:`accept`.
+        seeds, positions, num_forced: as for :func:`accept`.
         num_accepted: int64 ``[B]``: the result of :func:`accept`.
         rule: one of ``RULES``.
 
@@ -311,7 +321,8 @@ def sample_next(
     check_rule(rule)
     row = num_accepted.clamp(max=positions.shape[1] - 1).unsqueeze(1)
     if rule in STEP_NOISE_RULES:
-        return sample(residual.unsqueeze(1), seeds, positions[:, :1], row, STREAM_RESIDUAL).squeeze(1)
+        key, number = step_noise(positions, num_forced, row)
+        return sample(residual.unsqueeze(1), seeds, key, number, STREAM_RESIDUAL).squeeze(1)
     return sample(residual.unsqueeze(1), seeds, positions.gather(1, row), None, STREAM_TARGET).squeeze(1)
 
 

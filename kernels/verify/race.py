@@ -22,10 +22,9 @@ from specgraph.kernels.sampling.gumbel import (
     load_floor,
     load_floors,
     load_tile,
-    noise_key,
     token_noise,
 )
-from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, write_logprobs
+from specgraph.kernels.verify.rows import last_row, lay_out, load_drafts, place_rows, step_noise_key, write_logprobs
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def residual_tile(
 @triton.jit
 def _race_split(
     logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr, reals_ptr,
-    integers_ptr, batch, last, first, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
+    integers_ptr, batch, last, first, forced, accepted, begin, count, width, vocab, lines, drawn, own_vocab, own,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, DRAWN: tl.constexpr,
     MAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -113,9 +112,10 @@ def _race_split(
             line, first + last, begin + i * TILE, vocab, lines, drawn, own_vocab, own, TILE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         if NOISE:
-            start = tl.load(positions_ptr + batch * width)
-            key = tl.minimum(accepted, width - 1)
-            k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_RESIDUAL, start, start * 0 + key)
+            next_row = tl.minimum(accepted, width - 1)
+            k0, k1, c1, c2, c3 = step_noise_key(
+                seeds_ptr, positions_ptr, batch, next_row, forced, width, TL_STREAM_RESIDUAL
+            )
             block = (begin + i * TILE) // 4 + tl.arange(0, TILE // 4)[:, None]
             value = value / token_noise(block, tl.arange(0, 4)[None, :], k0, k1, c1, c2, c3)
         better = value > top
@@ -139,14 +139,14 @@ def race(
     batch, split = program // splits, program % splits
     num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
     if num_forced < tl.load(num_rows_ptr + batch):
-        first = tl.minimum(num_forced, width - count)
+        first, forced = tl.minimum(num_forced, width - count), tl.minimum(num_forced, width - 1)
         accepted = tl.load(accepted_ptr + batch)
         last = last_row(accepted, first, count)
         own = 1 - tl.load(integers_ptr + lines + batch * count + last)
         best, place = _race_split(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
-            reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
-            own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
+            drawn, own_vocab, own, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         tl.store(best_ptr + program, best)
         tl.store(place_ptr + program, place)
@@ -169,7 +169,7 @@ def finish_race(
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
     rows, ks = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    row, needed, _, first, _, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    row, needed, _, first, forced, more = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
     accepted = tl.load(accepted_ptr + batch)
     last = last_row(accepted, first, count)
     inside = (ks < splits) & more
@@ -182,8 +182,8 @@ def finish_race(
         # Rounding has left nothing of the difference, so the token is drawn from the target's own distribution.
         found, spot = _race_split(
             logits_ptr, draft_ptr, own_ptr, index_ptr, temperature_ptr, seeds_ptr, positions_ptr, floors_ptr,
-            reals_ptr, integers_ptr, batch, last, first, accepted, split * SPLIT, count, width, vocab, lines, drawn,
-            own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
+            reals_ptr, integers_ptr, batch, last, first, forced, accepted, split * SPLIT, count, width, vocab, lines,
+            drawn, own_vocab, 1, SPLIT, TILE, NOISE, FLOORED, DRAWN, MAPPED,
         )  # fmt: skip
         token = tl.where(found > best, spot, token)
         best = tl.maximum(best, found)

@@ -141,12 +141,21 @@ def locate_drafts(
 
 
 @triton.jit
-def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE: tl.constexpr):
+def step_noise_key(seeds_ptr, positions_ptr, batch, row, forced, width, stream):
+    """The words of :func:`noise_key` for ``row`` of the block, keyed by its first row that is not forced.
+
+    See :func:`specgraph.kernels.verify.pieces.step_noise`.
+    """
+    key = tl.load(positions_ptr + batch * width + forced)
+    return noise_key(tl.load(seeds_ptr + batch), stream, key, row - forced)
+
+
+@triton.jit
+def acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, forced, width, NOISE: tl.constexpr):
     """The uniforms that decide on the draft of every row, from the step's own noise; 0.5 if there is no noise."""
     u = tl.full(row.shape, 0.5, tl.float32)
     if NOISE:
-        start = tl.load(positions_ptr + batch * width)
-        k0, k1, c1, c2, c3 = noise_key(tl.load(seeds_ptr + batch), TL_STREAM_ACCEPT, start, row)
+        k0, k1, c1, c2, c3 = step_noise_key(seeds_ptr, positions_ptr, batch, row, forced, width, TL_STREAM_ACCEPT)
         word, _, _, _ = philox((row * 0).to(tl.uint32), c1, c2, c3, k0, k1)
         u = uniform(word)
     return u

@@ -166,7 +166,7 @@ def _finish(
     if RULE == STRICT:
         good = token == draft
     else:
-        u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE)
+        u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, forced, width, NOISE)
         if RULE == SYNTHETIC:
             good = u < rate
         else:

@@ -257,7 +257,7 @@ def _choose(
     line = (batch * count + rows).to(tl.int64)
     live = tl.load(integers_ptr + lines + line, mask=rows < count, other=0) > 0
     chance = tl.load(reals_ptr + 5 * lines + line, mask=rows < count, other=0.0)
-    u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, width, NOISE)
+    u = acceptance_uniforms(seeds_ptr, positions_ptr, batch, row, forced, width, NOISE)
     if BLOCK:
         chance = _block_chances(integers_ptr, excess_ptr, line, rows, chance, count, splits, lines, SPLITS)
         accepted = forced + tl.max(tl.where((u < chance) & live, row - forced + 1, 0), 0)

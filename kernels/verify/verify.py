@@ -5,7 +5,7 @@ The op is the composition of plain functions, which is how step graphs spell it 
     processed = process_logits(target_logits, temperature, top_k, top_p, min_p)
     count     = accept(processed, draft_tokens, draft_logits, seeds, positions, num_rows, num_forced, rule=...)
     weights   = residual(processed, draft_tokens, draft_logits, count, num_forced, num_rows, rule=...)
-    token     = sample_next(weights, seeds, positions, count, rule=...)
+    token     = sample_next(weights, seeds, positions, count, num_forced, rule=...)
     emitted, num_emitted, accepted_rows = emit(draft_tokens, count, token, num_rows, num_forced)
 
 A block has ``K + 1`` rows. Row ``r`` gives the distribution of one token, the one that ``draft_tokens[:, r]`` guesses.
@@ -28,6 +28,9 @@ Rules
         tokens as ``probabilistic`` in expectation.
     typical: accept while ``p(x) > min(threshold, alpha * exp(-entropy))``. Lossy. Medusa, arXiv 2401.10774.
     synthetic: accept every draft with a given probability. Lossy, for benchmarks.
+
+Noise other than the target's own is keyed by the position that the first row which is not forced emits, and by the row
+counted from there. So forced rows change nothing behind them, and no token depends on how its prompt was cut.
 
 The op also says which sequences have a NaN among the logits they need (:func:`~specgraph.kernels.step.nan_rows`). On a
 GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for float64, which is the reference's. On a
@@ -72,7 +75,7 @@ def verify_reference(given: Verify) -> Verified:
         posterior_alpha=given.posterior_alpha, acceptance_rate=given.acceptance_rate,
     )  # fmt: skip
     weights = residual(processed, *drafts, num_accepted, given.num_forced, given.num_rows, rule=rule, **drawn)
-    token = sample_next(weights, *noise, num_accepted, rule=rule)
+    token = sample_next(weights, *noise, num_accepted, given.num_forced, rule=rule)
     emitted, num_emitted, accepted_rows = emit(given.draft_tokens, num_accepted, token, *rows)
     logprobs = token_logprobs(logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
     bad = nan_rows_reference(NanRows(logits, *rows, given.positions.shape[1]))

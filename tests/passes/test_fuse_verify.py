@@ -51,7 +51,7 @@ def visible(rule: str = "block", logprobs: str = "raw") -> Program:
     draw = (x["seeds"], x["positions"])
     count = call(verify.accept, processed, *shared, *draw, *rows, name="count", rule=rule, **options)
     weights = call(verify.residual, processed, *shared, count, *reversed(rows), name="weights", rule=rule)
-    token = call(verify.sample_next, weights, *draw, count, name="token", rule=rule)
+    token = call(verify.sample_next, weights, *draw, count, x["num_forced"], name="token", rule=rule)
     pair = call(verify.emit, x["drafts"], count, token, *rows, name="pair")
     places = enumerate(("emitted", "number", "rows"))
     emitted, number, rows_kept = (call(operator.getitem, pair, i, name=n) for i, n in places)

@@ -45,7 +45,7 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
         num_accepted = accept(processed, drafts, None, seeds, next_positions, num_rows, num_forced, rule="typical",
             posterior_threshold=0.2, posterior_alpha=0.4, acceptance_rate=0.7)
         weights = residual(processed, drafts, None, num_accepted, num_forced, num_rows, rule="typical")
-        next_token = sample_next(weights, seeds, next_positions, num_accepted, rule="typical")
+        next_token = sample_next(weights, seeds, next_positions, num_accepted, num_forced, rule="typical")
         verified_tokens, _, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
         bad = nan_rows(logits, window, num_rows, num_forced)

@@ -120,8 +120,7 @@ def test_strict_does_not_look_at_draft_logits() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_forced_tokens_are_accepted_and_the_rest_is_verified_as_if_alone(rule: str) -> None:
-    """With keys of its own, a block of K rows after F forced ones does what the shorter block would do."""
+def test_forced_tokens_are_accepted_and_the_rest_has_the_chances_it_has_alone(rule: str) -> None:
     given, forced = problem(drafts=5), 2
     count = torch.full_like(given["seeds"], forced)
     emitted, num_emitted, *_ = verified(**given, rule=rule, num_forced=count, acceptance_rate=0.5)
@@ -365,26 +364,28 @@ def test_synthetic_accepts_at_its_rate() -> None:
 # noise
 
 
-def test_acceptance_noise_is_keyed_by_the_step_and_the_row() -> None:
+@pytest.mark.parametrize("forced", [0, 1, 3])
+def test_acceptance_noise_is_keyed_by_the_first_row_that_is_not_forced(forced: int) -> None:
     given = problem(batch=2000)
-    rows, zero = torch.full((2000,), 5), torch.zeros(2000, dtype=torch.int64)
+    rows, count = torch.full((2000,), 5), torch.full((2000,), forced)
     processed = process_logits(given["logits"], given["temperature"])
     arguments = (processed, given["draft_tokens"], given["draft_logits"])
-    chances = acceptance_chances(*arguments, rows, zero, rule="probabilistic")
-    key = given["positions"][:, :1].expand(-1, 5)
-    taken = uniform(given["seeds"], STREAM_ACCEPT, key, torch.arange(5).expand(2000, 5)) < chances
-    count = accept(*arguments, given["seeds"], given["positions"], rows, zero, rule="probabilistic")
-    assert torch.equal(count, taken.long().cumprod(1).sum(1))
+    chances = acceptance_chances(*arguments, rows, count, rule="probabilistic")[:, forced:]
+    key = given["positions"][:, forced : forced + 1].expand_as(chances)
+    taken = uniform(given["seeds"], STREAM_ACCEPT, key, torch.arange(5 - forced).expand_as(key)) < chances
+    found = accept(*arguments, given["seeds"], given["positions"], rows, count, rule="probabilistic")
+    assert torch.equal(found, forced + taken.long().cumprod(1).sum(1))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_next_tokens_noise_is_the_targets_or_the_steps(rule: str) -> None:
     count = torch.arange(200) % 5
+    forced = torch.minimum(torch.arange(200) // 5 % 4, count)
     weights, seeds, positions = noise(200, 9), torch.arange(200), torch.arange(5) + torch.arange(200).unsqueeze(1) * 3
-    found = sample_next(weights, seeds, positions, count, rule=rule)
-    row = count.unsqueeze(1)
+    found = sample_next(weights, seeds, positions, count, forced, rule=rule)
+    row, first = count.unsqueeze(1), forced.unsqueeze(1)
     by_position = sample(weights.unsqueeze(1), seeds, positions.gather(1, row))
-    by_step = sample(weights.unsqueeze(1), seeds, positions[:, :1], row, STREAM_RESIDUAL)
+    by_step = sample(weights.unsqueeze(1), seeds, positions.gather(1, first), row - first, STREAM_RESIDUAL)
     wanted = by_step if rule in ("probabilistic", "block") else by_position
     assert torch.equal(found, wanted.squeeze(1))
 
@@ -490,7 +491,7 @@ def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
     count = accept(processed, *drafted, *place, rows, forced, rule=rule)
     weights = residual(processed, *drafted, count, forced, rows, rule=rule)
     emitted, num_emitted, accepted_rows = emit(
-        given["draft_tokens"], count, sample_next(weights, *place, count, rule=rule), rows, forced
+        given["draft_tokens"], count, sample_next(weights, *place, count, forced, rule=rule), rows, forced
     )
     return (
         emitted,
