@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from specgraph import Session, SpeculativeDecoder
+from specgraph.config import CacheConfig
 from specgraph.runtime.pages import PagePool, Reservation
 from tests.decoding import CONFIG, compiled
+from tests.drafters import test_matrix
 from tests.models import make_model, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
 from tests.runtime.test_session import replayed
@@ -36,7 +38,7 @@ def made(kind: str, rule: str, reuse: bool = True, **extra: Any) -> SpeculativeD
 
 
 def options(index: int) -> dict[str, Any]:
-    return {"max_new_tokens": 6 + index, "temperature": float(index % 2), "seed": index, "eos_token_id": []}
+    return {"max_new_tokens": 6 + index, "temperature": float(index % 3 > 0), "seed": index, "eos_token_id": []}
 
 
 def steps_of(session: Session, prompts: list[Tensor], seed: int) -> list[list[list[int]]]:
@@ -71,6 +73,20 @@ def test_every_step_emits_what_it_does_without_reuse(kind: str, rule: str) -> No
             assert steps_of(session, PROMPTS, seed + 2) == expected  # what has ended serves those that come later
             assert session.stats.prompt_tokens - again < again
             assert session._engine.pages.num_free == session._engine.pages.count
+
+
+@pytest.mark.parametrize("drafter", [*test_matrix.DRAFTERS])
+def test_what_heads_keep_of_a_shared_prefix_is_right(drafter: str) -> None:
+    """Drafts that differ would be accepted differently, and so give other tokens."""
+    prompts = [prompt % test_matrix.VOCAB for prompt in PROMPTS]
+    extra = {"max_batch_size": 3, "max_length": 64, "cache": CONFIG["cache"]}
+    decoder = test_matrix.decoder(drafter, None, "llama", "probabilistic", 3, **extra)
+    with decoder.session() as session:
+        expected = steps_of(session, prompts, seed=0)
+    decoder._runners.cache = CacheConfig(**REUSING)
+    with decoder.session() as session:
+        assert steps_of(session, prompts, seed=1) == expected
+        assert session.stats.prefix_hit_rate > 0.3
 
 
 def test_states_that_are_kept_keep_what_their_pages_hold() -> None:
