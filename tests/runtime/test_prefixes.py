@@ -75,18 +75,34 @@ def test_every_step_emits_what_it_does_without_reuse(kind: str, rule: str) -> No
             assert session._engine.pages.num_free == session._engine.pages.count
 
 
+def drafts_of(session: Session, prompt: Tensor) -> Tensor:
+    """What the first drafts behind a prompt were drawn from, or these drafts where they are drawn from nothing."""
+    number = session.submit(prompt, max_new_tokens=8, temperature=1.0, seed=5, eos_token_id=[])
+    while not any(event.tokens for event in session.step()):
+        pass
+    engine, state = session._engine, session._engine._runner.state
+    (row,) = (row for row, sequence in engine._running.items() if sequence.number == number)
+    kept = state["draft_logits" if "draft_logits" in state else "next_window"][row].double().clone()
+    session.cancel(number)
+    session.step()
+    return kept
+
+
 @pytest.mark.parametrize("drafter", [*test_matrix.DRAFTERS])
 def test_what_heads_keep_of_a_shared_prefix_is_right(drafter: str) -> None:
-    """Drafts that differ would be accepted differently, and so give other tokens."""
     prompts = [prompt % test_matrix.VOCAB for prompt in PROMPTS]
     extra = {"max_batch_size": 3, "max_length": 64, "cache": CONFIG["cache"]}
     decoder = test_matrix.decoder(drafter, None, "llama", "probabilistic", 3, **extra)
     with decoder.session() as session:
         expected = steps_of(session, prompts, seed=0)
+        logits = [drafts_of(session, prompt) for prompt in prompts]
     decoder._runners.cache = CacheConfig(**REUSING)
     with decoder.session() as session:
-        assert steps_of(session, prompts, seed=1) == expected
+        for prompt, own in zip(prompts, logits, strict=True):
+            torch.testing.assert_close(drafts_of(session, prompt), own, rtol=0, atol=1e-9)
         assert session.stats.prefix_hit_rate > 0.3
+    with decoder.session() as session:
+        assert steps_of(session, prompts, seed=1) == expected
 
 
 def test_states_that_are_kept_keep_what_their_pages_hold() -> None:
