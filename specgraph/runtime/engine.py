@@ -106,6 +106,8 @@ class _Sequence:
     new_tokens: list[int] = field(default_factory=list)
     started: bool = False
     ended: bool = False
+    room: int = 0
+    """The most tokens that may be missing when the steps under way are done."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,12 @@ class Engine:
                 # What is enqueued behind the last step has no active sequence, so it is not read.
                 self._under_way.clear()
                 return None
-            with self._runner.active():
-                self._under_way.append(self._enqueue())
-            if len(self._under_way) > self._runner.lag:
-                return self._read(self._under_way.popleft())
+            if self._prefill.pending() or self._going():
+                with self._runner.active():
+                    self._under_way.append(self._enqueue())
+                if len(self._under_way) <= self._runner.lag:
+                    continue
+            return self._read(self._under_way.popleft())
 
     def _check(self, request: Request) -> None:
         sizes, needed = self._runner.sizes, self.pages.num_pages(request.limit)
@@ -279,12 +283,21 @@ class Engine:
 
     def _enqueue(self) -> _UnderWay:
         """One more step: over a chunk of the prompts, or over what the last steps laid out."""
-        turn = self._policy.fair and self._decoding and self._last_was_wide
+        going = self._going()
+        turn = self._policy.fair and going and self._last_was_wide
         self._last_was_wide = bool(self._prefill.pending()) and not turn
         if self._last_was_wide:
             return self._enqueue_prompts()
-        sequences = sorted(self._decoding, key=lambda sequence: sequence.row)
-        return _UnderWay(self._runner.decode([s.row for s in sequences]), sequences, [], set(sequences), 0)
+        for sequence in going:
+            sequence.room -= 1
+        return _UnderWay(self._runner.decode([s.row for s in going]), going, [], set(going), 0)
+
+    def _going(self) -> list[_Sequence]:
+        """The sequences of a decode step, by their rows.
+
+        A step gives each of them a token at least. So one whose room will be filled by steps under way is left out.
+        """
+        return sorted((s for s in self._decoding if s.room > 0), key=lambda sequence: sequence.row)
 
     def _enqueue_prompts(self) -> _UnderWay:
         most = self._policy.chunk
@@ -297,6 +310,7 @@ class Engine:
         # Whoever shares these pages runs behind this step.
         for sequence in started:
             sequence.started = True
+            sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
             self.pages.offer(sequence.reserved, sequence.request.prompt)
         return _UnderWay(results, sequences, chunk.forced, started, chunk.num_tokens)
 
