@@ -1,7 +1,7 @@
 """Marks the program so that its whole step (target, verification, drafting, state) runs as one CUDA graph.
 
 The pass changes no FX graph. The decoder captures a CUDA graph when a request first needs it: one for each kind of
-request and each bucket of batch sizes.
+request, each bucket of batch sizes and, for prompts, each bucket of widths.
 """
 
 from __future__ import annotations

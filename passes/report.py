@@ -11,8 +11,13 @@ from specgraph.tables import markdown_table
 _COLUMNS = ("pass", "seconds", "matches", "nodes before", "nodes after", "near misses", "bytes shared")
 
 
-def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = ()) -> str:
-    """Markdown: a table of all passes, followed by the notes and the near misses of each pass."""
+def render_report(
+    stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = (), graphs: Sequence[str] = ()
+) -> str:
+    """Markdown: a table of all passes, followed by the notes and the near misses of each pass.
+
+    ``notes`` are about checks, and ``graphs`` about what was captured.
+    """
     program = list(stages.values())[-1]
     drafter = program.drafter
     lines = [
@@ -25,8 +30,9 @@ def render_report(stages: Mapping[str, Program], reports: Sequence[StageReport],
         details += [f"- near miss at {miss.where}: {miss.reason}" for miss in report.result.near_misses]
         if details:
             lines += ["", f"## {report.name}", *details]
-    if notes:
-        lines += ["", "## checks", *(f"- {note}" for note in notes)]
+    for title, remarks in (("checks", notes), ("CUDA graphs", graphs)):
+        if remarks:
+            lines += ["", f"## {title}", *(f"- {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n"
 
 

@@ -341,7 +341,7 @@ def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill
     state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"], program.block_size)
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
     admit(program, state, [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own])
-    prefill = Prefill(program.drafter.num_speculative_tokens + 1)
+    prefill = Prefill(program.drafter.num_speculative_tokens + 1, len(requests))
     for row, request in enumerate(requests):
         if request.has_room:
             prefill.add(row, request.prompt)

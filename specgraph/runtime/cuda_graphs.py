@@ -21,6 +21,10 @@ _CAPTURING = threading.Lock()
 class Pool(Protocol):
     """Where a :class:`~specgraph.runtime.runner.Workspace` has its steps captured."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory that the captured functions share."""
+
     def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Something that runs ``function`` again, and the tensor its result lies in from then on."""
 
@@ -35,6 +39,12 @@ class GraphPool:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._handle = torch.cuda.graph_pool_handle()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that tensors of the captured functions lie in. What the driver keeps for each graph is not known."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._handle))
 
     def capture(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Run ``function`` once, so that kernels are compiled and memory is planned, then record it.

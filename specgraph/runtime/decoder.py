@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -159,7 +159,7 @@ class SpeculativeDecoder:
 
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
-        return render_report(self.stages, self._reports, self._notes)
+        return render_report(self.stages, self._reports, self._notes, self._runners.describe())
 
     def dump(self, folder: str | Path, *, weights: bool | None = None) -> Path:
         """Write one numbered folder per pass with runnable Python, and ``report.md``. See :func:`specgraph.dump.dump`.
@@ -191,16 +191,17 @@ class SpeculativeDecoder:
     def _chunks(self, batch: Batch) -> Iterator[StreamChunk]:
         count = len(batch.requests)
         finished = [False] * count
-        for step in self._run(batch):
-            tokens: list[list[int]] = [[] for _ in range(count)]
-            logprobs: list[list[float]] = [[] for _ in range(count)]
-            for output in step.outputs:
-                tokens[output.number], logprobs[output.number] = output.tokens, output.logprobs
-                finished[output.number] |= output.finish_reason is not None
-            if step.ran:
-                yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
+        with contextlib.closing(self._run(batch)) as steps:  # so that the state is free when this is closed
+            for step in steps:
+                tokens: list[list[int]] = [[] for _ in range(count)]
+                logprobs: list[list[float]] = [[] for _ in range(count)]
+                for output in step.outputs:
+                    tokens[output.number], logprobs[output.number] = output.tokens, output.logprobs
+                    finished[output.number] |= output.finish_reason is not None
+                if step.ran:
+                    yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
 
-    def _run(self, batch: Batch) -> Iterator[Step]:
+    def _run(self, batch: Batch) -> Generator[Step, None, None]:
         """Decode all sequences of a batch, by their places in it, as many at a time as there is room for."""
         if not any(request.has_room for request in batch.requests):
             return

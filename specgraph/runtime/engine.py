@@ -153,7 +153,7 @@ class Engine:
         self._running: dict[int, _Sequence] = {}
         """By row."""
         self._decoding: set[_Sequence] = set()
-        self._prefill = Prefill(runner.width)
+        self._prefill = Prefill(runner.width, runner.sizes["B"])
         self._under_way: deque[_UnderWay] = deque()
         self._mode: Mode | None = None
         self._last_was_wide = False

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specgraph.runtime.prompt_shapes import num_together
+
 
 class Chunk(NamedTuple):
     """A window of prompt tokens, still on the host.
@@ -30,12 +32,13 @@ class Prefill:
 
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
     A wide step runs sequences whose prompt is pending, and no others. At most half of its rows are padding: a sequence
-    with little left to run does not join one with much.
+    with little left to run does not join one with much (:func:`~specgraph.runtime.prompt_shapes.num_together`).
     """
 
-    def __init__(self, width: int) -> None:
-        """``width`` is the number of rows of a decode step, which no window is narrower than."""
-        self._width = width
+    def __init__(self, width: int, rows: int) -> None:
+        """``width`` is the number of rows of a decode step, which no window is narrower than; ``rows`` is the number of
+        sequences for which there is room."""
+        self._width, self._rows = width, rows
         self._prompts: dict[int, Tensor] = {}
         self._done: dict[int, int] = {}
 
@@ -53,13 +56,17 @@ class Prefill:
         return list(self._prompts)
 
     def chunk(self, most: int) -> Chunk:
-        """The next wide window, of at most ``most`` rows per sequence; call it while sequences are pending."""
+        """The next wide window; call it while sequences are pending.
+
+        It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it.
+        """
         rows = self._together(most)
         counts = [self._next_rows(row, most) for row in rows]
         # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
         known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
         forced = [tokens.numel() - 1 for tokens in known]
-        block = torch.zeros(len(rows), 3 + max(self._width, max(counts) + 1), dtype=torch.int64, device="cpu")
+        width = max(self._width, *(tokens.numel() for tokens in known))
+        block = torch.zeros(len(rows), 3 + width, dtype=torch.int64, device="cpu")
         block[:, :3] = torch.tensor([rows, counts, forced], device="cpu").T
         for line, tokens in zip(block, known, strict=True):
             line[3 : 3 + tokens.numel()] = tokens
@@ -73,15 +80,11 @@ class Prefill:
             self.drop(row)
 
     def _next_rows(self, row: int, most: int) -> int:
-        return min(most, self._prompts[row].numel() - self._done[row])
+        left = self._prompts[row].numel() - self._done[row]
+        return left if left <= most else max(1, most - 1)
 
     def _together(self, most: int) -> list[int]:
-        """The pending sequences of the next window: those with the most rows to run, while at most half is padding."""
+        """The pending sequences of the next window: those with the most rows to run."""
         waiting = sorted(self.pending(), key=lambda row: self._next_rows(row, most), reverse=True)
-        widest, total, taken = self._next_rows(waiting[0], most), 0, 0
-        for row in waiting:
-            total += self._next_rows(row, most)
-            if (taken + 1) * widest > 2 * total:
-                break
-            taken += 1
+        taken = num_together([self._next_rows(row, most) for row in waiting], self._rows)
         return sorted(waiting[:taken])

@@ -1,11 +1,13 @@
 """Runs a compiled step over a state: call by call, or as a CUDA graph that is replayed.
 
-Every step runs a subset of the sequences whose state is kept, which its row index names. A wide step (prompt chunks) is
-always a call. The decode step has the same shapes every time, so it is captured, with a row index that names no
-sequence: warming up and capturing change nothing. A :class:`Workspace` is one state with room for the largest batch so
-far, and over it a graph for each mode and number of sequences. These numbers are powers of two; a graph that has
-more entries than there are sequences left runs the others as inactive. The host enqueues a step before it has read the
-one before: results travel to pinned memory, and an event tells when they are there.
+Every step runs a subset of the sequences whose state is kept, which its row index names. On a GPU every step is a
+graph, captured when a session first needs its shape, because launching the kernels one by one takes the host several
+times as long as they run. While a step is warmed up and captured, its row index names no sequence, so that nothing
+changes. A :class:`Workspace` is one state with room for the largest batch so far, and over it a graph for each
+:class:`Shape`: the number of sequences, and for prompt steps the width of their windows. Both are rounded up
+(:mod:`specgraph.runtime.prompt_shapes`). A graph that has more entries than there are sequences runs the others as
+inactive, and tokens behind the real rows of a window are padding. The host enqueues a step before it has read the one
+before: results travel to pinned memory, and an event tells when they are there.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,7 +33,8 @@ from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
 from specgraph.runtime.memory import most_pages
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Chunk
-from specgraph.runtime.state import load_chunk, staged
+from specgraph.runtime.prompt_shapes import entries, padded_width, power_of_two
+from specgraph.runtime.state import load_block, load_chunk, padded_block, staged, uploaded
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
@@ -97,7 +100,7 @@ class Runner:
         """The row index of a call of ``count`` sequences, int64 ``[count]``."""
         device = self.state["num_rows"].device
         index = torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64, device="cpu")
-        return staged(index, device).to(device, non_blocking=True)
+        return uploaded(index, device)
 
     def _decode(self, rows: Tensor) -> Tensor:
         (window,) = gather_state(rows, [self.state["next_window"]], [0])
@@ -116,8 +119,28 @@ class Runner:
         return Results(packed.cpu(), self.width)
 
 
+class Shape(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        mode: the variant of the step.
+        entries: those of its row index, so the most sequences that it runs.
+        width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
+    """
+
+    mode: Mode
+    entries: int
+    width: int | None = None
+
+    def idle_input(self) -> Tensor:
+        """An input of that step that names no sequence, on the host: a row index ``[b]`` or a block ``[b, 3 + W]``."""
+        if self.width is None:
+            return torch.full((self.entries,), -1, dtype=torch.int64, device="cpu")
+        return padded_block(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
+
+
 class _Captured(NamedTuple):
-    """A step as a graph: it is replayed for the sequences in ``rows``, and leaves ``packed``.
+    """A step as a graph: it is replayed for what lies in ``given``, and leaves ``packed``.
 
     The graph knows addresses alone, and another decoder of this model may move its parameters to other storage; so
     ``weights`` keeps what they were.
@@ -125,7 +148,7 @@ class _Captured(NamedTuple):
 
     replay: Callable[[], None]
     packed: Tensor
-    rows: Tensor
+    given: Tensor
     weights: list[Tensor]
 
 
@@ -150,36 +173,47 @@ class Workspace:
         self.mailbox = Mailbox(sizes["B"], width, num_columns(width, self.state.get(CONFIDENCE)), device)
         self._pool = pool
         self._program = program
-        self._graphs: dict[tuple[Mode, int], _Captured] = {}
+        self._graphs: dict[Shape, _Captured] = {}
 
     @property
-    def num_graphs(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
+    def shapes(self) -> list[Shape]:
+        """What graphs are captured for so far."""
+        return list(self._graphs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the state."""
         return num_bytes(self._program, self.state)
 
-    def has(self, mode: Mode, batch: int) -> bool:
-        """Whether that graph is there."""
-        return (mode, batch) in self._graphs
+    def captured(self, shape: Shape, step: fx.GraphModule, function: Callable[[Tensor], Tensor]) -> _Captured:
+        """The graph of ``shape``.
 
-    def captured(self, key: tuple[Mode, int], step: fx.GraphModule, function: Callable[[Tensor], Tensor]) -> _Captured:
-        """The graph of ``key``, a mode and a number of sequences.
-
-        If it is yet to be captured, ``function`` runs ``step`` for a row index, which names no sequence meanwhile.
+        If it is yet to be captured, ``function`` runs ``step`` for an input, which names no sequence meanwhile.
         """
-        if key not in self._graphs:
+        if shape not in self._graphs:
             weights = [tensor.detach() for tensor in (*step.parameters(), *step.buffers())]
-            rows = torch.full((key[1],), -1, dtype=torch.int64, device=self.state["num_rows"].device)
-            self._graphs[key] = _Captured(*self._pool.capture(lambda: function(rows)), rows, weights)
-        return self._graphs[key]
+            given = uploaded(shape.idle_input(), self.state["num_rows"].device)
+            self._graphs[shape] = _Captured(*self._pool.capture(lambda: function(given)), given, weights)
+        return self._graphs[shape]
+
+    def describe(self) -> str:
+        """Which steps are captured, and the memory that their graphs share."""
+        decode = sorted({shape.entries for shape in self.shapes if shape.width is None})
+        prompts = sorted({(shape.entries, shape.width) for shape in self.shapes if shape.width is not None})
+        return (
+            f"captured for {len({shape.mode for shape in self.shapes})} kinds of request: decode steps of "
+            f"{_listed(decode)} sequences; prompt steps of {_listed(f'{b} x {width}' for b, width in prompts)} rows; "
+            f"these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
+            f"{self.num_bytes / 1e6:,.0f} MB"
+        )
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items)) or "no"
 
 
 class GraphRunner(Runner):
-    """Replays the decode step as a CUDA graph and reads results one step behind.
+    """Replays steps as CUDA graphs and reads results one step behind.
 
     Attributes:
         space: whose state it runs on.
@@ -198,19 +232,32 @@ class GraphRunner(Runner):
         super().use(mode, step)
         self._mode = mode
 
+    def wide(self, chunk: Chunk) -> Results:
+        """Replay a graph of the next larger shape."""
+        count = entries(len(chunk.rows), self.space.sizes["B"])
+        width = padded_width(chunk.block.shape[1] - 3, count)
+        graph = self._graph(Shape(self._mode, count, width), self._wide)
+        block = padded_block(chunk.block, count, width)
+        graph.given.copy_(staged(block, graph.given.device), non_blocking=True)
+        graph.replay()
+        return self._send(graph.packed)
+
     def decode(self, rows: Sequence[int]) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
         count = entries(len(rows), self.space.sizes["B"])
-        graph = self._graph(count)
+        graph = self._graph(Shape(self._mode, count), self._decode)
         if self._running.get((self._mode, count)) != rows:
-            graph.rows.copy_(self._upload(rows, count))
+            graph.given.copy_(self._upload(rows, count))
             self._running[self._mode, count] = list(rows)
         graph.replay()
         return self._send(graph.packed)
 
-    def _graph(self, count: int) -> _Captured:
+    def _graph(self, shape: Shape, function: Callable[[Tensor], Tensor]) -> _Captured:
         assert self._step is not None, "Runner.use comes first"
-        return self.space.captured((self._mode, count), self._step, self._decode)
+        return self.space.captured(shape, self._step, function)
+
+    def _wide(self, block: Tensor) -> Tensor:
+        return self._call(*load_block(self.state, block))
 
     def close(self) -> None:
         """Wait for the stream; by an event, which a caller's ``set_sync_debug_mode`` takes for intended."""
@@ -267,6 +314,14 @@ class Runners:
                 if self.idle is None or self.idle.sizes["N"] < runner.space.sizes["N"]:
                     self.idle = runner.space
 
+    def describe(self) -> list[str]:
+        """Lines for the report: what is captured in the workspace that is kept for the next request."""
+        if not self.program.captured:
+            return []
+        kept = self.idle
+        first_use = "every step is a CUDA graph, captured when a request first needs its shape"
+        return [first_use] if kept is None else [first_use, kept.describe()]
+
     def _workspace(self, sizes: Mapping[str, int]) -> Workspace:
         with self._lock:
             space, self.idle = self.idle, None
@@ -305,16 +360,7 @@ def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> di
     Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
     """
     batch = entries(sizes["B"], max(max_batch_size, sizes["B"]))
-    pages = _power_of_two(sizes["M"])
-    grain = max(1, _power_of_two(sizes["N"]) // 64)
+    pages = power_of_two(sizes["M"])
+    grain = max(1, power_of_two(sizes["N"]) // 64)
     total = -(-sizes["N"] // grain) * grain
-    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "E": _power_of_two(sizes["E"])}
-
-
-def entries(count: int, most: int) -> int:
-    """How many entries the row index of a graph has that runs ``count`` of ``most`` sequences."""
-    return min(_power_of_two(count), most)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "E": power_of_two(sizes["E"])}

@@ -137,16 +137,39 @@ def staged(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory() if device.type == "cuda" else values
 
 
+def uploaded(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` of the host on ``device``, where they are when the device comes to it; the host does not wait."""
+    return staged(values, device).to(device, non_blocking=True)
+
+
 def load_chunk(state: State, chunk: Chunk, least: int = 1) -> tuple[Tensor, Tensor]:
+    """Bring a chunk to the device, and :func:`load_block` it.
+
+    There are at least ``least`` entries; those without a sequence are inactive.
+    """
+    count = max(least, len(chunk.rows))
+    block = padded_block(chunk.block, count, chunk.block.shape[1] - 3)
+    return load_block(state, uploaded(block, state["num_rows"].device))
+
+
+def padded_block(block: Tensor, count: int, width: int) -> Tensor:
+    """The block ``[b, 3 + W]`` of a :class:`Chunk` with ``count`` entries and windows of ``width`` columns.
+
+    What is added is an entry of no sequence (-1), and a token that no row runs (0). No entry at all, ``[0, 3]``, gives
+    a block that names no sequence.
+    """
+    entries, columns = block.shape
+    padded = torch.nn.functional.pad(block, (0, 3 + width - columns, 0, count - entries))
+    padded[entries:, 0] = -1
+    return padded
+
+
+def load_block(state: State, block: Tensor) -> tuple[Tensor, Tensor]:
     """Set the row counts of a chunk's sequences in ``state``, and give what its call brings.
 
-    That is the row index int64 ``[b]`` and the window int64 ``[b, W]``. There are at least ``least`` entries; those
-    without a sequence are inactive.
+    ``block`` is that of a :class:`Chunk`, on the device. The result is the row index int64 ``[b]`` and the window int64
+    ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing.
     """
-    device, missing = state["num_rows"].device, max(0, least - len(chunk.rows))
-    block = torch.nn.functional.pad(chunk.block, (0, 0, 0, missing))
-    block[len(chunk.rows) :, 0] = -1
-    block = staged(block, device).to(device, non_blocking=True)
     rows, num_rows, num_forced = (column.contiguous() for column in block[:, :3].unbind(1))
     scatter_state_(rows, [state["num_rows"], state["num_forced"]], [num_rows, num_forced])
     return rows, block[:, 3:].contiguous()

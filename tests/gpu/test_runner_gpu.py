@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox
-from specgraph.runtime.runner import PATIENCE, Workspace
+from specgraph.runtime.runner import PATIENCE, GraphRunner, Shape, Workspace
 from specgraph.runtime.state import staged
 from tests.decoding import compiled
 from tests.gpu.capture import no_synchronisation
@@ -64,11 +65,11 @@ def test_batch_sizes_and_modes_alternate_without_a_new_capture(expected: list[Te
     first = fresh.generate(PROMPTS, **DRAWN).new_tokens
     run()
     space = idle(fresh)
+    shapes = space.shapes
     # For each mode, one for 8, 4, 2 and 1 sequences at most: those that a batch begins with, and those that are left.
-    count = space.num_graphs
-    assert 6 <= count <= 8
+    assert 6 <= sum(shape.width is None for shape in shapes) <= 8
     run()
-    assert idle(fresh) is space and space.num_graphs == count
+    assert idle(fresh) is space and space.shapes == shapes
 
 
 def test_a_state_grows_and_shrinks_and_captures_anew(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +96,53 @@ def test_memory_of_dropped_states_is_used_again() -> None:
         torch.cuda.empty_cache()
         seen.append(torch.cuda.memory_reserved())
     assert seen[2] <= seen[1]
+
+
+LONG = ragged_prompts((1, 130, 700, 1500, 2500, 40, 129, 2048))
+
+
+@functools.cache
+def long_outputs(kind: str, chunk: int, captured: bool, temperature: float) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and log-probabilities behind long prompts."""
+    model = make_model("llama", dtype=torch.bfloat16, max_position_embeddings=4096).cuda()
+    fresh = compiled(model, kind, cache={"prefill_chunk": chunk}, lowering={"cuda_graph": captured})
+    options = {"max_new_tokens": 12, "eos_token_id": [], "temperature": temperature, "seed": list(range(8))}
+    out = fresh.generate(LONG, **options, return_logprobs=True)
+    assert out.logprobs is not None
+    return list(zip(out.new_tokens, out.logprobs, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("kind", "chunk"), [("none", 2048), ("none", 300), ("ngram", 2048), ("ngram", 97)])
+def test_captured_prompt_steps_give_the_bits_of_single_calls(kind: str, chunk: int, temperature: float) -> None:
+    expected = long_outputs("none", 256, False, temperature)
+    for (tokens, values), (own, other) in zip(long_outputs(kind, chunk, True, temperature), expected, strict=True):
+        assert torch.equal(tokens, own) and torch.equal(values, other)
+
+
+def test_prompt_steps_captured_between_steps_of_others_leave_them_alone(
+    decoder: SpeculativeDecoder, expected: list[Tensor]
+) -> None:
+    """A state in use keeps every bit when a graph is captured over it."""
+    stream = decoder.stream(PROMPTS, **GREEDY)
+    for _ in range(6):
+        next(stream)
+    del stream
+    space, ((mode, step), *_) = idle(decoder), decoder._steps.items()
+    before = pytree.tree_map(torch.clone, space.state)
+    runner = GraphRunner(step, space, space.sizes["B"], mode)
+    with torch.no_grad(), runner.active():
+        space.captured(Shape(mode, 4, 48), step, runner._wide)
+    runner.close()
+    assert bool(before["num_rows"].any())
+    assert all(map(torch.equal, pytree.tree_leaves(space.state), pytree.tree_leaves(before)))
+    assert same(decoder.generate(PROMPTS, **GREEDY).new_tokens, expected)
+
+
+def test_the_report_names_the_memory_of_the_graphs(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:
+    found = re.search(r"prompt steps of (.*) rows; these graphs share (\d+) MB", decoder.report())
+    assert found is not None and " x " in found[1]
+    assert 2 <= int(found[2]) < 1000 and idle(decoder)._pool.num_bytes > 2_000_000  # a segment has 2 MB at least
 
 
 def test_a_stream_closed_half_way_leaves_nothing_behind(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
 from specgraph.runtime.cuda_graphs import Mailbox, first_error
-from specgraph.runtime.runner import PATIENCE, SHRINK_BYTES, GraphRunner, Runners, Workspace, room
+from specgraph.runtime.runner import PATIENCE, SHRINK_BYTES, GraphRunner, Runners, Shape, Workspace, room
 from specgraph.runtime.state import staged
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
+from tests.runtime.test_decoder import noisy_copy
 
 PROMPTS = ragged_prompts((3, 17, 8, 1))
 LENGTHS = (9, 30, 9, 9)
@@ -25,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("cached_traces")
 
 class Calls:
     """A pool that replays a graph by calling the function again, into the tensor that the first call gave."""
+
+    num_bytes = 3_000_000
 
     def __init__(self, device: torch.device) -> None:
         self.captured: list[Callable[[], None]] = []
@@ -63,6 +68,10 @@ def idle(decoder: SpeculativeDecoder) -> Workspace:
     return space
 
 
+def decode_graphs(space: Workspace) -> int:
+    return sum(shape.width is None for shape in space.shapes)
+
+
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
@@ -91,11 +100,12 @@ def test_batch_sizes_and_modes_share_one_state_and_are_captured_once(
     decoder.generate(PROMPTS, max_new_tokens=9)
     space = idle(decoder)
     run()
-    assert idle(decoder) is space and space.num_graphs == 9
+    assert idle(decoder) is space and decode_graphs(space) == 9
+    shapes = space.shapes
     run()
-    assert idle(decoder) is space and space.num_graphs == 9
+    assert idle(decoder) is space and space.shapes == shapes
     decoder.generate(PROMPTS[:3], max_new_tokens=9)  # in the bucket of four
-    assert space.num_graphs == 9
+    assert space.shapes == shapes
 
 
 def test_a_larger_request_gets_a_new_state_with_room_for_both(decoder: SpeculativeDecoder) -> None:
@@ -103,7 +113,7 @@ def test_a_larger_request_gets_a_new_state_with_room_for_both(decoder: Speculati
     first = idle(decoder)
     decoder.generate(PROMPTS[:1], max_new_tokens=100)
     second = idle(decoder)
-    assert second is not first and second.num_graphs == 1
+    assert second is not first and decode_graphs(second) == 1
     assert all(second.sizes[name] >= size for name, size in first.sizes.items())
     decoder.generate(PROMPTS, max_new_tokens=4)
     assert idle(decoder) is second
@@ -180,7 +190,7 @@ def test_a_capture_counts_arrivals_in_a_buffer_of_its_workspace(decoder: Specula
 
     decoder._runners.make_pool = Watching
     decoder.generate(PROMPTS, max_new_tokens=2)
-    assert seen == [idle(decoder).counters]
+    assert len(seen) == len(idle(decoder).shapes) and all(own is idle(decoder).counters for own in seen)
     assert arrival_counters(torch.device("cpu")) is not seen[0]
 
 
@@ -190,6 +200,68 @@ def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: Speculativ
     for captured in idle(decoder)._graphs.values():
         kept = {tensor.data_ptr() for tensor in captured.weights}
         assert {p.data_ptr() for p in (*step.parameters(), *step.buffers())} <= kept
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
+def test_capturing_a_prompt_step_changes_no_state(kind: str) -> None:
+    """Over sequences that were decoding."""
+    decoder = replaying(kind, draft=noisy_copy() if kind == "draft_model" else None)
+    with decoder.session() as session:
+        for prompt in PROMPTS:
+            session.submit(prompt, max_new_tokens=40, eos_token_id=[], temperature=1.0, seed=1)
+        for _ in range(9):
+            session.step()
+        runner, ((mode, step),) = session._engine._runner, decoder._steps.items()
+        assert isinstance(runner, GraphRunner)
+        before = pytree.tree_map(torch.clone, runner.state)
+        shape = Shape(mode, 2, 16)
+        assert shape not in runner.space.shapes
+        runner.space.captured(shape, step, runner._wide)
+        assert shape in runner.space.shapes and bool(before["num_rows"].any())
+        assert all(map(torch.equal, pytree.tree_leaves(runner.state), pytree.tree_leaves(before)))
+
+
+def test_a_prompt_step_runs_in_the_next_larger_shape_and_gives_the_same(
+    plain: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": [1, 2, 3, 4]}
+    expected = plain.generate(PROMPTS, **options).new_tokens
+    widths = lambda space: {(shape.entries, shape.width) for shape in space.shapes if shape.width is not None}  # noqa: E731
+    seen = []
+    for grain in (None, 5, 32):
+        if grain is not None:
+            rounded = functools.partial(lambda grain, width, count: -(-width // grain) * grain, grain)
+            monkeypatch.setattr("specgraph.runtime.runner.padded_width", rounded)
+        decoder = replaying()
+        assert same(decoder.generate(PROMPTS, **options).new_tokens, expected)
+        seen.append(widths(idle(decoder)))
+    # Windows of the three longer prompts, up to 7 wide, and of what is left of two of them.
+    assert seen[0] == {(4, 8), (2, 8), (1, 8)} and seen[2] == {(4, 32), (2, 32), (1, 32)} and seen[1] != seen[0]
+
+
+def test_nothing_is_enqueued_behind_a_step_that_surely_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, decoded = replaying("none"), []
+    replay = GraphRunner.decode
+    monkeypatch.setattr(GraphRunner, "decode", lambda own, rows: decoded.append([*rows]) or replay(own, rows))
+    for count in (1, 3):
+        decoded.clear()
+        out = decoder.generate(PROMPTS, max_new_tokens=count, eos_token_id=[])
+        assert [len(tokens) for tokens in out.new_tokens] == [count] * 4
+        assert decoded == [[0, 1, 2, 3]] * (count - 1)
+
+
+def test_the_report_says_what_is_captured_and_the_memory_it_takes(
+    decoder: SpeculativeDecoder, plain: SpeculativeDecoder
+) -> None:
+    first_use = "## CUDA graphs\n- every step is a CUDA graph, captured when a request first needs its shape\n"
+    assert decoder.report().endswith(first_use)
+    decoder.generate(PROMPTS[:1], max_new_tokens=2)
+    decoder.generate(PROMPTS[:1], max_new_tokens=2, temperature=1.0)
+    assert decoder.report().endswith(
+        f"{first_use}- captured for 2 kinds of request: decode steps of 1 sequences; prompt steps of 1 x 8 rows; these "
+        "graphs share 3 MB, and their state takes 0 MB\n"
+    )
+    assert "CUDA graphs" not in plain.report()
 
 
 SMALL, LARGE = ({"B": 1, "M": m, "N": m, "S": 4 * m, "E": 1} for m in (8, 64))
