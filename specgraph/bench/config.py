@@ -12,7 +12,7 @@ from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-KINDS = ("steps", "kernels", "linears")
+KINDS = ("steps", "kernels", "linears", "first_token")
 
 
 @dataclass
@@ -21,18 +21,21 @@ class BenchConfig(Config):
 
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
-    linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which.
+    linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which;
+    first_token: whole requests for one token.
     """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
     of a model.
     """
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
-    """Numbers of sequences that are decoded together; each is measured."""
+    batch_sizes: list[int] | None = None
+    """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
     """Values of K; each is measured. They take the place of draft.num_speculative_tokens."""
     rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
     """linears: numbers of rows; each is measured."""
+    prompt_lengths: list[int] = field(default_factory=lambda: [128, 2048, 8000])
+    """first_token: lengths of the random prompts; each is measured."""
     prompt_length: int = 128
     """The length of the random prompt of every sequence; for kernels, the length of the context."""
     steps: int = 50
@@ -48,6 +51,11 @@ class BenchConfig(Config):
     plot: str | None = None
     """Also draw the results to this file (.png, .svg or .pdf); needs matplotlib."""
 
+    @property
+    def batches(self) -> list[int]:
+        """The numbers of sequences that are measured."""
+        return self.batch_sizes or ([1, 8] if self.what == "first_token" else [1, 8, 32])
+
 
 def check_bench_config(config: BenchConfig) -> None:
     """Refuse values that cannot be measured, before a model is built.
@@ -56,10 +64,10 @@ def check_bench_config(config: BenchConfig) -> None:
         ConfigError: a value is not allowed; the message says which are.
     """
     if config.what not in KINDS:
-        known = "steps, kernels or linears"
+        known = "steps, kernels, linears or first_token"
         raise ConfigError(f"There is no bench {config.what}{did_you_mean(config.what, KINDS)}; it is {known}.")
-    for key in ("batch_sizes", "num_speculative_tokens", "rows"):
-        values = getattr(config, key)
+    for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "rows"):
+        values = config.batches if getattr(config, key) is None else getattr(config, key)
         if not values or min(values) < 1:
             raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")
     for key, least in (("prompt_length", 1), ("steps", 1), ("warmup", 0)):

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specgraph.bench.first_token import FirstTokenRow
 from specgraph.bench.kernels import KernelRow
 from specgraph.bench.steps import StepRow
 from specgraph.tables import text_table
 
-Rows = Sequence[StepRow] | Sequence[KernelRow]
+Rows = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow]
 
 STEP_COLUMNS = {
     "batch": "batch",
@@ -26,6 +27,16 @@ STEP_COLUMNS = {
     "limit_ms": "limit ms",
     "ratio": "ms/limit",
     "compile_s": "compile s",
+    "peak_bytes": "peak GB",
+}
+FIRST_TOKEN_COLUMNS = {
+    "prompt_length": "prompt",
+    "batch": "batch",
+    "ms": "ms",
+    "bytes_ms": "bytes ms",
+    "flops_ms": "FLOPs ms",
+    "ratio": "ms/limit",
+    "first_ms": "first call ms",
     "peak_bytes": "peak GB",
 }
 KERNEL_COLUMNS = {
@@ -49,8 +60,10 @@ _DIGITS = {
 }
 
 
-def columns_of(row: StepRow | KernelRow) -> Mapping[str, str]:
+def columns_of(row: StepRow | KernelRow | FirstTokenRow) -> Mapping[str, str]:
     """The fields of a row that a table shows, with the names of their columns."""
+    if isinstance(row, FirstTokenRow):
+        return FIRST_TOKEN_COLUMNS
     return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
 
 
@@ -88,16 +101,18 @@ def plot(path: str, title: str, rows: Rows) -> None:
     axes.axvline(1.0, color="tab:red", linestyle="--")
     for place in places:
         axes.text(rows[place].ratio, place, f" {_time(rows[place])}", va="center")
-    axes.set(title=title, xlabel="time over the time its bytes need", yticks=places)
+    axes.set(title=title, xlabel="time over its limit", yticks=places)
     axes.set_yticklabels([_label(row) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     figure.savefig(Path(path).expanduser())
 
 
-def _label(row: StepRow | KernelRow) -> str:
+def _label(row: StepRow | KernelRow | FirstTokenRow) -> str:
+    if isinstance(row, FirstTokenRow):
+        return f"{row.prompt_length} tokens x {row.batch}"
     return f"batch {row.batch}, K = {row.k}" if isinstance(row, StepRow) else f"{row.kernel}, {row.shape}"
 
 
-def _time(row: StepRow | KernelRow) -> str:
-    return f"{row.ms:.3g} ms" if isinstance(row, StepRow) else f"{row.us:.3g} us"
+def _time(row: StepRow | KernelRow | FirstTokenRow) -> str:
+    return f"{row.us:.3g} us" if isinstance(row, KernelRow) else f"{row.ms:.3g} ms"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +9,13 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.bench import report
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.first_token import FirstTokenRow, bench_first_token
 from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
 from specgraph.bench.sizes import Sizes
 from specgraph.bench.steps import StepRow, bench_steps
-from specgraph.bench.timing import measure_bandwidth
+from specgraph.bench.timing import measure_bandwidth, measure_matmul
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.drafters.registry import drafter_class
@@ -56,6 +56,20 @@ def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> l
     for row in bench_steps(model, options, config, bandwidth):
         found.append(row)
         print(f"batch {row.batch}, K = {row.k}: {row.ms:.3f} ms per step", flush=True)
+    _finish(options, about, found)
+    return found
+
+
+def run_first_token(model: PreTrainedModel, options: BenchConfig, config: Config) -> list[FirstTokenRow]:
+    """Measure and print requests for one token of a loaded model."""
+    device = next(model.parameters()).device
+    bandwidth, rate = measure_bandwidth(device), measure_matmul(device, model.dtype)
+    about = _about(options, device, model.dtype, bandwidth)
+    about |= {"draft": _draft(config), "lowering": config.lowering.name, "matmul_tflop_per_s": rate / 1e12}
+    found: list[FirstTokenRow] = []
+    for row in bench_first_token(model, options, config, bandwidth, rate):
+        found.append(row)
+        print(f"{row.prompt_length} tokens x {row.batch}: {row.ms:.2f} ms", flush=True)
     _finish(options, about, found)
     return found
 
@@ -124,7 +138,7 @@ def _draft(config: Config) -> str:
     return name if drafter.head is None else f"{name} (random)"
 
 
-def _finish(options: BenchConfig, about: dict[str, Any], rows: Sequence[StepRow] | Sequence[KernelRow]) -> None:
+def _finish(options: BenchConfig, about: dict[str, Any], rows: report.Rows) -> None:
     """Print what was measured and the table, and write the JSON and the plot if they were asked for."""
     print("\n" + _heading(about))
     if not rows:
@@ -137,5 +151,4 @@ def _finish(options: BenchConfig, about: dict[str, Any], rows: Sequence[StepRow]
 
 
 def _heading(about: dict[str, Any]) -> str:
-    shown = {**about, "bandwidth_gb_per_s": f"{about['bandwidth_gb_per_s']:,.1f}"}
-    return text_table([(name, str(value)) for name, value in shown.items()])
+    return text_table([(name, f"{value:,.1f}" if "_per_s" in name else str(value)) for name, value in about.items()])

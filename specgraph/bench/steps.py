@@ -72,17 +72,17 @@ def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, ba
     Raises:
         ConfigError: the measured steps do not fit into the target's positions.
     """
-    config = dataclasses.replace(config, max_batch_size=max(options.batch_sizes))
+    config = dataclasses.replace(config, max_batch_size=max(options.batches))
     counts = options.num_speculative_tokens if config.draft.kind != "none" else [0]
     for k in counts:
         check_length(model, options, k)
     for k in counts:
         own = _for(config, options, k)
-        head = _head(model, own)
+        head = head_of(model, own)
         begin = time.perf_counter()
         decoder = compile_speculative(model, own, draft=head)
         seconds = time.perf_counter() - begin
-        for batch in options.batch_sizes:
+        for batch in options.batches:
             yield _measure(decoder, options, batch, k, seconds, bandwidth)
         del decoder, head
         gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
@@ -107,7 +107,7 @@ def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
         )
 
 
-def _head(model: PreTrainedModel, config: Config) -> DraftHead | None:
+def head_of(model: PreTrainedModel, config: Config) -> DraftHead | None:
     """A random head, if the configuration names a drafter with heads but no checkpoint."""
     return None if config.draft.model is not None else random_head(model, config.draft)
 
@@ -154,9 +154,9 @@ def _measure(
     )
 
 
-def random_prompts(vocab_size: int, batch: int, length: int) -> list[Tensor]:
-    """Random prompts, which are the same in every call."""
-    generator = torch.Generator().manual_seed(0)
+def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> list[Tensor]:
+    """Random prompts, which are the same in every call with the same ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (length,), generator=generator) for _ in range(batch)]
 
 

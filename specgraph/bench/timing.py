@@ -70,6 +70,14 @@ def measure_bandwidth(device: torch.device, size: int | None = None) -> float:
     return 2 * source.nbytes / median_seconds(device, [lambda: copy.copy_(source)], repeats=5, warmup=1)
 
 
+def measure_matmul(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """Operations per second of PyTorch's product of two square matrices, where a multiplication and an addition count
+    as two."""
+    width = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    return 2 * width**3 / median_seconds(device, [lambda: a @ b], repeats=10, warmup=2)
+
+
 def median_seconds(device: torch.device, calls: Sequence[Call], repeats: int, warmup: int) -> float:
     """The median time of one of ``calls``, which run one after the other.
 

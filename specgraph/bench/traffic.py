@@ -9,8 +9,9 @@ layer, those count that the rows use on average, if rows choose independently an
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -71,12 +72,17 @@ def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor, rows: int) -> flo
     if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
         return 0.0
     if user.target == torch.ops.specgraph.expert_linear.default and node in user.args[1:3]:
-        ids: Any = user.args[3]
-        size = ids.meta["val"].shape[0]  # batch times rows, which are symbols, times a number
-        experts_per_row = int(size.node.expr.as_coeff_Mul()[0])
-        assert 0 < experts_per_row <= len(tensor), f"{user.name} has {size} rows"
-        return 1 - (1 - experts_per_row / len(tensor)) ** rows
+        return 1 - (1 - experts_per_row(user) / len(tensor)) ** rows
     return 1.0
+
+
+def experts_per_row(product: fx.Node) -> int:
+    """The number of experts that a row meets in an ``expert_linear``."""
+    weight, _, ids = cast(Sequence[Any], product.args[1:4])
+    size = ids.meta["val"].shape[0]  # batch times rows, which are symbols, times a number
+    count = int(size.node.expr.as_coeff_Mul()[0])
+    assert 0 < count <= len(weight.meta["val"]), f"{product.name} has {size} rows"
+    return count
 
 
 def cache_bytes(module: fx.GraphModule, context: float) -> float:

@@ -26,6 +26,7 @@ from specgraph.progress import progress_bars
 from specgraph.tables import text_table
 
 if TYPE_CHECKING:
+    from specgraph.bench.first_token import FirstTokenRow
     from specgraph.bench.kernels import KernelRow
     from specgraph.bench.steps import StepRow
 
@@ -96,7 +97,7 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time decode steps, kernels or linears. Print a line for each measurement, and then a table."""
+    """Time decode steps, kernels, linears or the first token. Print a line for each measurement, and then a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -111,15 +112,19 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     device, dtype = device_and_dtype(options)
     if options.target not in SHAPES:
         check_folder(options.target, "target")
-    rows: Sequence[StepRow | KernelRow]
+    rows: Sequence[StepRow | KernelRow | FirstTokenRow]
     if options.what == "kernels":
         rows = run.run_kernels(options, torch.device(device))
     elif options.what == "linears":
         rows = run.run_linears(options, torch.device(device))
-    elif options.target in SHAPES:
-        rows = run.run_steps(run.make_target(options, torch.device(device)), options, config)
     else:
-        rows = run.run_steps(load_model(options.target, device, dtype, "target"), options, config)
+        model = (
+            run.make_target(options, torch.device(device))
+            if options.target in SHAPES
+            else load_model(options.target, device, dtype, "target")
+        )
+        measure = run.run_first_token if options.what == "first_token" else run.run_steps
+        rows = measure(model, options, config)
     return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
 
 

@@ -142,9 +142,9 @@ COMMANDS = {
         "path",
     ),
     "bench": Command(
-        "time decode steps, kernels or linears, against the bytes that must move",
+        "time decode steps, kernels, linears or the first token, against the bytes that must move",
         _bench_config,
-        "[kernels|linears] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [batch_sizes=[1,8]] [KEY=VALUE ...]",
+        "[kernels|linears|first_token] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         "what",
     ),
     "train": Command(

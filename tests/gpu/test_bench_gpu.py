@@ -30,6 +30,14 @@ def test_steps(draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(row["ms"] > 0 and row["peak_bytes"] > row["target_bytes"] for row in found["rows"])
 
 
+def test_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["target=llama-3.2-1b-shape", "draft=none", "prompt_lengths=[100,700]", "batch_sizes=[1,4]"]
+    assert main(["bench", "first_token", *given, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(row["prompt_length"], row["batch"]) for row in rows] == [(100, 1), (100, 4), (700, 1), (700, 4)]
+    assert all(row["ms"] > row["limit_ms"] / 2 > 0 and row["peak_bytes"] > 2e9 for row in rows)
+
+
 def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["target=llama-3.2-1b-shape", "rows=[1,300]", "steps=3", "warmup=1", f"json={tmp_path / 'a.json'}"]
     assert main(["bench", "linears", *given]) == 0, capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""Counts the floating-point operations that reading a prompt needs, on the step graph before it is lowered.
+
+A product with a weight takes two operations for each of its elements and each row. Attention takes two for each element
+of a key and of a value, for every row, head and position that the row sees. All rows of a prompt go through the target,
+and only the last one through its vocabulary projection. Nothing else counts: what a drafter runs, and operations on
+single elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from specgraph.bench.traffic import experts_per_row
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+
+WEIGHT = {torch.ops.aten.linear.default: 1, torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
+"""Which argument of a product is the weight."""
+EXPERTS = torch.ops.specgraph.expert_linear.default
+ATTENTION = torch.ops.specgraph.paged_attention.default
+
+
+def prompt_flops(program: Program, length: int) -> float:
+    """The operations that a prompt of ``length`` tokens needs up to its first new token."""
+    target, projection = program.modules["target"], program.modules["lm_head"]
+    return length * _of_products(target) + _of_attention(target, length) + _of_products(projection)
+
+
+def _of_products(module: fx.GraphModule) -> float:
+    """The operations of one row in products with weights."""
+    weights = [node.args[place] for op, place in WEIGHT.items() for node in calls(module.graph, op)]
+    experts = list(calls(module.graph, EXPERTS))
+    elements = sum(_value(weight).numel() for weight in weights)
+    return 2.0 * (elements + sum(_value(node.args[1])[0].numel() * experts_per_row(node) for node in experts))
+
+
+def _of_attention(module: fx.GraphModule, length: int) -> float:
+    """The operations of all rows of a prompt in attention."""
+    total = 0.0
+    for node in calls(module.graph, ATTENTION):
+        query, value = _value(node.args[0]), _value(node.args[2])
+        pairs = _pairs(length, node.kwargs.get("window"))
+        total += 2.0 * query.shape[1] * (query.shape[3] + value.shape[3]) * pairs
+    return total
+
+
+def _pairs(length: int, window: Any) -> int:
+    """How many positions the rows of a prompt see, all together."""
+    seen = length if window is None else min(length, int(window))
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _value(node: Any) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value

@@ -1,0 +1,104 @@
+"""Times whole requests for one token: what a caller waits for the first token of a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specgraph.bench.arithmetic import prompt_flops
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.steps import head_of, random_prompts
+from specgraph.bench.traffic import STAGE, step_traffic
+from specgraph.compiler.compile import compile_speculative
+from specgraph.config import Config
+from specgraph.errors import ConfigError
+from specgraph.runtime.decoder import SpeculativeDecoder
+
+REPEATS = 3
+"""How many requests are timed; the fastest counts."""
+
+
+@dataclass(frozen=True)
+class FirstTokenRow:
+    """One measurement.
+
+    Attributes:
+        prompt_length, batch: the length of every prompt, and their number.
+        ms: the time of ``generate`` for one token, from the call to its return; the fastest of three.
+        first_ms: the time of the first such call, which compiles kernels and captures CUDA graphs.
+        bytes_ms: the time that reading the weights of the target takes at the measured bandwidth.
+        flops_ms: the time that the operations of the prompts take at the measured rate of a large product
+            (:mod:`specgraph.bench.arithmetic`).
+        limit_ms: the longer of the two; ``ratio`` is ``ms / limit_ms``.
+        peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
+    """
+
+    prompt_length: int
+    batch: int
+    ms: float
+    first_ms: float
+    bytes_ms: float
+    flops_ms: float
+    limit_ms: float
+    ratio: float
+    peak_bytes: int
+
+
+def bench_first_token(
+    model: PreTrainedModel, options: BenchConfig, config: Config, bandwidth: float, rate: float
+) -> Iterator[FirstTokenRow]:
+    """Measure every length of prompts and batch size; the smallest number of drafts decides about K.
+
+    ``bandwidth`` is in bytes per second, ``rate`` in operations per second.
+
+    Raises:
+        ConfigError: a prompt does not fit into the target's positions.
+    """
+    longest = max(options.prompt_lengths) + 1
+    _check_length(model, options, longest)
+    draft = dataclasses.replace(config.draft, num_speculative_tokens=min(options.num_speculative_tokens))
+    config = dataclasses.replace(config, draft=draft, max_batch_size=max(options.batches), max_length=longest)
+    decoder = compile_speculative(model, config, draft=head_of(model, config))
+    # Allocates for the largest request, so that none of those that follow finds too little room and allocates anew.
+    _request_ms(decoder, longest - 1, max(options.batches), seed=0)
+    for length in options.prompt_lengths:
+        for batch in options.batches:
+            yield _measure(decoder, length, batch, bandwidth, rate)
+
+
+def _check_length(model: PreTrainedModel, options: BenchConfig, longest: int) -> None:
+    text: Any = model.config.get_text_config()
+    known = getattr(text, "max_position_embeddings", None)
+    if known is not None and longest > known:
+        raise ConfigError(
+            f"prompt_lengths={options.prompt_lengths} take up to {longest} positions, but {options.target} is right "
+            f"for {known}; leave out the longest."
+        )
+
+
+def _measure(decoder: SpeculativeDecoder, length: int, batch: int, bandwidth: float, rate: float) -> FirstTokenRow:
+    program = decoder.stages[STAGE]
+    device = program.target.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    # Every request has prompts of its own, since pages of the same tokens might be used again.
+    first, *times = (_request_ms(decoder, length, batch, seed) for seed in range(1, REPEATS + 2))
+    bytes_ms = 1e3 * step_traffic(program, batch, 0.0, 0).target_weights / bandwidth
+    flops_ms = 1e3 * batch * prompt_flops(program, length) / rate
+    limit = max(bytes_ms, flops_ms)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return FirstTokenRow(length, batch, min(times), first, bytes_ms, flops_ms, limit, min(times) / limit, peak)
+
+
+def _request_ms(decoder: SpeculativeDecoder, length: int, batch: int, seed: int) -> float:
+    """The milliseconds of one request, whose prompts ``seed`` decides."""
+    prompts = random_prompts(decoder.stages[STAGE].target.vocab_size, batch, length, seed)
+    begin = time.perf_counter()
+    decoder.generate(prompts, max_new_tokens=1, eos_token_id=[], temperature=0.0, seed=0)
+    return 1e3 * (time.perf_counter() - begin)
