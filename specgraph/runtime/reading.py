@@ -55,7 +55,7 @@ class Reader:
 
     def one(
         self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
-        seed: int | None = None, **sampling: float | None,
+        seed: int | None = None, **sampling: Any,
     ) -> Request:  # fmt: skip
         """A checked call of ``submit``, whose seed is used as it is.
 

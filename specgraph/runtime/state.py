@@ -120,10 +120,10 @@ def upload(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     sizes = [value.numel() * value.element_size() for value in values]
     places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     packed = torch.empty(sum(places), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    parts = [part[:size] for part, size in zip(packed.split(places), sizes, strict=True)]
+    parts = [part[:size] for part, size in zip(torch.split(packed, places), sizes, strict=True)]
     for part, value in zip(parts, values, strict=True):
         part.copy_(value.contiguous().view(-1).view(torch.uint8))
-    there = packed.to(device, non_blocking=True).split(places)
+    there = torch.split(packed.to(device, non_blocking=True), places)
     return [
         part[:size].view(value.dtype).view(value.shape) for part, size, value in zip(there, sizes, values, strict=True)
     ]
