@@ -124,18 +124,19 @@ def test_prompt_steps_captured_between_steps_of_others_leave_them_alone(
     decoder: SpeculativeDecoder, expected: list[Tensor]
 ) -> None:
     """A state in use keeps every bit when a graph is captured over it."""
-    stream = decoder.stream(PROMPTS, **GREEDY)
-    for _ in range(6):
-        next(stream)
-    del stream
-    space, ((mode, step), *_) = idle(decoder), decoder._steps.items()
-    before = pytree.tree_map(torch.clone, space.state)
-    runner = GraphRunner(step, space, space.sizes["B"], mode)
-    with torch.no_grad(), runner.active():
-        space.captured(Shape(mode, 4, 48), step, runner._wide)
-    runner.close()
-    assert bool(before["num_rows"].any())
-    assert all(map(torch.equal, pytree.tree_leaves(space.state), pytree.tree_leaves(before)))
+    with decoder.session() as session:
+        for prompt in PROMPTS:
+            session.submit(prompt, **GREEDY)
+        for _ in range(len(PROMPTS) + 4):
+            session.step()
+        runner, ((mode, step), *_) = session._engine._runner, decoder._steps.items()
+        assert isinstance(runner, GraphRunner)
+        before = pytree.tree_map(torch.clone, runner.state)
+        with torch.no_grad(), runner.active():
+            runner.space.captured(Shape(mode, 4, 48), step, runner._wide)
+        runner.close()
+        assert bool(before["num_rows"].any())
+        assert all(map(torch.equal, pytree.tree_leaves(runner.state), pytree.tree_leaves(before)))
     assert same(decoder.generate(PROMPTS, **GREEDY).new_tokens, expected)
 
 
