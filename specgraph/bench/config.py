@@ -12,7 +12,7 @@ from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-KINDS = ("steps", "kernels", "linears", "first_token")
+KINDS = ("steps", "kernels", "linears", "first_token", "sessions")
 
 
 @dataclass
@@ -22,7 +22,7 @@ class BenchConfig(Config):
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
     linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which;
-    first_token: whole requests for one token.
+    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size.
     """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
@@ -36,6 +36,18 @@ class BenchConfig(Config):
     """linears: numbers of rows; each is measured."""
     prompt_lengths: list[int] = field(default_factory=lambda: [128, 2048, 8000])
     """first_token: lengths of the random prompts; each is measured."""
+    num_prompts: int = 256
+    """sessions: how many prompts are decoded; those of a file are repeated if there are fewer."""
+    prompt_range: list[int] = field(default_factory=lambda: [64, 1024])
+    """sessions: the shortest and the longest random prompt."""
+    new_tokens: list[int] = field(default_factory=lambda: [16, 512])
+    """sessions: the fewest and the most tokens that a random prompt adds. One of a file ends at its EOS, and adds the
+    most of these at the latest.
+    """
+    prompts: str | None = None
+    """sessions: a file of prompts, as for `generate`; null draws them at random."""
+    template: str | None = None
+    """sessions: a text in which every prompt of the file takes the place of {question} or {prompt}."""
     prompt_length: int = 128
     """The length of the random prompt of every sequence; for kernels, the length of the context."""
     steps: int = 50
@@ -64,15 +76,32 @@ def check_bench_config(config: BenchConfig) -> None:
         ConfigError: a value is not allowed; the message says which are.
     """
     if config.what not in KINDS:
-        known = "steps, kernels, linears or first_token"
+        known = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
         raise ConfigError(f"There is no bench {config.what}{did_you_mean(config.what, KINDS)}; it is {known}.")
+    _check_numbers(config)
+    if config.prompts is not None and config.target.endswith("-shape"):
+        raise ConfigError(
+            f"prompts={config.prompts} needs a tokenizer, and target={config.target} has none; give the folder of a "
+            "model, or leave prompts out."
+        )
+    _check_files(config)
+
+
+def _check_numbers(config: BenchConfig) -> None:
     for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "rows"):
         values = config.batches if getattr(config, key) is None else getattr(config, key)
         if not values or min(values) < 1:
             raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")
-    for key, least in (("prompt_length", 1), ("steps", 1), ("warmup", 0)):
+    for key in ("prompt_range", "new_tokens"):
+        values = getattr(config, key)
+        if len(values) != 2 or not 1 <= values[0] <= values[1]:
+            raise ConfigError(f"{key} is the least and the most, such as [16,512], got {values}.")
+    for key, least in (("prompt_length", 1), ("steps", 1), ("warmup", 0), ("num_prompts", 1)):
         if getattr(config, key) < least:
             raise ConfigError(f"{key} must be at least {least}, got {getattr(config, key)}.")
+
+
+def _check_files(config: BenchConfig) -> None:
     for key in ("json", "plot"):
         path = getattr(config, key)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():

@@ -10,10 +10,12 @@ from typing import Any
 
 from specgraph.bench.first_token import FirstTokenRow
 from specgraph.bench.kernels import KernelRow
+from specgraph.bench.sessions import SESSION_COLUMNS, SessionRow
 from specgraph.bench.steps import StepRow
 from specgraph.tables import text_table
 
-Rows = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow]
+Row = StepRow | KernelRow | FirstTokenRow | SessionRow
+Rows = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow]
 
 STEP_COLUMNS = {
     "batch": "batch",
@@ -57,11 +59,18 @@ _DIGITS = {
     "us": 2,
     "limit_us": 2,
     "library_us": 2,
+    "acceptance_length": 2,
+    "seconds": 2,
+    "speedup": 2,
+    "limit_s": 2,
+    "share": 2,
 }
 
 
-def columns_of(row: StepRow | KernelRow | FirstTokenRow) -> Mapping[str, str]:
+def columns_of(row: Row) -> Mapping[str, str]:
     """The fields of a row that a table shows, with the names of their columns."""
+    if isinstance(row, SessionRow):
+        return SESSION_COLUMNS
     if isinstance(row, FirstTokenRow):
         return FIRST_TOKEN_COLUMNS
     return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
@@ -108,11 +117,15 @@ def plot(path: str, title: str, rows: Rows) -> None:
     figure.savefig(Path(path).expanduser())
 
 
-def _label(row: StepRow | KernelRow | FirstTokenRow) -> str:
+def _label(row: Row) -> str:
+    if isinstance(row, SessionRow):
+        return f"{row.how}, K = {row.k}"
     if isinstance(row, FirstTokenRow):
         return f"{row.prompt_length} tokens x {row.batch}"
     return f"batch {row.batch}, K = {row.k}" if isinstance(row, StepRow) else f"{row.kernel}, {row.shape}"
 
 
-def _time(row: StepRow | KernelRow | FirstTokenRow) -> str:
+def _time(row: Row) -> str:
+    if isinstance(row, SessionRow):
+        return f"{row.seconds:.3g} s"
     return f"{row.us:.3g} us" if isinstance(row, KernelRow) else f"{row.ms:.3g} ms"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.bench import report
@@ -13,6 +15,7 @@ from specgraph.bench.first_token import FirstTokenRow, bench_first_token
 from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
+from specgraph.bench.sessions import SessionRow, bench_sessions, file_workload, random_workload
 from specgraph.bench.sizes import Sizes
 from specgraph.bench.steps import StepRow, bench_steps
 from specgraph.bench.timing import measure_bandwidth, measure_matmul
@@ -45,13 +48,7 @@ def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> l
     """Measure and print whole steps of a loaded model."""
     device = next(model.parameters()).device
     bandwidth = measure_bandwidth(device)
-    about = _about(options, device, model.dtype, bandwidth) | {
-        "draft": _draft(config),
-        "verify": config.verify.rule,
-        "acceptance_rate": config.verify.acceptance_rate,
-        "lowering": config.lowering.name,
-        "numerics": config.numerics,
-    }
+    about = _about(options, device, model.dtype, bandwidth) | _repeats(options) | _decoder(config)
     found: list[StepRow] = []
     for row in bench_steps(model, options, config, bandwidth):
         found.append(row)
@@ -74,6 +71,29 @@ def run_first_token(model: PreTrainedModel, options: BenchConfig, config: Config
     return found
 
 
+def run_sessions(
+    model: PreTrainedModel, prompts: Sequence[Tensor] | None, options: BenchConfig, config: Config
+) -> list[SessionRow]:
+    """Measure and print sessions of a loaded model, over ``prompts`` or over random ones."""
+    device = next(model.parameters()).device
+    bandwidth = measure_bandwidth(device)
+    vocab_size = model.config.get_text_config().vocab_size
+    workload = random_workload(options, vocab_size) if prompts is None else file_workload(options, prompts)
+    about = {
+        "what": options.what,
+        "prompts": "random" if prompts is None else options.prompts,
+        "num_prompts": options.num_prompts,
+        "prompt_tokens": sum(map(len, workload.prompts)),
+        "max_batch_size": config.max_batch_size,
+    }
+    found: list[SessionRow] = []
+    for row in bench_sessions(model, workload, options, config, bandwidth):
+        found.append(row)
+        print(f"K = {row.k}, {row.how}: {row.tokens_per_second:.1f} tokens/s", flush=True)
+    _finish(options, about | _about(options, device, model.dtype, bandwidth) | _decoder(config), found)
+    return found
+
+
 def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
     """Measure and print single kernels with the shapes of a target."""
     dtype = dtype_on(options.dtype, device)
@@ -83,7 +103,7 @@ def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
     for row in bench_kernels(sizes, options, device, dtype, bandwidth):
         found.append(row)
         print(f"{row.kernel}, {row.shape}: {row.us:.2f} us", flush=True)
-    _finish(options, _about(options, device, dtype, bandwidth), found)
+    _finish(options, _about(options, device, dtype, bandwidth) | _repeats(options), found)
     return found
 
 
@@ -95,7 +115,7 @@ def run_linears(options: BenchConfig, device: torch.device) -> list[LinearRow]:
     for row in bench_linears(Sizes.of(_config(options.target)), options, device, dtype, bandwidth):
         found.append(row)
         print(f"{row.kernel}, {row.shape}: {row.times}", flush=True)
-    _finish(options, _about(options, device, dtype, bandwidth), found)
+    _finish(options, _about(options, device, dtype, bandwidth) | _repeats(options), found)
     print("\n" + "\n".join(describe_crossovers(found)))
     return found
 
@@ -124,9 +144,21 @@ def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandw
         "device": name,
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "prompt_length": options.prompt_length,
-        "steps": options.steps,
         "bandwidth_gb_per_s": bandwidth / 1e9,
+    }
+
+
+def _repeats(options: BenchConfig) -> dict[str, Any]:
+    return {"prompt_length": options.prompt_length, "steps": options.steps}
+
+
+def _decoder(config: Config) -> dict[str, Any]:
+    return {
+        "draft": _draft(config),
+        "verify": config.verify.rule,
+        "acceptance_rate": config.verify.acceptance_rate,
+        "lowering": config.lowering.name,
+        "numerics": config.numerics,
     }
 
 

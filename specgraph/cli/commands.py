@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
@@ -26,9 +26,8 @@ from specgraph.progress import progress_bars
 from specgraph.tables import text_table
 
 if TYPE_CHECKING:
-    from specgraph.bench.first_token import FirstTokenRow
-    from specgraph.bench.kernels import KernelRow
-    from specgraph.bench.steps import StepRow
+    from specgraph.bench.config import BenchConfig
+    from specgraph.bench.report import Rows
 
 Options = TypeVar("Options", bound=ModelConfig)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -97,7 +96,7 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time decode steps, kernels, linears or the first token. Print a line for each measurement, and then a table."""
+    """Time decode steps, kernels, linears, the first token or sessions. Print a line for each, and then a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -112,20 +111,32 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     device, dtype = device_and_dtype(options)
     if options.target not in SHAPES:
         check_folder(options.target, "target")
-    rows: Sequence[StepRow | KernelRow | FirstTokenRow]
+    rows: Rows
     if options.what == "kernels":
         rows = run.run_kernels(options, torch.device(device))
     elif options.what == "linears":
         rows = run.run_linears(options, torch.device(device))
     else:
-        model = (
-            run.make_target(options, torch.device(device))
-            if options.target in SHAPES
-            else load_model(options.target, device, dtype, "target")
-        )
-        measure = run.run_first_token if options.what == "first_token" else run.run_steps
-        rows = measure(model, options, config)
+        prompts = _file_prompts(options)
+        if options.target in SHAPES:
+            model = run.make_target(options, torch.device(device))
+        else:
+            model = load_model(options.target, device, dtype, "target")
+        if options.what == "sessions":
+            rows = run.run_sessions(model, prompts, options, config)
+        elif options.what == "first_token":
+            rows = run.run_first_token(model, options, config)
+        else:
+            rows = run.run_steps(model, options, config)
     return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
+
+
+def _file_prompts(options: BenchConfig) -> list[Tensor] | None:
+    """The token ids of the prompts of a file, if ``bench`` was given one."""
+    if options.prompts is None:
+        return None
+    texts = read_prompts(None, options.prompts, options.template, None)
+    return [prompt.ids for prompt in encode(load_tokenizer(options.target), texts)]
 
 
 def train(cfg: DictConfig) -> dict[str, str]:

@@ -142,9 +142,9 @@ COMMANDS = {
         "path",
     ),
     "bench": Command(
-        "time decode steps, kernels, linears or the first token, against the bytes that must move",
+        "time decode steps, kernels, linears, the first token or sessions, against the bytes that must move",
         _bench_config,
-        "[kernels|linears|first_token] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
+        "[kernels|linears|first_token|sessions] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         "what",
     ),
     "train": Command(

@@ -53,3 +53,11 @@ def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
     assert all(row["us"] > 0 and row["library_us"] for row in rows)
+
+
+def test_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["num_prompts=20", "prompt_range=[8,300]", "new_tokens=[2,60]", "max_batch_size=4"]
+    assert main(["bench", "sessions", *SMALL, *given, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["differing"] for row in rows] == [0, 0]
+    assert all(row["new_tokens"] > 0 and 0 < row["share"] < 1 for row in rows)

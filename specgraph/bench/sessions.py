@@ -1,0 +1,267 @@
+"""Times the decoding of many prompts: in batches, one after the other, and as one session that is filled and drained.
+
+A batch ends with its longest sequence, and until then the rows of the others are idle. A session gives a free row to
+the next prompt. Both are the same calls of one decoder, ``generate`` over as many prompts as it decodes together and
+``generate`` over all of them, so their ratio is what sessions gain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.steps import head_of
+from specgraph.bench.traffic import STAGE, step_traffic
+from specgraph.compiler.compile import compile_speculative
+from specgraph.config import Config
+from specgraph.ir.program import Program
+from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.outputs import StreamChunk
+
+Call = dict[str, Any]
+"""The arguments of ``generate`` or ``stream``."""
+SESSION_COLUMNS = {
+    "k": "K",
+    "how": "decoded",
+    "prompt_steps": "prompt steps",
+    "decode_steps": "decode steps",
+    "new_tokens": "tokens",
+    "acceptance_length": "tokens/step",
+    "seconds": "s",
+    "tokens_per_second": "tokens/s",
+    "speedup": "x batches",
+    "limit_s": "limit s",
+    "share": "share of limit",
+    "differing": "differ",
+    "compile_s": "compile s",
+}
+BATCHES, SESSION = "in batches", "as a session"
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """One way of decoding all prompts.
+
+    Attributes:
+        k: drafts per step and sequence; 0 without a drafter.
+        how: in batches, or as a session.
+        prompt_steps, decode_steps: steps that ran prompts, and the others.
+        new_tokens: emitted tokens of all sequences.
+        acceptance_length: tokens per decode step and sequence.
+        seconds: the time for all prompts.
+        tokens_per_second: emitted tokens over this time; ``speedup`` is the ratio to that of batches.
+        limit_s: the time in which the bytes of all steps can be read at the measured bandwidth; ``share`` is
+            ``limit_s / seconds``. Of a prompt's step only the weights count, and not the products, which take longer.
+        differing: sequences whose tokens are not those that they got in batches. There are none where a row's bits do
+            not depend on the other rows.
+        compile_s: the seconds of ``compile_speculative``, and of a first round that is not measured.
+    """
+
+    k: int
+    how: str
+    prompt_steps: int
+    decode_steps: int
+    new_tokens: int
+    acceptance_length: float
+    seconds: float
+    tokens_per_second: float
+    speedup: float
+    limit_s: float
+    share: float
+    differing: int
+    compile_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The time over its limit, as other measurements give it."""
+        return 1 / self.share
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts to decode greedily.
+
+    Attributes:
+        prompts: 1-D int64 tensors.
+        new_tokens: for each of them, how many tokens it may add.
+        eos_ids: None for the model's own; an empty list lets every sequence add all of its tokens.
+    """
+
+    prompts: Sequence[Tensor]
+    new_tokens: Sequence[int]
+    eos_ids: list[int] | None
+
+    def calls(self, size: int) -> list[Call]:
+        """Calls that decode ``size`` prompts each, in order. The seed of a prompt is its place among all."""
+        parts = [slice(at, at + size) for at in range(0, len(self.prompts), size)]
+        return [
+            {
+                "input_ids": self.prompts[part],
+                "max_new_tokens": self.new_tokens[part],
+                "seed": list(range(len(self.prompts)))[part],
+                "eos_token_id": self.eos_ids,
+                "temperature": 0.0,
+            }
+            for part in parts
+        ]
+
+
+def random_workload(options: BenchConfig, vocab_size: int) -> Workload:
+    """Random tokens; lengths and numbers of new tokens are uniform in the ranges of ``options``, seeded."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, count: int) -> Tensor:
+        return torch.randint(low, high + 1, (count,), generator=generator)
+
+    lengths, new_tokens = (
+        draw(low, high, options.num_prompts).tolist() for low, high in (options.prompt_range, options.new_tokens)
+    )
+    return Workload([draw(0, vocab_size - 1, length) for length in lengths], new_tokens, [])
+
+
+def file_workload(options: BenchConfig, prompts: Sequence[Tensor]) -> Workload:
+    """The prompts of ``options.prompts``, repeated in order as often as needed. They end at the model's EOS ids."""
+    repeated = list(itertools.islice(itertools.cycle(prompts), options.num_prompts))
+    return Workload(repeated, [options.new_tokens[1]] * len(repeated), None)
+
+
+def bench_sessions(
+    model: PreTrainedModel, workload: Workload, options: BenchConfig, config: Config, bandwidth: float
+) -> Iterator[SessionRow]:
+    """Measure every K; a decoder is compiled for each.
+
+    No page is shared: the same prompts are decoded several times, which would look like prompts that begin alike.
+    """
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse_prefixes=False))
+    for k in options.num_speculative_tokens if config.draft.kind != "none" else [0]:
+        own = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
+        begin = time.perf_counter()
+        decoder = compile_speculative(model, dataclasses.replace(config, draft=own), draft=head_of(model, config))
+        yield from measure(decoder, workload, k, bandwidth, begin)
+        del decoder
+        gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
+
+
+def measure(
+    decoder: SpeculativeDecoder, workload: Workload, k: int, bandwidth: float, begin: float | None = None
+) -> list[SessionRow]:
+    """Decode a workload in both ways, after a first round in which kernels are compiled and graphs captured.
+
+    That round is streamed, which tells what each step had to read. The measured one runs the same steps, because
+    nothing in it is random. ``begin`` is the time at which compiling began.
+    """
+    begin = time.perf_counter() if begin is None else begin
+    # The session comes first: its state is the largest, and batches then use it, too.
+    calls = {SESSION: workload.calls(len(workload.prompts)), BATCHES: workload.calls(decoder.config.max_batch_size)}
+    work = {how: _counted(decoder, calls[how]) for how in calls}
+    compile_s = time.perf_counter() - begin
+    timed = {how: _timed(decoder, calls[how]) for how in (BATCHES, SESSION)}
+    return [_row(decoder, k, how, work[how], timed, bandwidth, compile_s) for how in timed]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    seconds: float
+    tokens: list[Tensor]
+    acceptance_length: float
+
+    @property
+    def speed(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def _row(
+    decoder: SpeculativeDecoder, k: int, how: str, work: Work, timed: Mapping[str, _Timed], bandwidth: float,
+    compile_s: float,
+) -> SessionRow:  # fmt: skip
+    own, batches = timed[how], timed[BATCHES]
+    limit = work.num_bytes(decoder.stages[STAGE], k) / bandwidth
+    return SessionRow(
+        k=k,
+        how=how,
+        prompt_steps=work.prompt_steps,
+        decode_steps=work.decode_steps.total(),
+        new_tokens=sum(map(len, own.tokens)),
+        acceptance_length=own.acceptance_length,
+        seconds=own.seconds,
+        tokens_per_second=own.speed,
+        speedup=own.speed / batches.speed,
+        limit_s=limit,
+        share=limit / own.seconds,
+        differing=sum(not torch.equal(a, b) for a, b in zip(own.tokens, batches.tokens, strict=True)),
+        compile_s=compile_s,
+    )
+
+
+def _timed(decoder: SpeculativeDecoder, calls: Sequence[Call]) -> _Timed:
+    begin = time.perf_counter()
+    outputs = [decoder.generate(**call) for call in calls]
+    seconds = time.perf_counter() - begin
+    steps = [emitted for out in outputs for sequence in out.stats.emitted_per_step for emitted in sequence]
+    tokens = [tokens for out in outputs for tokens in out.new_tokens]
+    return _Timed(seconds, tokens, sum(steps) / len(steps) if steps else math.nan)
+
+
+def _counted(decoder: SpeculativeDecoder, calls: Sequence[Call]) -> Work:
+    """The steps of some calls."""
+    work = Work()
+    for call in calls:
+        work.add_call([len(prompt) for prompt in call["input_ids"]], decoder.stream(**call))
+    return work
+
+
+@dataclass
+class Work:
+    """Counts steps, by the number of sequences in them.
+
+    Attributes:
+        decode_steps: decode steps by their number of sequences.
+        contexts: by the same number, the lengths of all sequences in these steps.
+        prompt_steps: steps that ran prompts.
+        prompt_tokens: the tokens that they ran.
+    """
+
+    decode_steps: Counter[int] = field(default_factory=Counter)
+    contexts: Counter[int] = field(default_factory=Counter)
+    prompt_steps: int = 0
+    prompt_tokens: int = 0
+
+    def add_call(self, lengths: Sequence[int], chunks: Iterable[StreamChunk]) -> None:
+        """Count the steps of a streamed call with prompts of these lengths.
+
+        The sequences of a decode step have emitted before; a prompt's step gives first tokens at most.
+        """
+        self.prompt_tokens += sum(lengths)
+        known, begun = list(lengths), set[int]()
+        for chunk in chunks:
+            emitting = [place for place, new in enumerate(chunk.tokens) if new]
+            if begun.isdisjoint(emitting):
+                self.prompt_steps += 1
+            else:
+                self.decode_steps[len(emitting)] += 1
+                self.contexts[len(emitting)] += sum(known[place] for place in emitting)
+            begun.update(emitting)
+            for place in emitting:
+                known[place] += len(chunk.tokens[place])
+
+    def num_bytes(self, program: Program, k: int) -> int:
+        """The bytes that the steps must read; of those that ran prompts, only the weights count."""
+        total = 0
+        for batch, steps in self.decode_steps.items():
+            total += steps * step_traffic(program, batch, self.contexts[batch] / steps / batch, k).total
+        if self.prompt_steps:
+            rows = self.prompt_tokens // self.prompt_steps
+            total += self.prompt_steps * step_traffic(program, max(1, rows // (k + 1)), 0.0, k).total
+        return total
