@@ -12,7 +12,7 @@ from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-KINDS = ("steps", "kernels", "linears", "first_token", "sessions")
+KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "cpu")
 
 
 @dataclass
@@ -22,7 +22,8 @@ class BenchConfig(Config):
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
     linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which;
-    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size.
+    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size; cpu:
+    whole answers, one prompt at a time, beside transformers' generate and its assisted generation.
     """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
@@ -40,20 +41,31 @@ class BenchConfig(Config):
     """sessions: how many prompts are decoded; those of a file are repeated if there are fewer."""
     prompt_range: list[int] = field(default_factory=lambda: [64, 1024])
     """sessions: the shortest and the longest random prompt."""
-    new_tokens: list[int] = field(default_factory=lambda: [16, 512])
+    new_range: list[int] = field(default_factory=lambda: [16, 512])
     """sessions: the fewest and the most tokens that a random prompt adds. One of a file ends at its EOS, and adds the
     most of these at the latest.
     """
-    prompts: str | None = None
-    """sessions: a file of prompts, as for `generate`; null draws them at random."""
-    template: str | None = None
-    """sessions: a text in which every prompt of the file takes the place of {question} or {prompt}."""
     prompt_length: int = 128
     """The length of the random prompt of every sequence; for kernels, the length of the context."""
     steps: int = 50
     """How many decode steps, or repetitions of a kernel, are measured; the result is the median."""
     warmup: int = 5
     """How many decode steps, or repetitions, run before those that are measured."""
+    drafts: list[str] = field(default_factory=lambda: ["none", "ngram"])
+    """cpu: what drafts, each by the folder of a checkpoint or by the name of a drafter. A head that is named without a
+    checkpoint is random, and verify.rule, by default synthetic, decides about its drafts; all others run strict."""
+    threads: list[int] = field(default_factory=lambda: [1, 2])
+    """cpu: numbers of threads; each is measured."""
+    prompts: str | None = None
+    """sessions, cpu: a file of prompts, as for `generate`; null makes random ones, for cpu of prompt_length tokens."""
+    template: str | None = None
+    """sessions, cpu: a text around each prompt of the file, as for `generate`."""
+    limit: int = 4
+    """cpu: how many prompts are decoded."""
+    new_tokens: int = 96
+    """cpu: the most tokens that are added to a prompt."""
+    rounds: int = 5
+    """cpu: how often each decoder decodes each prompt; the best time counts."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
     device: str = "auto"
@@ -88,16 +100,16 @@ def check_bench_config(config: BenchConfig) -> None:
 
 
 def _check_numbers(config: BenchConfig) -> None:
-    for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "rows"):
+    for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "rows", "threads"):
         values = config.batches if getattr(config, key) is None else getattr(config, key)
         if not values or min(values) < 1:
             raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")
-    for key in ("prompt_range", "new_tokens"):
+    for key in ("prompt_range", "new_range"):
         values = getattr(config, key)
         if len(values) != 2 or not 1 <= values[0] <= values[1]:
             raise ConfigError(f"{key} is the least and the most, such as [16,512], got {values}.")
-    for key, least in (("prompt_length", 1), ("steps", 1), ("warmup", 0), ("num_prompts", 1)):
-        if getattr(config, key) < least:
+    for key in ("prompt_length", "steps", "warmup", "num_prompts", "limit", "new_tokens", "rounds"):
+        if getattr(config, key) < (least := 0 if key == "warmup" else 1):
             raise ConfigError(f"{key} must be at least {least}, got {getattr(config, key)}.")
 
 
@@ -106,6 +118,8 @@ def _check_files(config: BenchConfig) -> None:
         path = getattr(config, key)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
             raise ConfigError(f"{key}={path}: there is no folder for that file; create it first.")
+    if config.plot is not None and config.what == "cpu":
+        raise ConfigError(f"plot={config.plot}: bench cpu has no limits to draw; leave plot out, or write json=FILE.")
     if config.plot is not None and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot={config.plot}: a plot ends in .png, .svg or .pdf.")
     if config.plot is not None and find_spec("matplotlib") is None:

@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specgraph.bench.cpu import CpuRow
 from specgraph.bench.first_token import FirstTokenRow
 from specgraph.bench.kernels import KernelRow
 from specgraph.bench.sessions import SESSION_COLUMNS, SessionRow
 from specgraph.bench.steps import StepRow
 from specgraph.tables import text_table
 
-Row = StepRow | KernelRow | FirstTokenRow | SessionRow
-Rows = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow]
+LimitedRow = StepRow | KernelRow | FirstTokenRow | SessionRow
+"""A measurement beside the time that its bytes take."""
+Limited = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow]
+Row = LimitedRow | CpuRow
+Rows = Limited | Sequence[CpuRow]
 
 STEP_COLUMNS = {
     "batch": "batch",
@@ -51,11 +55,24 @@ KERNEL_COLUMNS = {
     "library_us": "library us",
     "library": "library",
 }
+CPU_COLUMNS = {
+    "threads": "threads",
+    "decoder": "decoder",
+    "tokens_per_second": "tokens/s",
+    "to_generate": "x generate",
+    "to_assisted": "x assisted",
+    "tokens_per_step": "tokens/step",
+    "equal": "equal",
+    "first_s": "first s",
+}
 _DIGITS = {
     "tokens_per_step": 2,
     "tokens_per_second": 1,
     "ratio": 2,
     "compile_s": 1,
+    "first_s": 1,
+    "to_generate": 2,
+    "to_assisted": 2,
     "us": 2,
     "limit_us": 2,
     "library_us": 2,
@@ -69,6 +86,8 @@ _DIGITS = {
 
 def columns_of(row: Row) -> Mapping[str, str]:
     """The fields of a row that a table shows, with the names of their columns."""
+    if isinstance(row, CpuRow):
+        return CPU_COLUMNS
     if isinstance(row, SessionRow):
         return SESSION_COLUMNS
     if isinstance(row, FirstTokenRow):
@@ -99,7 +118,7 @@ def write_json(path: str, about: Mapping[str, Any], rows: Rows) -> None:
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
 
 
-def plot(path: str, title: str, rows: Rows) -> None:
+def plot(path: str, title: str, rows: Limited) -> None:
     """Draw the measured times as bars, with a line at the limit of each."""
     from matplotlib.figure import Figure
 
@@ -117,7 +136,7 @@ def plot(path: str, title: str, rows: Rows) -> None:
     figure.savefig(Path(path).expanduser())
 
 
-def _label(row: Row) -> str:
+def _label(row: LimitedRow) -> str:
     if isinstance(row, SessionRow):
         return f"{row.how}, K = {row.k}"
     if isinstance(row, FirstTokenRow):
@@ -125,7 +144,7 @@ def _label(row: Row) -> str:
     return f"batch {row.batch}, K = {row.k}" if isinstance(row, StepRow) else f"{row.kernel}, {row.shape}"
 
 
-def _time(row: Row) -> str:
+def _time(row: LimitedRow) -> str:
     if isinstance(row, SessionRow):
         return f"{row.seconds:.3g} s"
     return f"{row.us:.3g} us" if isinstance(row, KernelRow) else f"{row.ms:.3g} ms"

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specgraph.bench import report
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.cpu import CpuRow, bench_cpu
 from specgraph.bench.first_token import FirstTokenRow, bench_first_token
 from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
 from specgraph.bench.sessions import SessionRow, bench_sessions, file_workload, random_workload
 from specgraph.bench.sizes import Sizes
-from specgraph.bench.steps import StepRow, bench_steps
+from specgraph.bench.steps import StepRow, bench_steps, random_prompts
 from specgraph.bench.timing import measure_bandwidth, measure_matmul
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
@@ -120,6 +122,29 @@ def run_linears(options: BenchConfig, device: torch.device) -> list[LinearRow]:
     return found
 
 
+def run_cpu(
+    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor] | None
+) -> list[CpuRow]:
+    """Measure and print whole answers to ``prompts`` on a CPU; None makes random ones.
+
+    Raises:
+        ConfigError: the model is on a GPU.
+    """
+    if model.device.type != "cpu":
+        raise ConfigError(f"bench cpu measures on a CPU, and the model is on {model.device}; add device=cpu.")
+    if prompts is None:
+        prompts = random_prompts(model.config.get_text_config().vocab_size, options.limit, options.prompt_length)
+    found: list[CpuRow] = []
+    for row in bench_cpu(model, options, config, prompts):
+        found.append(row)
+        print(f"{row.decoder}, {row.threads} threads: {row.tokens_per_second:.1f} tokens/s", flush=True)
+    about = _about(options, model.device, model.dtype, measure_bandwidth(model.device))
+    about |= {"prompts": len(prompts), "new_tokens": options.new_tokens, "transformers": transformers.__version__}
+    about |= {"lowering": config.lowering.name}
+    _finish(options, about, found)
+    return found
+
+
 def make_target(options: BenchConfig, device: torch.device) -> PreTrainedModel:
     """A target of a named shape, with random weights."""
     return random_target(options.target, device, dtype_on(options.dtype, device))
@@ -179,6 +204,7 @@ def _finish(options: BenchConfig, about: dict[str, Any], rows: report.Rows) -> N
     if options.json is not None:
         report.write_json(options.json, about, rows)
     if options.plot is not None:
+        assert not isinstance(rows[0], CpuRow)  # the configuration refuses plots of these
         report.plot(options.plot, f"{about['target']}, {about['dtype']}, {about['device']}", rows)
 
 

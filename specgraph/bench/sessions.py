@@ -126,7 +126,7 @@ def random_workload(options: BenchConfig, vocab_size: int) -> Workload:
         return torch.randint(low, high + 1, (count,), generator=generator)
 
     lengths, new_tokens = (
-        draw(low, high, options.num_prompts).tolist() for low, high in (options.prompt_range, options.new_tokens)
+        draw(low, high, options.num_prompts).tolist() for low, high in (options.prompt_range, options.new_range)
     )
     return Workload([draw(0, vocab_size - 1, length) for length in lengths], new_tokens, [])
 
@@ -134,7 +134,7 @@ def random_workload(options: BenchConfig, vocab_size: int) -> Workload:
 def file_workload(options: BenchConfig, prompts: Sequence[Tensor]) -> Workload:
     """The prompts of ``options.prompts``, repeated in order as often as needed. They end at the model's EOS ids."""
     repeated = list(itertools.islice(itertools.cycle(prompts), options.num_prompts))
-    return Workload(repeated, [options.new_tokens[1]] * len(repeated), None)
+    return Workload(repeated, [options.new_range[1]] * len(repeated), None)
 
 
 def bench_sessions(

@@ -27,7 +27,7 @@ from specgraph.tables import text_table
 
 if TYPE_CHECKING:
     from specgraph.bench.config import BenchConfig
-    from specgraph.bench.report import Rows
+    from specgraph.bench.report import Limited
 
 Options = TypeVar("Options", bound=ModelConfig)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -96,7 +96,8 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time decode steps, kernels, linears, the first token or sessions. Print a line for each, and then a table."""
+    """Time decode steps, kernels, linears, the first token, sessions or whole answers. Print a line for each, then a
+    table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -111,7 +112,9 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     device, dtype = device_and_dtype(options)
     if options.target not in SHAPES:
         check_folder(options.target, "target")
-    rows: Rows
+    if options.what == "cpu":
+        return _bench_cpu(options, config, device, dtype)
+    rows: Limited
     if options.what == "kernels":
         rows = run.run_kernels(options, torch.device(device))
     elif options.what == "linears":
@@ -131,12 +134,27 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
 
 
-def _file_prompts(options: BenchConfig) -> list[Tensor] | None:
-    """The token ids of the prompts of a file, if ``bench`` was given one."""
+def _file_prompts(options: BenchConfig, limit: int | None = None) -> list[Tensor] | None:
+    """The token ids of the first prompts of a file, if ``bench`` was given one."""
     if options.prompts is None:
         return None
-    texts = read_prompts(None, options.prompts, options.template, None)
+    texts = read_prompts(None, options.prompts, options.template, limit)
     return [prompt.ids for prompt in encode(load_tokenizer(options.target), texts)]
+
+
+def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
+    """Whole answers beside transformers' own: the ratio of each of our decoders to ``generate``, by its name."""
+    from specgraph.bench import run
+    from specgraph.bench.cpu import GENERATE
+    from specgraph.bench.models import SHAPES
+
+    for draft in options.drafts:
+        check_folder(draft, "drafts")
+    prompts = _file_prompts(options, options.limit)
+    made = options.target in SHAPES
+    model = run.make_target(options, torch.device(device)) if made else load_model(options.target, device, dtype)
+    rows = run.run_cpu(model, options, config, prompts)
+    return {f"{r.decoder}, {r.threads} threads": f"{r.to_generate:.2f}" for r in rows if r.decoder != GENERATE}
 
 
 def train(cfg: DictConfig) -> dict[str, str]:

@@ -142,9 +142,9 @@ COMMANDS = {
         "path",
     ),
     "bench": Command(
-        "time decode steps, kernels, linears, the first token or sessions, against the bytes that must move",
+        "time steps, kernels, linears, first tokens or sessions against their bytes, or answers against transformers",
         _bench_config,
-        "[kernels|linears|first_token|sessions] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
+        "[kernels|linears|first_token|sessions|cpu] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         "what",
     ),
     "train": Command(

@@ -262,7 +262,7 @@ def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
 MISTAKES = {
     "target=llama-3-8-shape": "There is no target=llama-3-8-shape (did you mean 'llama-3-8b-shape'?); shapes are ",
     "target=./nowhere": "target=./nowhere: there is no such folder.",
-    "what=kernel": "There is no bench kernel (did you mean 'kernels'?); it is steps, kernels, linears, first_token or ",
+    "what=kernel": "There is no bench kernel (did you mean 'kernels'?); it is steps, kernels, linears, first_token, ",
     "batch_sizes=[0,4]": "batch_sizes is a list of numbers from 1 up, such as [1,8], got [0, 4].",
     "batch_sizes=4": "batch_sizes is a list or null, not '4'.",
     "num_speculative_tokens=[]": "num_speculative_tokens is a list of numbers from 1 up, such as [1,8], got [].",

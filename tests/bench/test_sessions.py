@@ -43,7 +43,7 @@ def small_bandwidth() -> Any:
 
 
 def test_random_work_repeats_and_stays_in_its_ranges() -> None:
-    options = BenchConfig(target="x", num_prompts=200, prompt_range=[3, 9], new_tokens=[2, 4])
+    options = BenchConfig(target="x", num_prompts=200, prompt_range=[3, 9], new_range=[2, 4])
     work, again = random_workload(options, 50), random_workload(options, 50)
     assert {len(prompt) for prompt in work.prompts} == set(range(3, 10))
     assert {*work.new_tokens} == {2, 3, 4}
@@ -59,7 +59,7 @@ def test_calls_cut_the_work_into_batches_and_keep_seeds() -> None:
 
 
 def test_prompts_of_a_file_are_repeated_and_end_as_the_model_says() -> None:
-    options = BenchConfig(target="x", num_prompts=7, prompts="a.txt", new_tokens=[2, 30])
+    options = BenchConfig(target="x", num_prompts=7, prompts="a.txt", new_range=[2, 30])
     work = file_workload(options, PROMPTS)
     assert [id(prompt) for prompt in work.prompts] == [id(PROMPTS[index % 5]) for index in range(7)]
     assert work.new_tokens == [30] * 7 and work.eos_ids is None
@@ -104,7 +104,7 @@ def test_batches_wait_for_their_longest_sequence_and_a_session_does_not() -> Non
 
 def test_table_json_and_plot_of_random_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written, drawn = tmp_path / "a.json", tmp_path / "a.svg"
-    given = ["target=tiny-shape", "num_prompts=5", "prompt_range=[3,9]", "new_tokens=[2,9]", "dtype=float64"]
+    given = ["target=tiny-shape", "num_prompts=5", "prompt_range=[3,9]", "new_range=[2,9]", "dtype=float64"]
     assert main(["bench", "sessions", *given, *QUICK, f"json={written}", f"plot={drawn}"]) == 0
     shown = capsys.readouterr().out
     assert "draft               eagle3 (random)" in shown and "prompts             random" in shown
@@ -117,7 +117,7 @@ def test_table_json_and_plot_of_random_prompts(tmp_path: Path, capsys: pytest.Ca
 def test_prompts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = _save(tmp_path / "target"), tmp_path / "a.txt"
     file.write_text("one\nand two\n")
-    given = [f"target={model}", f"prompts={file}", "template='Q: {question}'", "num_prompts=3", "new_tokens=[1,4]"]
+    given = [f"target={model}", f"prompts={file}", "template='Q: {question}'", "num_prompts=3", "new_range=[1,4]"]
     assert main(["bench", "sessions", *given, *QUICK, "draft=ngram", "verify=strict"]) == 0
     shown = capsys.readouterr().out
     assert f"prompts             {file}" in shown
@@ -127,7 +127,7 @@ def test_prompts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 MISTAKES = {
     "num_prompts=0": "num_prompts must be at least 1, got 0.",
     "prompt_range=[5]": "prompt_range is the least and the most, such as [16,512], got [5].",
-    "new_tokens=[9,3]": "new_tokens is the least and the most, such as [16,512], got [9, 3].",
+    "new_range=[9,3]": "new_range is the least and the most, such as [16,512], got [9, 3].",
     "prompts=a.txt": "prompts=a.txt needs a tokenizer, and target=tiny-shape has none; give the folder of a model, or ",
 }
 

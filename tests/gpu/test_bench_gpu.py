@@ -56,7 +56,7 @@ def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["num_prompts=20", "prompt_range=[8,300]", "new_tokens=[2,60]", "max_batch_size=4"]
+    given = ["num_prompts=20", "prompt_range=[8,300]", "new_range=[2,60]", "max_batch_size=4"]
     assert main(["bench", "sessions", *SMALL, *given, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [row["differing"] for row in rows] == [0, 0]
