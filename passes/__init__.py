@@ -6,6 +6,7 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
 from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
+from specgraph.passes.few_rows import FewRows
 from specgraph.passes.fuse_norm import FuseNorm
 from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.fuse_step import FuseStep
@@ -23,7 +24,8 @@ PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
         ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, LookupFirst, InsertVerify, FuseVerify, FuseStep,
-        ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, CompileRemainder, CaptureCudaGraph,
+        ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, FewRows, CompileRemainder,
+        CaptureCudaGraph,
     )
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """One thread per test process: small models run slower on two threads than on one, and results repeat.
 
+On a CPU, decoders run eagerly, in examples as well, because compiling one takes seconds.
+
 Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before triton is imported.
 """
 
@@ -16,6 +18,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests compile hundreds of decoders for a few tokens each. Those that are about torch.compile switch it on.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import specgraph.compiler.compile
 import specgraph.drafters.draft_model
@@ -50,6 +54,13 @@ def _once_per_object(function: Callable[..., Any]) -> Callable[..., Any]:
         return cache[id(argument)][1]
 
     return cached
+
+
+@pytest.fixture
+def torch_compile() -> Iterator[None]:
+    """``torch.compile`` compiles, whatever the environment variable above says."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
 
 
 _TRACE = _once_per_object(specgraph.compiler.compile.trace)

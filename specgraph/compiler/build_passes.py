@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specgraph.config.errors import did_you_mean, unknown_key
-from specgraph.config.load import settle_lowering
+from specgraph.config.lowering import settle_lowering
 from specgraph.config.schema import Config
 from specgraph.errors import ConfigError
 from specgraph.passes import PASSES

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.numerics import NumericsCallback
 from specgraph.compiler.selfcheck import self_check
-from specgraph.config import Config, ConfigLike, load_config, settle_lowering
+from specgraph.config import Config, ConfigLike, choose_lowering, load_config, settle_lowering
 from specgraph.drafters.base import DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
@@ -55,6 +55,7 @@ def compile_speculative(
     check_is_causal_lm(model)
     check_one_device(model)
     config, draft = with_draft(load_config(cfg), draft)
+    lowering, reason = choose_lowering(config.lowering.name, model.device, model.dtype)
     config = settle_lowering(config, model.device, model.dtype)
     defaults = read_generation_config(model)
     passes = build_passes(config, model.device)
@@ -72,7 +73,7 @@ def compile_speculative(
         limits = _limits(config, target)
         progress.advance(1, "loading and tracing the draft")
         made = make_draft(config, Target(model, target), draft)
-        notes += made.notes
+        notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
             notes.append(self_check(model, target, limits, config))

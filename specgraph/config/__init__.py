@@ -6,7 +6,8 @@ the keys, their types and their meaning. The keys ``passes.<name>.<option>`` are
 
 from specgraph.config.draft import DraftConfig, ParallelDraftConfig
 from specgraph.config.groups import group_choices, presets
-from specgraph.config.load import ConfigLike, default_config, load_config, settle_lowering
+from specgraph.config.load import ConfigLike, default_config, load_config
+from specgraph.config.lowering import choose_lowering, settle_lowering
 from specgraph.config.schema import (
     CacheConfig,
     Config,
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelDraftConfig",
     "PipelineConfig",
     "VerifyConfig",
+    "choose_lowering",
     "default_config",
     "group_choices",
     "load_config",

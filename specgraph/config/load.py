@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -23,12 +23,8 @@ from specgraph.config.draft import (
 )
 from specgraph.config.errors import check_keys, did_you_mean, explain
 from specgraph.config.groups import default_groups, presets, read_group
-from specgraph.config.schema import LOWERINGS, NUMERICS, Config, LoweringConfig
+from specgraph.config.schema import LOWERINGS, NUMERICS, Config
 from specgraph.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
 
 ConfigLike = DictConfig | Mapping[str, Any] | Config | str | Path | None
 
@@ -98,23 +94,6 @@ def drafter_options(draft: DraftConfig) -> DraftConfig:
     """``draft`` as an object of the drafter's own configuration class, which has only the keys of that drafter."""
     cls = drafter_configs().get(draft.kind, type(draft))
     return cls(**{item.name: getattr(draft, item.name) for item in dataclasses.fields(cls)})
-
-
-def settle_lowering(config: Config, device: torch.device | str, dtype: torch.dtype | None = None) -> Config:
-    """A copy in which all keys of ``lowering`` have the values that hold for a target on ``device``.
-
-    In float64, which is used for checks, ``auto`` means eager, because the kernels leave that dtype to the reference.
-    """
-    given = config.lowering
-    fast = str(device).startswith("cuda") and str(dtype) != "torch.float64"
-    name = given.name if given.name != "auto" else "gpu" if fast else "eager"
-    settled = LoweringConfig(
-        name=name,
-        kernels=name == "gpu" if given.kernels is None else given.kernels,
-        remainder=given.remainder or ("inductor" if name == "inductor" else "eager"),
-        cuda_graph=name == "gpu" and fast if given.cuda_graph is None else given.cuda_graph,
-    )
-    return dataclasses.replace(config, lowering=settled)
 
 
 def default_config(**chosen: str) -> DictConfig:

@@ -61,8 +61,8 @@ class LoweringConfig:
     """How the graphs are run."""
 
     name: str = "auto"
-    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto, which is gpu on a GPU (but not
-    in float64) and else eager."""
+    """eager, inductor (torch.compile), gpu (Triton kernels and a CUDA graph), or auto, which is gpu on a GPU, inductor
+    on a CPU if there is a C++ compiler, and else eager, as always in float64."""
     kernels: bool | None = None
     """Rewrite the graphs for our own kernels; null: as the name says."""
     remainder: str | None = None

@@ -53,9 +53,16 @@ class Program:
         return itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self.modules.values())
 
     def compile_modules(self) -> dict[str, torch.nn.Module]:
-        """The modules of :attr:`compiled` after ``torch.compile``, by name."""
+        """The modules of :attr:`compiled` after ``torch.compile``, by name.
+
+        On a CPU, a prompt runs through the modules as they are. Its many rows hardly gain from compiled code, which
+        would have to be made for them as well.
+        """
         compiled: dict[str, Any] = {n: torch.compile(self.modules[n], dynamic=True) for n in sorted(self.compiled)}
-        return compiled
+        if self.target.device.type != "cpu":
+            return compiled
+        most = 2 * (self.drafter.num_speculative_tokens + 1)  # of a draft call that catches up, with its mask rows
+        return {name: _CompiledFor(most, self.modules[name], module) for name, module in compiled.items()}
 
     def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
         """The step as it runs: like :meth:`step`, but the modules of :attr:`compiled` go through ``torch.compile``.
@@ -184,3 +191,19 @@ class Program:
         text = render(self, module)
         print(text)
         return text
+
+
+class _CompiledFor(torch.nn.Module):
+    """A module whose compiled form runs calls of at most ``most`` rows per sequence."""
+
+    _is_impure = True  # it may write a cache, as the module does, so dead-code elimination keeps its calls
+
+    def __init__(self, most: int, module: torch.nn.Module, compiled: torch.nn.Module) -> None:
+        super().__init__()
+        self.most, self.module, self.compiled = most, module, compiled
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The rows are the second dimension of the first tensor that has one."""
+        given = (*args, *kwargs.values())
+        rows = next(value.shape[1] for value in given if isinstance(value, torch.Tensor) and value.dim() > 1)
+        return (self.compiled if rows <= self.most else self.module)(*args, **kwargs)

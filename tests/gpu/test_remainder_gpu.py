@@ -11,6 +11,7 @@ from tests.models import make_model, ragged_prompts
 PROMPTS = ragged_prompts((3, 17, 8))
 
 
+@pytest.mark.usefixtures("torch_compile")
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "phi"])
 def test_inductor_gives_the_tokens_of_eager_nodes(architecture: str) -> None:
     """In float32, where the rounding of fused operations decides nothing."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -50,7 +52,9 @@ def test_an_unknown_backend_is_refused():
         CompileRemainder("inductr").apply(first().copy())
 
 
+@pytest.mark.usefixtures("torch_compile")
 def test_inductor_gives_the_tokens_of_eager():
+    torch._dynamo.utils.counters.clear()
     model = make_model("llama", dtype=torch.float64, num_hidden_layers=1)
     prompts = ragged_prompts((3, 9))
     eager, inductor = (
@@ -59,3 +63,33 @@ def test_inductor_gives_the_tokens_of_eager():
     )
     assert eager.stats.steps == inductor.stats.steps
     assert all(map(torch.equal, eager.new_tokens, inductor.new_tokens))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def test_on_a_cpu_a_prompt_runs_through_the_modules_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    """A decode step has 3 rows per sequence; a module with at most twice as many is compiled."""
+    compiled_widths: list[int] = []
+
+    def compile_nothing(module: torch.nn.Module, dynamic: bool) -> torch.nn.Module:
+        def noting(*args: object, **kwargs: torch.Tensor) -> object:
+            (first,) = {value.shape[1] for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) == 3} or {0}
+            compiled_widths.append(first)
+            return module(*args, **kwargs)
+
+        return Call(noting)
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    model = make_model("llama", num_hidden_layers=1)
+    compiled(model, k=2, lowering={"name": "inductor"}).generate([torch.arange(3, 24)], max_new_tokens=9)
+    assert compiled_widths and max(compiled_widths) <= 6
+
+
+class Call(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.function(*args, **kwargs)

@@ -257,6 +257,19 @@ def test_on_a_cpu_low_precision_runs_the_form_for_it_and_is_near_the_definition(
     )
 
 
+@pytest.mark.parametrize("count", [1, 5, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_the_result_has_the_strides_that_compiled_code_relies_on(count: int, dtype: torch.dtype):
+    pages = Pages([12])
+    slots = torch.tensor([[pages.slot(0, row) for row in range(count)]])
+    qkv = [x.to(dtype) for x in rows(count)]
+    positions = torch.arange(count).unsqueeze(0)
+    found = torch.ops.specgraph.paged_attention(
+        *qkv, pages.k.to(dtype), pages.v.to(dtype), slots, pages.table, positions, scale=0.4
+    )
+    assert found.shape[:2] == (1, count) and found.is_contiguous()
+
+
 def test_low_precision_is_computed_in_float32_and_returned_as_given():
     q, k, v = (x.to(torch.bfloat16) for x in rows(5))
     out = attention(q, k, v, scale=0.4)
