@@ -19,7 +19,8 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.step.host import cut_tokens, is_small
 from specgraph.kernels.step.rows import positions_of
 from specgraph.kernels.step.tokens import CutAtEos, cut_at_eos_reference, cut_row
 
@@ -90,6 +91,33 @@ def settle_reference(given: Settle) -> Settled:
     real = count.clone() if shifted else torch.where(count > 0, count + 1, 0)
     ahead = positions_of(start + count, 1, given.chain)
     return Settled(emitted, count, kept, rows, places, real, count - 1, start + count + 1, ahead)
+
+
+def settle_cpu(given: Settle) -> Settled:
+    """:class:`Settle` of few rows, in Python."""
+    ends, forced, starts = set(given.eos_ids.tolist()), given.num_forced.tolist(), given.start.tolist()
+    emitted = [cut_tokens(row, known, ends) for row, known in zip(given.tokens.tolist(), forced, strict=True)]
+    heads = [[]] * len(emitted) if given.shifted else given.window[:, :1].tolist()
+    rows = [_clamped(head + row, given.vocab_size) for head, row in zip(heads, emitted, strict=True)]
+    counts = [sum(token >= 0 for token in row) for row in emitted]
+    make, known = given.tokens.new_tensor, given.accepted_rows
+    kept = make([[]] * len(emitted)) if known is None else torch.where(make(emitted) >= 0, known, -1)
+    after = [start + count for start, count in zip(starts, counts, strict=True)]
+    return Settled(
+        emitted=make(emitted),
+        num_emitted=make(counts),
+        accepted_rows=kept,
+        rows=make(rows),
+        positions=make([list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)]),
+        num_rows=make([count + (count > 0 and not given.shifted) for count in counts]),
+        last=make([count - 1 for count in counts]),
+        length=make([end + 1 for end in after]),
+        chain=[make([[end + index] for end in after]) for index in range(given.chain)],
+    )
+
+
+def _clamped(tokens: list[int], vocab_size: int) -> list[int]:
+    return [min(max(token, 0), vocab_size - 1) for token in tokens]
 
 
 @triton.jit
@@ -174,5 +202,14 @@ def _settle_fake(given: Settle) -> Settled:
 
 
 SETTLE = declare(
-    Op("settle", Settle, _settle_fake, triton_or_reference(settle_triton, settle_reference, moves_only=True))
+    Op(
+        "settle",
+        Settle,
+        _settle_fake,
+        with_cpu(
+            triton_or_reference(settle_triton, settle_reference, moves_only=True),
+            settle_cpu,
+            covers=lambda given: is_small(given.tokens),
+        ),
+    )
 )

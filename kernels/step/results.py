@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.index import select_state
 
 NUM_COUNTS = 3
@@ -120,6 +121,23 @@ def pack_results_reference(given: PackResults) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def pack_results_cpu(given: PackResults) -> Tensor:
+    """:class:`PackResults` of few tokens, without log-probabilities and confidence, in Python."""
+    width, left = given.width, given.num_rows.tolist()
+    columns = given.emitted.tolist(), given.num_emitted.tolist(), given.bad.tolist(), given.rows.tolist()
+    packed = [
+        [*_last(emitted, count, width), *[0] * width, count, int(bad), left[row] if row >= 0 else 0]
+        for emitted, count, bad, row in zip(*columns, strict=True)
+    ]
+    return given.emitted.new_tensor(packed, dtype=torch.int32)
+
+
+def _last(emitted: list[int], count: int, width: int) -> list[int]:
+    """The last ``width`` of the first ``count`` tokens, and -1 behind them."""
+    kept = emitted[max(0, count - width) : count]
+    return kept + [-1] * (width - len(kept))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _pack_results_kernel(
     packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, rows, WIDTH: tl.constexpr,
@@ -177,11 +195,20 @@ def _pack_results_fake(given: PackResults) -> Tensor:
     return given.emitted.new_empty(given.emitted.shape[0], columns, dtype=torch.int32)
 
 
+def _tokens_alone(given: PackResults) -> bool:
+    """Whether there are few sequences, and only tokens and counts of them."""
+    return is_small(given.emitted) and not given.logprobs.shape[1] and given.confidence is None
+
+
 PACK_RESULTS = declare(
     Op(
         "pack_results",
         PackResults,
         _pack_results_fake,
-        triton_or_reference(pack_results_triton, pack_results_reference, moves_only=True),
+        with_cpu(
+            triton_or_reference(pack_results_triton, pack_results_reference, moves_only=True),
+            pack_results_cpu,
+            covers=_tokens_alone,
+        ),
     )
 )

@@ -18,7 +18,8 @@ from torch import Tensor
 from specgraph.kernels.attention.arguments import PADDING_SLOT
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.step.host import is_small
 
 _BLOCK = 1024
 
@@ -93,6 +94,24 @@ def row_slots_reference(given: RowSlots) -> Tensor:
     row = torch.arange(positions.shape[1], device=positions.device)
     inside = (row < given.num_rows.unsqueeze(1)) & (positions >= 0) & (positions < given.max_length.unsqueeze(1))
     return torch.where(inside & (block >= 0), block * size + positions % size, PADDING_SLOT)
+
+
+def row_slots_cpu(given: RowSlots) -> Tensor:
+    """:class:`RowSlots` of few rows, in Python."""
+    columns = given.positions.tolist(), given.num_rows.tolist(), given.block_table.tolist(), given.max_length.tolist()
+    slots = [
+        [
+            _slot(position, table, given.block_size) if row < count and 0 <= position < longest else PADDING_SLOT
+            for row, position in enumerate(positions)
+        ]
+        for positions, count, table, longest in zip(*columns, strict=True)
+    ]
+    return given.positions.new_tensor(slots)
+
+
+def _slot(position: int, table: list[int], size: int) -> int:
+    block = table[min(position // size, len(table) - 1)]
+    return block * size + position % size if block >= 0 else PADDING_SLOT
 
 
 def take_rows_reference(given: TakeRows) -> Tensor:
@@ -313,7 +332,11 @@ ROW_SLOTS = declare(
         "row_slots",
         RowSlots,
         _row_slots_fake,
-        triton_or_reference(row_slots_triton, row_slots_reference, moves_only=True),
+        with_cpu(
+            triton_or_reference(row_slots_triton, row_slots_reference, moves_only=True),
+            row_slots_cpu,
+            covers=lambda given: is_small(given.positions),
+        ),
     )
 )
 TAKE_ROWS = declare(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.step.host import is_small
 
 
 @dataclass(slots=True)
@@ -89,6 +90,26 @@ def advance_reference(given: Advance) -> None:
     given.next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), given.next_window))
     given.num_rows.copy_(torch.where(active & ~ended, rows, 0))
     start.copy_(torch.where(active, end, start))
+    given.num_forced.zero_()
+
+
+def advance_cpu(given: Advance) -> None:
+    """:class:`Advance` of few tokens, in Python."""
+    ends = set(given.eos_ids.tolist())
+    windows, starts, rows = given.next_window.tolist(), given.start.tolist(), [0] * len(given.start)
+    drafts = [part.tolist() for part in given.drafts]
+    columns = given.emitted.tolist(), given.num_emitted.tolist(), given.num_forced.tolist(), given.max_length.tolist()
+    for b, (emitted, count, forced, longest) in enumerate(zip(*columns, strict=True)):
+        if count <= 0:
+            continue
+        last, proposed = emitted[count - 1], [token for part in drafts for token in part[b]]
+        windows[b] = [max(token, 0) for token in (last, *proposed)]
+        starts[b] += count
+        if not (count > forced and last in ends):
+            until_none = next((index for index, token in enumerate(proposed) if token < 0), len(proposed))
+            rows[b] = max(0, min(until_none + 1, longest - 1 - starts[b]))
+    for buffer, values in ((given.next_window, windows), (given.start, starts), (given.num_rows, rows)):
+        buffer.copy_(buffer.new_tensor(values))
     given.num_forced.zero_()
 
 
@@ -271,7 +292,11 @@ ADVANCE = declare(
         "advance",
         Advance,
         _advance_fake,
-        triton_or_reference(advance_triton, advance_reference, covers=_advance_covers, moves_only=True),
+        with_cpu(
+            triton_or_reference(advance_triton, advance_reference, covers=_advance_covers, moves_only=True),
+            advance_cpu,
+            covers=lambda given: is_small(given.emitted),
+        ),
         mutates=("next_window", "start", "num_rows", "num_forced"),
     )
 )
