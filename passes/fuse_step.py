@@ -1,8 +1,9 @@
 """The small functions between the model calls become two: ``positions_and_next`` and ``settle``.
 
-Step graphs are written as many small functions because that is readable. On a GPU each costs at least one launch (1.5 to
-2 us), and on a CPU several operations. Nothing is computed twice for the next position, the number of accepted tokens or
-the places of chained drafts: all of it follows from the verified tokens, in one op. A function of somebody's own in the place of one of these stays as it is.
+Step graphs are written as many small functions because that is readable. On a GPU each of them costs at least one
+launch (1.5 to 2 us), and on a CPU several operations. Nothing is computed twice for the next position, the number of
+accepted tokens or the places of chained drafts: all of it follows from the verified tokens, in one op. A function of
+somebody's own in the place of one of these stays as it is.
 """
 
 from __future__ import annotations

@@ -14,7 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
-from specgraph.cli.decode_prompts import check_batch_size, decode_prompts, encode
+from specgraph.cli.decode_prompts import (
+    PeerOutcome,
+    Prompt,
+    check_batch_size,
+    decode_prompts,
+    decode_with_transformers,
+    encode,
+)
 from specgraph.cli.prompts import read_prompts
 from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.compiler.build_passes import build_passes
@@ -62,11 +69,23 @@ def generate(cfg: DictConfig) -> dict[str, str]:
         plain.check_numerics = False
         quiet = dataclasses.replace(options, stream=False, batch_size=1 if options.stream else options.batch_size)
         again = decode_prompts(compile_speculative(model, plain), tokenizer, prompts, quiet, outcome.seeds)
-        rows |= compare_rows(outcome, again)
+        rows |= compare_rows(outcome, again, _peers(model, decoder.config, prompts, quiet))
     if config.debug.dump_dir is not None:
         rows["graphs"] = config.debug.dump_dir
     print("\n" + text_table(rows.items()))
     return rows
+
+
+def _peers(
+    model: PreTrainedModel, config: Config, prompts: Sequence[Prompt], options: GenerateConfig
+) -> list[PeerOutcome]:
+    """The same prompts by transformers' ``generate`` and, if the draft is a model, by its assisted generation."""
+    peers = [decode_with_transformers(model, prompts, options, check_batch_size(options, config))]
+    if config.draft.kind == "draft_model" and config.draft.model is not None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(config.draft.model, dtype=model.dtype)
+        assistant: PreTrainedModel = loaded.to(model.device).eval()
+        peers.append(decode_with_transformers(model, prompts, options, 1, assistant))
+    return peers
 
 
 def dump(cfg: DictConfig) -> dict[str, str]:

@@ -64,7 +64,8 @@ class GenerateConfig(ModelConfig):
     stream: bool = False
     """Print text while it is decoded, one prompt after the other."""
     compare: bool = False
-    """Decode with draft=none too, and print the ratio of speeds and whether the tokens are equal."""
+    """Decode with transformers' generate (and assisted generation, if the draft is a model) and with draft=none, too.
+    Print the ratios of speeds, and whether the tokens equal those of draft=none."""
 
 
 @dataclass

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from specgraph.bench.peers import transformers_generate
 from specgraph.cli.config import GenerateConfig
 from specgraph.config import Config
 from specgraph.errors import ConfigError, InputError
@@ -72,6 +74,44 @@ def decode_prompts(
             decode(decoder, tokenizer, prompts[part], _sampling(options, drawn[part]), outcome, show)
             progress.advance(len(prompts[part]))
     return outcome
+
+
+@dataclass
+class PeerOutcome:
+    """What transformers itself gave for the prompts, and the seconds that it took; ``name`` says how it decoded."""
+
+    name: str
+    tokens: list[list[int]]
+    seconds: float
+
+
+def decode_with_transformers(
+    model: PreTrainedModel, prompts: Sequence[Prompt], options: GenerateConfig, size: int,
+    assistant: PreTrainedModel | None = None,
+) -> PeerOutcome:  # fmt: skip
+    """Continue every prompt by transformers' ``generate``, ``size`` at a time.
+
+    With an ``assistant``, this is its assisted generation, which takes one prompt at a time. Sampled tokens differ from
+    ours, because the noise does.
+    """
+    name, size = ("generate", size) if assistant is None else ("assisted", 1)
+    given = _for_transformers(options)
+    ids = [prompt.ids for prompt in prompts]
+    transformers_generate(model, ids[:size], assistant, **given | {"max_new_tokens": 8})  # warms up, as we do
+    begin, tokens = time.perf_counter(), list[list[int]]()
+    for at in range(0, len(ids), size):
+        tokens += [new.tolist() for new in transformers_generate(model, ids[at : at + size], assistant, **given)]
+    return PeerOutcome(name, tokens, time.perf_counter() - begin)
+
+
+def _for_transformers(options: GenerateConfig) -> dict[str, Any]:
+    """The sampling options that are set, under transformers' names; 0 is no temperature there."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.temperature is None:
+        return given
+    greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+    return given | ({"do_sample": True} if options.temperature else greedy)
 
 
 def check_batch_size(options: GenerateConfig, config: Config) -> int:

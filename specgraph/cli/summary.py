@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from specgraph.cli.decode_prompts import Outcome
+from specgraph.cli.decode_prompts import Outcome, PeerOutcome
 
 _SAME_TOKENS = "strict"
 """The rule whose output does not depend on the drafts."""
@@ -24,22 +25,27 @@ def summary_rows(outcome: Outcome) -> dict[str, str]:
     return {**rows, "tokens/s": f"{_speed(outcome):.1f}"}
 
 
-def compare_rows(outcome: Outcome, plain: Outcome) -> dict[str, str]:
-    """The comparison of one run with plain decoding of the same prompts, as texts by name."""
+def compare_rows(outcome: Outcome, plain: Outcome, peers: Sequence[PeerOutcome] = ()) -> dict[str, str]:
+    """The comparison of one run with transformers and with plain decoding of the same prompts, as texts by name."""
+    speeds = {f"transformers {peer.name}": _rate(peer.tokens, peer.seconds) for peer in peers}
+    speeds |= {"draft=none": _speed(plain)}
     equal = sum(a == b for a, b in zip(outcome.tokens, plain.tokens, strict=True))
     answer = "yes" if equal == len(outcome.tokens) else f"{equal} of {len(outcome.tokens)} prompts"
     if equal < len(outcome.tokens) and outcome.config.verify.rule != _SAME_TOKENS:
         answer += f" ({outcome.config.verify.rule} does not promise the same tokens)"
-    ratio = _speed(outcome) / _speed(plain) if _speed(plain) else math.nan
     return {
-        "tokens/s, draft=none": f"{_speed(plain):.1f}",
-        "times as fast": f"{ratio:.2f}",
+        **{f"tokens/s, {name}": f"{speed:.1f}" for name, speed in speeds.items()},
+        **{f"times as fast as {name}": f"{_speed(outcome) / speed:.2f}" for name, speed in speeds.items() if speed},
         "tokens equal": answer,
     }
 
 
 def _speed(outcome: Outcome) -> float:
-    return sum(map(len, outcome.tokens)) / outcome.seconds if outcome.seconds else math.nan
+    return _rate(outcome.tokens, outcome.seconds)
+
+
+def _rate(tokens: Sequence[Sequence[int]], seconds: float) -> float:
+    return sum(map(len, tokens)) / seconds if seconds else math.nan
 
 
 def _number(value: float, error: float) -> str:

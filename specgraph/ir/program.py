@@ -62,7 +62,7 @@ class Program:
         if self.target.device.type != "cpu":
             return compiled
         most = 2 * (self.drafter.num_speculative_tokens + 1)  # of a draft call that catches up, with its mask rows
-        return {name: _CompiledFor(most, self.modules[name], module) for name, module in compiled.items()}
+        return {name: CompiledFor(most, self.modules[name], module) for name, module in compiled.items()}
 
     def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
         """The step as it runs: like :meth:`step`, but the modules of :attr:`compiled` go through ``torch.compile``.
@@ -193,7 +193,7 @@ class Program:
         return text
 
 
-class _CompiledFor(torch.nn.Module):
+class CompiledFor(torch.nn.Module):
     """A module whose compiled form runs calls of at most ``most`` rows per sequence."""
 
     _is_impure = True  # it may write a cache, as the module does, so dead-code elimination keeps its calls
@@ -203,7 +203,7 @@ class _CompiledFor(torch.nn.Module):
         self.most, self.module, self.compiled = most, module, compiled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The rows are the second dimension of the first tensor that has one."""
+        """The rows are the second dimension of the first tensor that has one; a module may also take none."""
         given = (*args, *kwargs.values())
-        rows = next(value.shape[1] for value in given if isinstance(value, torch.Tensor) and value.dim() > 1)
+        rows = next((value.shape[1] for value in given if isinstance(value, torch.Tensor) and value.dim() > 1), 0)
         return (self.compiled if rows <= self.most else self.module)(*args, **kwargs)

@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specgraph.cli import commands, main
 from specgraph.cli.config import COMMANDS, describe
+from specgraph.cli.decode_prompts import Outcome, PeerOutcome
+from specgraph.cli.summary import compare_rows
 from specgraph.compiler.build_passes import build_passes
 from specgraph.config import Config, default_config, group_choices, load_config
 from specgraph.errors import PassError
@@ -160,7 +162,28 @@ def test_compare_says_that_tokens_are_equal(model: Path, capsys: pytest.CaptureF
     assert rows["tokens equal"] == "yes"
     assert rows["graphs"] == "graphs" and Path("graphs/report.md").is_file()
     assert len(rows["accepted per position"].split()) == 4
-    assert {"tokens", "tokens per step", "tokens/s", "tokens/s, draft=none", "times as fast"} <= set(rows)
+    assert {"tokens", "tokens per step", "tokens/s", "tokens/s, draft=none", "times as fast as draft=none"} <= set(rows)
+    assert {"tokens/s, transformers generate", "times as fast as transformers generate"} <= set(rows)
+    assert not any("assisted" in name for name in rows)
+
+
+def test_compare_has_assisted_generation_if_the_draft_is_a_model(
+    model: Path, draft: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[PeerOutcome] = []
+
+    def noting(outcome: Outcome, plain: Outcome, peers: list[PeerOutcome]) -> dict[str, str]:
+        found.extend(peers)
+        assert all(peer.tokens == outcome.tokens for peer in peers)
+        return compare_rows(outcome, plain, peers)
+
+    monkeypatch.setattr(commands, "compare_rows", noting)
+    Path("two.txt").write_text("one, two\nab\n")
+    given = [f"model={model}", "prompts=two.txt", f"draft={draft}", "compare=true", "temperature=0", "dtype=float64"]
+    assert main(["generate", *given, *QUICK]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert [peer.name for peer in found] == ["generate", "assisted"]
+    assert {"tokens/s, transformers assisted", "times as fast as transformers assisted"} <= set(rows)
 
 
 def test_seeded_text_depends_on_neither_batches_nor_streaming(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

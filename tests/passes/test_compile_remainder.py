@@ -7,6 +7,7 @@ import torch
 
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import remove_dead_code
+from specgraph.ir.program import CompiledFor
 from specgraph.passes.base import PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.pipeline import run_passes
@@ -93,3 +94,9 @@ class Call(torch.nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.function(*args, **kwargs)
+
+
+def test_a_module_that_takes_no_rows_is_compiled_as_well():
+    """As the one that holds the hidden state of P-EAGLE's mask rows."""
+    constant = Call(lambda: 3)
+    assert CompiledFor(4, Call(lambda: 2), constant)() == 3
