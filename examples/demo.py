@@ -7,6 +7,7 @@ once. ``TORCH_COMPILE_DISABLE=1`` leaves that out.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,9 @@ def ours(decoder: SpeculativeDecoder) -> Decode:
 
 def measure(decoders: dict[str, Decode], prompts: list[Tensor]) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
     """Tokens per second, and the tokens. Decoders take turns on each question, and the best of a few rounds counts."""
-    for decode in decoders.values():
-        decode(prompts[0], 8)  # compiles and warms up
+    for name, decode in decoders.items():
+        print(f"warming up: {name}", file=sys.stderr)
+        decode(prompts[0], 8)  # compiles, which no measurement includes
     best: dict[tuple[str, int], float] = {}
     tokens: dict[str, list[Tensor]] = {name: [*prompts] for name in decoders}  # replaced in the first round
     for index, prompt in [*enumerate(prompts)] * ROUNDS:

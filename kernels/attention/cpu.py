@@ -103,8 +103,8 @@ def _with_rows(cache: Tensor, x: Tensor, pages: list[int], length: int) -> Tenso
         view = cache.flatten(0, 1).narrow(0, own[0] * size, length)
         view.narrow(0, length - len(rows), len(rows)).copy_(rows)
     else:
-        places = torch.arange(length - len(rows), length)
-        numbers = torch.tensor(own)
+        places = torch.arange(length - len(rows), length, device="cpu")
+        numbers = torch.tensor(own, device="cpu")
         cache[numbers[places // size], places % size] = rows
         view = cache[numbers].flatten(0, 1)[:length]
     return view.transpose(0, 1)
@@ -115,7 +115,7 @@ def _seen(rows: int, length: int, window: int | None) -> Tensor | None:
     """Which keys the last ``rows`` of ``length`` see, bool ``[T, S]``; None for all. The layers of a step share it."""
     if rows == 1 and (window is None or window >= length):
         return None
-    seen = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+    seen = torch.ones(rows, length, dtype=torch.bool, device="cpu").tril(length - rows)
     return seen if window is None else seen.triu(length - rows - window + 1)
 
 
@@ -123,4 +123,8 @@ def _seen(rows: int, length: int, window: int | None) -> Tensor | None:
 def _hidden(rows: int, length: int, window: int | None) -> Tensor | None:
     """:func:`_seen` as what is added to scores, float32 ``[T, S]``: 0 where a key is seen, and -inf elsewhere."""
     seen = _seen(rows, length, window)
-    return None if seen is None else torch.zeros(rows, length).masked_fill_(~seen, -torch.inf)
+    return (
+        None
+        if seen is None
+        else torch.zeros(rows, length, dtype=torch.float32, device="cpu").masked_fill_(~seen, -torch.inf)
+    )
