@@ -95,8 +95,9 @@ def settle_reference(given: Settle) -> Settled:
 
 def settle_cpu(given: Settle) -> Settled:
     """:class:`Settle` of few rows, in Python."""
-    ends, forced, starts = set(given.eos_ids.tolist()), given.num_forced.tolist(), given.start.tolist()
-    emitted = [cut_tokens(row, known, ends) for row, known in zip(given.tokens.tolist(), forced, strict=True)]
+    starts = given.start.tolist()
+    each = zip(given.tokens.tolist(), given.num_forced.tolist(), given.eos_ids.tolist(), strict=True)
+    emitted = [cut_tokens(row, forced, ends) for row, forced, ends in each]
     heads = [[]] * len(emitted) if given.shifted else given.window[:, :1].tolist()
     rows = [_clamped(head + row, given.vocab_size) for head, row in zip(heads, emitted, strict=True)]
     counts = [sum(token >= 0 for token in row) for row in emitted]

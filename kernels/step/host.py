@@ -17,7 +17,7 @@ def is_small(integers: Tensor) -> bool:
     return 0 < integers.numel() <= MOST_INTEGERS
 
 
-def cut_tokens(tokens: list[int], num_forced: int, ends: set[int]) -> list[int]:
+def cut_tokens(tokens: list[int], num_forced: int, ends: list[int]) -> list[int]:
     """The tokens of one sequence, where those after the first unforced one among ``ends`` are replaced by -1."""
     for row in range(num_forced, len(tokens)):
         if tokens[row] >= 0 and tokens[row] in ends:

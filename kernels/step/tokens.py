@@ -95,7 +95,7 @@ def advance_reference(given: Advance) -> None:
 
 def advance_cpu(given: Advance) -> None:
     """:class:`Advance` of few tokens, in Python."""
-    ends = set(given.eos_ids.tolist())
+    ends = given.eos_ids.tolist()
     windows, starts, rows = given.next_window.tolist(), given.start.tolist(), [0] * len(given.start)
     drafts = [part.tolist() for part in given.drafts]
     columns = given.emitted.tolist(), given.num_emitted.tolist(), given.num_forced.tolist(), given.max_length.tolist()
@@ -105,7 +105,7 @@ def advance_cpu(given: Advance) -> None:
         last, proposed = emitted[count - 1], [token for part in drafts for token in part[b]]
         windows[b] = [max(token, 0) for token in (last, *proposed)]
         starts[b] += count
-        if not (count > forced and last in ends):
+        if not (count > forced and last in ends[b]):
             until_none = next((index for index, token in enumerate(proposed) if token < 0), len(proposed))
             rows[b] = max(0, min(until_none + 1, longest - 1 - starts[b]))
     for buffer, values in ((given.next_window, windows), (given.start, starts), (given.num_rows, rows)):

@@ -10,7 +10,6 @@ from specgraph.kernels.ops import OPS
 from specgraph.kernels.step.host import MOST_INTEGERS, cut_tokens
 
 SEEDS = range(40)
-EOS = torch.tensor([3, 5, -1])
 
 
 def ids(generator: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
@@ -33,7 +32,13 @@ def test_settle(seed: int) -> None:
     batch, width = 1 + seed % 4, 1 + seed % 5
     tokens, count = emitted_of(generator, batch, width)
     forced = torch.minimum(ids(generator, 0, width, batch), count)
-    given = (tokens, ids(generator, 0, 9, batch, width), ids(generator, 0, 50, batch), forced, EOS)
+    given = (
+        tokens,
+        ids(generator, 0, 9, batch, width),
+        ids(generator, 0, 50, batch),
+        forced,
+        ids(generator, -1, 9, batch, 2),
+    )
     rows = torch.arange(width).expand(batch, -1).masked_fill(tokens < 0, -1) if seed % 2 else None
     options = {"shifted": seed % 3 > 0, "vocab_size": 7, "chain": seed % 4}
     found, expected = (form(*given, rows, **options) for form in both("settle"))  # type: ignore[operator]
@@ -51,10 +56,10 @@ def test_advance(seed: int) -> None:
     drafts = [ids(generator, -1, 9, batch, each) for each in widths]
     state = [ids(generator, 0, 9, batch, sum(widths) + 1), *[ids(generator, 0, 30, batch) for _ in range(2)]]
     state.append(ids(generator, 0, width, batch))
-    longest, results = ids(generator, 20, 40, batch), []
+    longest, ends, results = ids(generator, 20, 40, batch), ids(generator, -1, 9, batch, 2), []
     for form in both("advance"):
         own = [tensor.clone() for tensor in state]
-        form(*own, emitted, count, drafts, longest, EOS)  # type: ignore[operator]
+        form(*own, emitted, count, drafts, longest, ends)  # type: ignore[operator]
         results.append(own)
     assert all(map(torch.equal, *results))
 
@@ -92,5 +97,5 @@ def test_many_rows_take_the_definitions() -> None:
 
 
 def test_an_eos_among_forced_tokens_cuts_nothing() -> None:
-    assert cut_tokens([3, 4, 5, 6], 1, {3, 5}) == [3, 4, 5, -1]
-    assert cut_tokens([3, -1], 1, {3, -1}) == [3, -1]
+    assert cut_tokens([3, 4, 5, 6], 1, [3, 5]) == [3, 4, 5, -1]
+    assert cut_tokens([3, -1], 1, [3, -1]) == [3, -1]
