@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "key of another group": ({"block_size": 8}, "Unknown configuration key 'block_size': did you mean "
                              "'cache.block_size'?"),
     "nothing near": ({"cache": {"zzz": 1}}, "Unknown configuration key 'cache.zzz': valid keys are cache.block_size, "
-                     "cache.prefill_chunk."),
+                     "cache.prefill_chunk, cache.pool_tokens, "),
     "text for a number": ({"draft": {"num_speculative_tokens": "x"}},
                           "draft.num_speculative_tokens is an integer, not 'x'."),
     "fraction for an integer": ({"max_length": 2.5}, "max_length is an integer or null, not 2.5."),
