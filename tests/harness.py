@@ -32,7 +32,7 @@ from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Entering, admit, load_chunk, room
+from specgraph.runtime.state import Entering, Entrance, load_chunk, room
 from tests.decoding import CONFIG
 
 GUARD_BLOCKS = 2
@@ -340,7 +340,8 @@ def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill
     sizes = room(requests, len(requests), program.block_size)
     state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"], program.block_size)
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
-    admit(program, state, [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own])
+    entering = [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]
+    Entrance(program, state).admit(entering)
     prefill = Prefill(program.drafter.num_speculative_tokens + 1, len(requests))
     for row, request in enumerate(requests):
         if request.has_room:

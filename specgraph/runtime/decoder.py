@@ -21,7 +21,7 @@ from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.engine import Engine, Policy, Step
 from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
 from specgraph.runtime.reading import Reader
-from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, read_logprobs
+from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
 from specgraph.runtime.runner import Mode, Runners
 from specgraph.runtime.session import Session
 from specgraph.runtime.state import num_pages, room
@@ -208,8 +208,8 @@ class SpeculativeDecoder:
         rows = min(self.config.max_batch_size, len(batch.requests))
         sizes = room(batch.requests, rows, self._program.block_size)
         with self._engine(sizes, batch.logprobs, fair=False) as engine, self._progress(batch) as progress:
-            for number, request in enumerate(batch.requests):
-                engine.submit(number, request)
+            for number in _longest_first(batch.requests):
+                engine.submit(number, batch.requests[number])
             for step in self._run_steps(engine):
                 progress.advance(step.prompt_tokens)
                 for output in step.outputs:
@@ -269,6 +269,14 @@ def plain_mode(device: torch.device) -> Iterator[None]:
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """``device`` as the current GPU, if it is one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _longest_first(requests: Sequence[Request]) -> list[int]:
+    """The places of requests in the order in which they begin: those that may go on for longest come first.
+
+    So the last to end do not end alone. No token depends on the order.
+    """
+    return sorted(range(len(requests)), key=lambda n: requests[n].prompt.numel() - requests[n].limit)
 
 
 def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:

@@ -25,7 +25,7 @@ from specgraph.runtime.pages import Reservation, known_tokens, weight_versions
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Mode, Runner
-from specgraph.runtime.state import Entering, admit, stop
+from specgraph.runtime.state import Entering, stop
 
 BESIDE = 256
 """Prompt rows of a sequence in a step that others, which are decoding, wait for."""
@@ -141,7 +141,7 @@ class Engine:
 
         All sequences get the same kind of ``logprobs``. ``always_draws``: the rule draws noise at temperature 0, too.
         """
-        self._program, self._runner, self._make_step, self._policy = program, runner, make_step, policy
+        self._runner, self._make_step, self._policy = runner, make_step, policy
         self._logprobs, self._always_draws = logprobs, always_draws
         self._block_size = program.block_size
         self.pages = runner.pages
@@ -261,7 +261,7 @@ class Engine:
         begins = [s.reserved.num_shared * self._block_size for s in entering]
         with self._runner.active():
             new = [Entering(s.row, s.request, s.reserved.pages, n) for s, n in zip(entering, begins, strict=True)]
-            admit(self._program, self._runner.state, new)
+            self._runner.entrance.admit(new)
         for sequence, begin in zip(entering, begins, strict=True):
             self._prefill.add(sequence.row, sequence.request.prompt, begin)
         self._reused_tokens += sum(begins)

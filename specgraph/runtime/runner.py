@@ -34,7 +34,7 @@ from specgraph.runtime.memory import most_pages
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.prompt_shapes import entries, padded_width, power_of_two
-from specgraph.runtime.state import load_block, load_chunk, padded_block, staged, uploaded
+from specgraph.runtime.state import Entrance, load_block, load_chunk, padded_block, staged, uploaded
 
 Mode = tuple[str, tuple[str, ...]]
 """What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
@@ -51,20 +51,23 @@ class Runner:
         state: the tensors that the step reads and writes, of all sequences.
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         pages: those of its KV cache.
+        entrance: begins sequences in it.
         lag: how many steps are enqueued before the first is read.
     """
 
     lag = 0
 
     def __init__(
-        self, state: State, sizes: Mapping[str, int], pages: PagePool, counters: Tensor | None = None, least: int = 1
-    ) -> None:
+        self, state: State, sizes: Mapping[str, int], pages: PagePool, entrance: Entrance,
+        counters: Tensor | None = None, least: int = 1,
+    ) -> None:  # fmt: skip
         """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
         self._step: fx.GraphModule | None = None
         self._least = least
         self.state = state
         self.sizes = sizes
         self.pages = pages
+        self.entrance = entrance
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
         self._stream = torch.cuda.current_stream(start.device) if cuda else None
@@ -158,6 +161,7 @@ class Workspace:
     Attributes:
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         state: its tensors.
+        entrance: begins sequences in it.
         counters: arrival counters of its launches, which other streams must not touch.
         pages: those of its KV cache, and what is known of them.
         mailbox: where results of its steps go.
@@ -168,6 +172,7 @@ class Workspace:
         self.sizes = dict(sizes)
         self.pages = pages
         self.state = allocate(program, sizes, device)
+        self.entrance = Entrance(program, self.state)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
         self.mailbox = Mailbox(sizes["B"], width, num_columns(width, self.state.get(CONFIDENCE)), device)
@@ -222,7 +227,7 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space.state, space.sizes, space.pages, space.counters)
+        super().__init__(space.state, space.sizes, space.pages, space.entrance, space.counters)
         self.space = space
         self._mode: Mode = ("none", ())
         self._running: dict[tuple[Mode, int], list[int]] = {}
@@ -302,7 +307,7 @@ class Runners:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
             least = 2 if self.program.compiled and sizes["B"] > 1 else 1
             state = allocate(self.program, sizes, self.program.target.device)
-            return Runner(state, sizes, self._pages(sizes), least=least)
+            return Runner(state, sizes, self._pages(sizes), Entrance(self.program, state), least=least)
         wanted = bucket(sizes, self.max_batch_size, self.program.block_size)
         return GraphRunner(self._workspace(wanted))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,23 +46,32 @@ class Entering(NamedTuple):
     begin: int = 0
 
 
-def admit(program: Program, state: State, entering: Sequence[Entering]) -> None:
-    """Begin sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
+class Entrance:
+    """Begins sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
 
-    One copy takes all values to the device, and one launch puts them in their places.
+    One copy takes what requests say to the device, and one launch puts it in its places, with what fresh rows hold.
     """
-    own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
-    small = [entry for entry in own if not entry[1].indexed]
-    known = _known_values(entering)
-    values = [_rows_of(known.get(name, []), len(entering), buffer, there) for name, buffer, there in small]
-    rows = torch.tensor([new.row for new in entering], dtype=torch.int64, device="cpu")
-    index, *values = upload([rows, *values], state["start"].device)
-    scatter_state_(index, [there for _, _, there in small], values)
-    for _, buffer, there in own:
-        if buffer.indexed:
+
+    def __init__(self, program: Program, state: State) -> None:
+        own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
+        small = [entry for entry in own if not entry[1].indexed]
+        self._large = [(buffer, there) for _, buffer, there in own if buffer.indexed]
+        self._said = [entry for entry in small if entry[0] in KNOWN]
+        self._kept = [there for name, _, there in small if name not in KNOWN]
+        self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
+        self._device = state["start"].device
+
+    def admit(self, entering: Sequence[Entering]) -> None:
+        """Begin these sequences, each in its row."""
+        values = [_rows_of([KNOWN[name](new) for new in entering], buffer, there) for name, buffer, there in self._said]
+        rows = torch.tensor([new.row for new in entering], dtype=torch.int64, device="cpu")
+        index, *values = upload([rows, *values], self._device)
+        fresh = [default[: len(entering)] for default in self._fresh]
+        scatter_state_(index, [*(there for _, _, there in self._said), *self._kept], [*values, *fresh])
+        for buffer, there in self._large:
             there.index_fill_(0, index, buffer.fill)
-        if buffer.tokens:
-            _write_tokens(there, entering)
+            if buffer.tokens:
+                _write_tokens(there, entering)
 
 
 def _write_tokens(history: Tensor, entering: Sequence[Entering]) -> None:
@@ -88,29 +97,27 @@ def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]
     return found
 
 
-def _known_values(entering: Sequence[Entering]) -> Mapping[str, Sequence[Sequence[float]]]:
-    """What is known of a state, by the names of its inputs: for every sequence the first values of its row."""
-    sampling = [new.request.sampling for new in entering]
-    return {
-        "start": [[new.begin] for new in entering],
-        "block_table": [new.pages for new in entering],
-        "max_length": [[new.request.limit] for new in entering],
-        "eos_ids": [new.request.eos_ids for new in entering],
-        "temperature": [[own.temperature] for own in sampling],
-        "top_k": [[own.top_k] for own in sampling],
-        "top_p": [[own.top_p] for own in sampling],
-        "min_p": [[own.min_p] for own in sampling],
-        "seeds": [[own.seed] for own in sampling],
-    }
+KNOWN: dict[str, Callable[[Entering], Sequence[float]]] = {
+    "start": lambda new: [new.begin],
+    "block_table": lambda new: new.pages,
+    "max_length": lambda new: [new.request.limit],
+    "eos_ids": lambda new: new.request.eos_ids,
+    "temperature": lambda new: [new.request.sampling.temperature],
+    "top_k": lambda new: [new.request.sampling.top_k],
+    "top_p": lambda new: [new.request.sampling.top_p],
+    "min_p": lambda new: [new.request.sampling.min_p],
+    "seeds": lambda new: [new.request.sampling.seed],
+}
+"""What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
 
 
-def _rows_of(values: Sequence[Sequence[float]], count: int, buffer: Buffer, there: Tensor) -> Tensor:
-    """Fresh rows of a buffer ``[count, ...]`` on the host, which begin with ``values`` where there are some."""
-    fresh = torch.full((count, *there.shape[1:]), buffer.fill, dtype=there.dtype, device="cpu")
-    flat = fresh.view(count, -1)
-    for row, own in zip(flat, values, strict=False):
-        row[: len(own)] = torch.tensor(own, dtype=there.dtype, device="cpu")
-    return fresh
+def _rows_of(values: Sequence[Sequence[float]], buffer: Buffer, there: Tensor) -> Tensor:
+    """Rows of a buffer ``[b, ...]`` on the host, which begin with ``values`` and are fresh behind them."""
+    rows = torch.full((len(values), *there.shape[1:]), buffer.fill, dtype=there.dtype, device="cpu")
+    width = max(map(len, values))
+    padded = [[*own, *[buffer.fill] * (width - len(own))] for own in values]
+    rows.view(len(values), -1)[:, :width] = torch.tensor(padded, dtype=there.dtype, device="cpu")
+    return rows
 
 
 def upload(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
