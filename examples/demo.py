@@ -83,7 +83,7 @@ def main() -> None:
     for name, speed in speeds.items():
         same = all(map(torch.equal, tokens[name], base))
         print(f"{name:20} {speed:6.0f} tokens/s ({speed / speeds['transformers']:.2f}x), same tokens: {same}")
-    print(next(line for line in last.report().splitlines() if line.startswith("- lowering")).removeprefix("- "))
+    print(next(line for line in last.report().splitlines() if line.startswith("- lowering:")).removeprefix("- "))
     print(f"graphs of every stage and report.md: {last.dump('graphs')}")
 
 
