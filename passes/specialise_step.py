@@ -2,28 +2,46 @@
 
 A request whose sequences all leave ``top_k`` off gives the same tokens without that input, sooner; a greedy one draws
 no noise and needs no seeds. The decoder applies this pass once for every kind of request that it meets.
+
+It also makes the step of fewer drafts, for when many sequences decode together (``draft.num_speculative_tokens`` by
+load). The state keeps its shape; the window of a call has K + 1 columns for the smaller K, and all rows behind it
+follow from its width. The next window takes the first K drafts. What only made the others goes: draft calls whose cache
+rows nobody reads later (``scratch``), modules that write nothing, and draws. What brings the drafter's cache to the
+accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
+from specgraph.drafters.step import SCRATCH
 from specgraph.errors import ConfigError
+from specgraph.ir.graphs import calls, written_by
 from specgraph.ir.program import Program
+from specgraph.kernels import step
+from specgraph.kernels.step import WRITES
 from specgraph.kernels.verify.arguments import LOGPROBS
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.index_rows import drop_unread, gathered
 
+ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)
+"""Functions that keep something about the next drafts, for which a step without drafts has no use."""
+
 
 @dataclass(frozen=True)
 class SpecialiseStep(Pass):
-    """Options: ``logprobs``, ``none``, ``raw`` or ``processed``; ``unused``, names of inputs to do without."""
+    """Options: ``logprobs``, ``none``, ``raw`` or ``processed``; ``unused``, names of inputs to do without; ``drafts``,
+    how many of the drafter's K are made and verified, None for all."""
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
+    drafts: int | None = None
 
     name: ClassVar[str] = "specialise_step"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
@@ -32,9 +50,12 @@ class SpecialiseStep(Pass):
     def __post_init__(self) -> None:
         if self.logprobs not in LOGPROBS:
             raise ConfigError(f"specialise_step: logprobs is one of {', '.join(LOGPROBS)}, not {self.logprobs!r}.")
+        if self.drafts is not None and self.drafts < 0:
+            raise ConfigError(f"specialise_step: drafts is a number from 0 up, or null for all, not {self.drafts}.")
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""
+        notes = () if self.drafts is None else (_make_fewer(program, self.drafts),)
         left_out = {gathered(program, name) for name in self.unused if name in program.inputs}
         for node in program.graph.nodes:
             node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
@@ -43,4 +64,80 @@ class SpecialiseStep(Pass):
         for node in given:
             node.kwargs = {**node.kwargs, "logprobs": self.logprobs}
         without = ", ".join(sorted(node.name for node in left_out)) or "nothing left out"
-        return PassResult(len(left_out) + len(given), notes=(f"log-probabilities: {self.logprobs}; {without}",))
+        notes = (f"log-probabilities: {self.logprobs}; {without}", *notes)
+        return PassResult(len(left_out) + len(given) + (self.drafts is not None), notes=notes)
+
+
+def _make_fewer(program: Program, count: int) -> str:
+    """Let the step make the first ``count`` drafts alone. Returns a note for the report."""
+    most = program.drafter.num_speculative_tokens
+    if count >= most:
+        return f"all {most} drafts"
+    for node in calls(program.graph, step.needed_rows):
+        node.update_arg(2, count + 1)
+    (advance,) = calls(program.graph, step.advance_)
+    drafts: list[fx.Node] = list(advance.args[6])  # type: ignore[arg-type]
+    advance.update_arg(6, _first(program, advance, drafts, count))
+    _forget(program, count)
+    gone = _sweep(program, count)
+    return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out"
+
+
+def _first(program: Program, before: fx.Node, drafts: Sequence[fx.Node], count: int) -> list[fx.Node]:
+    """The first ``count`` of drafts ``[B, k]`` that have K columns in all, made in front of a node."""
+    if not count:
+        return []
+    if len(drafts) == program.drafter.num_speculative_tokens:
+        return list(drafts[:count])
+    with program.graph.inserting_before(before):
+        every = drafts[0] if len(drafts) == 1 else program.graph.call_function(torch.cat, (list(drafts), 1))
+    if every.target is step.prefer_found:
+        found, *own = every.args
+        every.args = (*_first(program, every, [found], count), *_first(program, every, own, count))  # type: ignore[list-item, arg-type]
+        return [every]
+    with program.graph.inserting_before(before):
+        first = program.graph.call_function(operator.getitem, (every, (slice(None), slice(0, count))))
+    first.name = f"{every.name}_first"
+    return [first]
+
+
+def _forget(program: Program, count: int) -> None:
+    """Let no function that takes one draft after the other, joined, ask for those that are not made.
+
+    Such are estimates of how probable each draft is. The first token stands in: nobody reads what is said of it there.
+    """
+    gone = {node for node in program.graph.nodes if _draws(node) and node.kwargs["row"] >= count}
+    for node in calls(program.graph, torch.cat):
+        joined: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        node.update_arg(0, [joined[0] if token in gone else token for token in joined])
+
+
+def _sweep(program: Program, count: int) -> list[str]:
+    """Erase what the first ``count`` drafts and the state do without. Returns the roles of what was erased."""
+    erased = []
+    for node in reversed(program.graph.nodes):
+        if not node.users and _removable(program, node, count):
+            erased.append(str(node.meta.get("role")))
+            program.graph.erase_node(node)
+    return erased
+
+
+def _removable(program: Program, node: fx.Node, count: int) -> bool:
+    """Whether a step of ``count`` drafts needs nothing that a node does besides its result."""
+    if node.op in ("placeholder", "output"):
+        return False
+    if node.op == "call_module":
+        return node.meta.get(SCRATCH, False) or not _writes(program.modules[str(node.target)])
+    if _draws(node):
+        return bool(node.kwargs["row"] >= count)
+    return (node.target in ABOUT_DRAFTS and not count) or not node.is_impure()
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws drafts; ``row`` is then the number of the first."""
+    return node.target in (step.propose_, step.propose_at_)
+
+
+def _writes(module: fx.GraphModule) -> bool:
+    """Whether a module writes any of its inputs in place."""
+    return any(written_by(node, WRITES) for node in module.graph.nodes if node.op == "call_function")

@@ -6,7 +6,8 @@ For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the
 - the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
 - the bits of their float32 log-probabilities (``W`` columns),
 - the number of tokens emitted, whether the logits had a NaN, and the number of rows of the next step,
-- the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: 0 or ``W - 1``).
+- the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: ``W - 1``, or 0 for a
+  drafter that does not say).
 
 Only a step that reads a prompt emits more than ``W`` tokens. Those before the last ``W`` then belong to the prompt,
 which the host knows.
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
@@ -46,7 +48,7 @@ class PackResults:
         num_rows: int64 ``[N]``, the state as the step leaves it.
         width: ``W``, at most ``T``.
         rows: int64 ``[B]``, the row of ``num_rows`` of each sequence, -1 for none, which has no next rows.
-        confidence: float32 ``[N, C]``, the state of that name; None for a drafter without one.
+        confidence: float32 ``[N, at least W - 1]``, the state of that name; None for a drafter without one.
     """
 
     emitted: Tensor
@@ -85,7 +87,7 @@ def pack_results(
 
 def num_columns(width: int, confidence: Tensor | None) -> int:
     """The columns of a packed tensor, ``2 W + 3 + C``."""
-    return 2 * width + NUM_COUNTS + (0 if confidence is None else confidence.shape[1])
+    return 2 * width + NUM_COUNTS + (0 if confidence is None else width - 1)
 
 
 def unpack_results(packed: Tensor, width: int) -> Unpacked:
@@ -116,7 +118,7 @@ def pack_results_reference(given: PackResults) -> Tensor:
     counts = torch.stack([num_emitted, given.bad.long(), left], dim=1).int()
     parts = [tokens, values.view(torch.int32), counts]
     if given.confidence is not None:
-        own = select_state(given.confidence, given.rows).masked_fill(given.rows.unsqueeze(1) < 0, 0)
+        own = select_state(given.confidence, given.rows).masked_fill(given.rows.unsqueeze(1) < 0, 0)[:, : width - 1]
         parts.append(own.contiguous().view(torch.int32))
     return torch.cat(parts, dim=1)
 
@@ -140,7 +142,7 @@ def _last(emitted: list[int], count: int, width: int) -> list[int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _pack_results_kernel(
-    packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, rows, WIDTH: tl.constexpr,
+    packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, rows, stride, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, CONFIDENCE: tl.constexpr, LOGPROBS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence per program."""
@@ -159,7 +161,7 @@ def _pack_results_kernel(
     broken, left = tl.load(bad + b), tl.load(num_rows + own, mask=own >= 0, other=0)
     thought = tl.zeros([BLOCK], tl.int32)
     if CONFIDENCE:
-        thought = tl.load(confidence + own * CONFIDENCE + column, mask=(own >= 0) & (column < CONFIDENCE), other=0)
+        thought = tl.load(confidence + own * stride + column, mask=(own >= 0) & (column < CONFIDENCE), other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     out = packed + b * (2 * WIDTH + 3 + CONFIDENCE)
@@ -184,14 +186,17 @@ def pack_results_triton(given: PackResults) -> Tensor:
         packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
         given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), given.rows.contiguous(),
         bits if thought is None else thought.contiguous().view(torch.int32), rows,
+        0 if thought is None else thought.shape[1],
         WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0,
-        CONFIDENCE=0 if thought is None else thought.shape[1], PDL=pdl, num_warps=1, **launch_options(pdl),
+        CONFIDENCE=0 if thought is None else given.width - 1, PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
     return packed
 
 
 def _pack_results_fake(given: PackResults) -> Tensor:
-    columns = num_columns(given.width, given.confidence)
+    columns, known = num_columns(given.width, given.confidence), given.confidence
+    if known is not None:
+        require(known.shape[1] >= given.width - 1, lambda: f"confidence must be [N, {given.width - 1}] or wider")
     return given.emitted.new_empty(given.emitted.shape[0], columns, dtype=torch.int32)
 
 

@@ -381,8 +381,9 @@ def advance_(
 ) -> None:
     """Move every active sequence to its new last token and write the next window.
 
-    ``next_window`` ``[B, K + 1]`` becomes the last accepted token followed by the drafts (tensors ``[B, k]`` with ``K``
-    columns in all, and -1 where there is no draft). ``num_rows`` becomes the number of its real rows. It is limited
+    ``next_window`` ``[B, K + 1]`` becomes the last accepted token followed by the drafts (tensors ``[B, k]`` with at
+    most ``K`` columns in all, and -1 where there is no draft; there is none in columns that are not given).
+    ``num_rows`` becomes the number of its real rows. It is limited
     such that no token gets a position at ``max_length`` or beyond, and is 0 for a sequence that met an EOS. Sequences
     that emitted nothing keep their window and position.
     """

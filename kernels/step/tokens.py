@@ -85,6 +85,7 @@ def advance_reference(given: Advance) -> None:
     end = start + num_emitted
     ended = (num_emitted > given.num_forced) & _among(last, given.eos_ids)[:, 0]
     window = torch.cat([last, *given.drafts], dim=1)
+    window = torch.nn.functional.pad(window, (0, given.next_window.shape[1] - window.shape[1]), value=-1)
     proposed = (window[:, 1:] >= 0).long().cumprod(1).sum(1)
     rows = torch.minimum(proposed + 1, given.max_length - 1 - end).clamp_min(0)
     given.next_window.copy_(torch.where(active.unsqueeze(1), window.clamp_min(0), given.next_window))
@@ -167,7 +168,7 @@ def _cut_at_eos_kernel(
 @triton.jit
 def _advance_kernel(
     next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids, width, count,
-    NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    NUM_EOS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence per program."""
     if PDL:
@@ -178,7 +179,7 @@ def _advance_kernel(
     place = k
     for index in tl.static_range(len(WIDTHS)):
         inside = (place >= 0) & (place < WIDTHS[index])
-        own = tl.load(drafts[index] + b * WIDTHS[index] + place, mask=inside, other=-1)
+        own = tl.load(drafts[index] + b * STRIDES[index] + place, mask=inside, other=-1)
         draft = tl.where(inside, own, draft)
         place -= WIDTHS[index]
     accepted = tl.load(num_emitted + b)
@@ -236,13 +237,15 @@ def advance_triton(given: Advance) -> None:
     """:class:`Advance` in one kernel."""
     state = (given.next_window, given.start, given.num_rows, given.num_forced)
     batch, count = given.next_window.shape[0], given.next_window.shape[1] - 1
-    drafts = [tensor.contiguous() for tensor in given.drafts if tensor.shape[1]]
+    # The first columns of a wider tensor are read where they lie, which saves a launch.
+    drafts = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in given.drafts if tensor.shape[1]]
     pdl = supports_pdl(given.start.device)
     # There is one warp, since a second one could read values that the first one has already replaced.
     _advance_kernel[(batch,)](
         *state, given.emitted.contiguous(), given.num_emitted.contiguous(), tuple(drafts),
         given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,
         NUM_EOS=given.eos_ids.shape[1], WIDTHS=tuple(tensor.shape[1] for tensor in drafts),
+        STRIDES=tuple(tensor.stride(0) for tensor in drafts),
         BLOCK=triton.next_power_of_2(count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
 
@@ -271,7 +274,11 @@ def _cut_at_eos_fake(given: CutAtEos) -> Tensor:
 
 def _advance_fake(given: Advance) -> None:
     batch, count = given.emitted.shape[0], sum(tensor.shape[1] for tensor in given.drafts)
-    require(given.next_window.shape == (batch, count + 1), lambda: f"next_window must be [B, K + 1], K = {count}")
+    window = given.next_window
+    require(
+        window.dim() == 2 and len(window) == batch and window.shape[1] > count,
+        lambda: f"next_window must be [B, K + 1] with B = {batch} and K of at least {count}, not {list(window.shape)}",
+    )
     for name in ("start", "num_rows", "num_forced", "emitted", "num_emitted", "max_length", "eos_ids"):
         check_batch(name, getattr(given, name), batch)
 

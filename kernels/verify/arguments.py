@@ -27,8 +27,8 @@ class Verify:
     Attributes:
         logits: ``[B, R, V]`` raw logits of any float dtype, ``1 <= R <= K + 1``.
         draft_tokens: int ``[B, K]`` target ids, -1 where there is no draft.
-        draft_logits: ``[N, Kd, Vd]``, the processed log-weights the drafts were drawn from, ``Kd <= K``; None for
-            drafts that were proposed without a distribution.
+        draft_logits: ``[N, Kd, Vd]``, the processed log-weights the drafts were drawn from, of which the first K rows
+            are read; None for drafts that were proposed without a distribution.
         temperature: float ``[B]``; 0 is greedy.
         seeds: int64 ``[B]``; None draws nothing, for batches at temperature 0.
         positions: int64 ``[B, K + 1]``, the absolute, unpadded position of the token each row gives.
@@ -139,17 +139,16 @@ def _check_shapes(given: Verify) -> None:
     )
     require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
     if given.draft_logits is not None:
-        _check_draft_logits(given.draft_logits, batch if given.draft_rows is None else None, width - 1)
+        _check_draft_logits(given.draft_logits, batch if given.draft_rows is None else None)
         _check_map(given.target_to_draft, logits.shape[2])
 
 
-def _check_draft_logits(draft_logits: Tensor, batch: int | None, drafts: int) -> None:
+def _check_draft_logits(draft_logits: Tensor, batch: int | None) -> None:
     """``batch`` is None if ``draft_rows`` names the rows."""
-    fits = draft_logits.dim() == 3 and draft_logits.shape[1] <= drafts
     known = "any number of rows" if batch is None else f"B = {batch}"
     require(
-        fits and (batch is None or draft_logits.shape[0] == batch),
-        lambda: f"draft_logits must be [B, at most K, Vd] with {known} and K = {drafts}, got {_shape(draft_logits)}.",
+        draft_logits.dim() == 3 and (batch is None or draft_logits.shape[0] == batch),
+        lambda: f"draft_logits must be [B, Kd, Vd] with {known}, got {_shape(draft_logits)}.",
     )
 
 

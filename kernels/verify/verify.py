@@ -15,8 +15,9 @@ A block has ``K + 1`` rows. Row ``r`` gives the distribution of one token, the o
   are. Drafts after them are verified and one more token follows, unless ``num_forced == num_rows``.
 - Target logits may come for ``R <= K + 1`` rows only, from row ``min(num_forced, K + 1 - R)`` on, so that a wide
   prompt chunk needs no logits for tokens that are known. Drafts beyond these rows are not accepted.
-- Draft logits may come for the first ``Kd <= K`` drafts only. The others are point masses, and so are all drafts of a
-  sequence in ``point_mass`` ``[B]``, whose draft logits are not looked at.
+- Draft logits may come for the first ``Kd < K`` drafts only. The others are point masses, and so are all drafts of a
+  sequence in ``point_mass`` ``[B]``, whose draft logits are not looked at. Where ``Kd > K``, because a step verifies
+  fewer drafts than the state has room for, nothing is read of those beyond K.
 - Draft logits are state of a drafter. ``draft_rows`` ``[B]`` names the row of it that belongs to each sequence.
 
 Rules

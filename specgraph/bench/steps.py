@@ -115,7 +115,7 @@ def head_of(model: PreTrainedModel, config: Config) -> DraftHead | None:
 def _for(config: Config, options: BenchConfig, k: int) -> Config:
     """The configuration for K drafts, with a ``max_length`` that the measured steps need."""
     longest = needed_length(options, k)
-    draft = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
+    draft = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1), num_speculative_tokens_by_load=None)
     return dataclasses.replace(config, draft=draft, max_length=longest)
 
 

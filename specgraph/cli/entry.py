@@ -30,6 +30,7 @@ FREE_TEXT = ("prompt", "template", "path", "json", "plot")
 """Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes."""
 SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")
+_TABLE = re.compile(r"\+*draft\.num_speculative_tokens=\s*{")
 TRACEBACK = "HYDRA_FULL_ERROR"
 """The environment variable that shows the traceback of an error."""
 
@@ -158,7 +159,12 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _open(override: str) -> str:
-    """Let Hydra add any option of a pass, because the passes check their options themselves."""
+    """Let Hydra add any option of a pass, because the passes check their options themselves.
+
+    A table takes the place of a number under a key of its own, because Hydra gives every key one type.
+    """
+    if _TABLE.match(override):
+        return override.replace("=", "_by_load=", 1)
     return f"++{override}" if override.startswith("passes.") else override
 
 

@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +36,10 @@ class DraftConfig:
     kind: str = "ngram"
     """The drafter; `draft=NAME` sets it together with its defaults."""
     num_speculative_tokens: int = 4
-    """K, drafts per step and sequence (the kind `none` ignores it)."""
+    """K, drafts per step and sequence (the kind `none` ignores it). A table gives K by the number of sequences that
+    decode together: with {1: 7, 8: 5, 32: 2, 64: 0} it is 7 for up to 7 of them, and 0 for 64 and more."""
+    num_speculative_tokens_by_load: Any = None
+    """Such a table; num_speculative_tokens is then its largest K. null: K is always the same."""
     model: str | None = None
     """The folder of a checkpoint, or the name of a causal LM; `draft=` takes either, and it says which drafter it is
     for."""
@@ -61,6 +65,34 @@ class ParallelDraftConfig(DraftConfig):
 
     mask_token_id: int | None = None
     """The mask token of parallel drafting; null takes the one the draft's configuration names."""
+
+
+def read_table(given: object) -> dict[int, int]:
+    """The table of ``draft.num_speculative_tokens``: K by the number of sequences that decode together.
+
+    Raises:
+        ConfigError: it is not such a table; says what is wrong and shows one.
+    """
+    key, example = "draft.num_speculative_tokens", "such as {1: 7, 8: 5, 32: 2}"
+    if not isinstance(given, Mapping) or not all(map(_is_int, (*given, *given.values()))):
+        raise ConfigError(
+            f"{key} is a number, or a table from numbers of sequences to numbers of drafts, {example}; not {given!r}."
+        )
+    table = {int(count): int(drafts) for count, drafts in given.items()}
+    if min(table, default=0) != 1 or [*table] != sorted(table):
+        raise ConfigError(
+            f"{key} is a table of the numbers of sequences {[*table]}; they begin with 1 and ascend, {example}."
+        )
+    if min(table.values()) < 0 or max(table.values()) < 1:
+        raise ConfigError(
+            f"{key} is a table of the numbers of drafts {[*table.values()]}; they are 0 or more, and one of them is at "
+            "least 1 (draft=none drafts nothing)."
+        )
+    return table
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def at_least_one(key: str, value: int | None) -> None:

@@ -20,6 +20,7 @@ from specgraph.config.draft import (
     at_least_one,
     drafter_configs,
     drafter_kinds,
+    read_table,
 )
 from specgraph.config.errors import check_keys, did_you_mean, explain
 from specgraph.config.groups import default_groups, presets, read_group
@@ -43,6 +44,7 @@ def load_config(given: ConfigLike = None) -> Config:
     chosen = {group: overlay.pop(group) for group in default_groups() if isinstance(overlay.get(group), str)}
     base = default_config(**chosen)
     _take_own_drafter(overlay, base)
+    table = _take_table(overlay)
     check_keys(overlay, base, Config)
     try:
         merged = OmegaConf.merge(base, overlay)
@@ -50,6 +52,9 @@ def load_config(given: ConfigLike = None) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, base, Config, overlay)) from None
     config.passes = cast(dict[str, Any], OmegaConf.to_container(merged.passes, resolve=False))
+    if table is not None:
+        config.draft.num_speculative_tokens = max(table.values())
+        config.draft.num_speculative_tokens_by_load = table
     validate(config)
     return config
 
@@ -66,6 +71,20 @@ def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
     if isinstance(name, str) and ("_target_" in given or "." in name):
         base.draft = OmegaConf.structured(own_drafter(name).Config)
         overlay["draft"] = {**{key: value for key, value in given.items() if key != "_target_"}, "kind": name}
+
+
+def _take_table(overlay: dict[str, Any]) -> dict[int, int] | None:
+    """Take the table of K by load out of ``draft.num_speculative_tokens``, or from the key that is for it alone."""
+    draft = overlay.get("draft")
+    if not isinstance(draft, Mapping):
+        return None
+    by_load, count = "num_speculative_tokens_by_load", "num_speculative_tokens"
+    key = count if isinstance(draft.get(count), Mapping) else by_load
+    if draft.get(key) is None:
+        return None
+    table = read_table(draft[key])
+    overlay["draft"] = {**draft, by_load: None, count: max(table.values())}
+    return table
 
 
 def own_drafter(name: str) -> Any:

@@ -53,7 +53,7 @@ class ChainDrafter(Drafter):
         for row in range(count):
             if token is not None:
                 inputs |= {"tokens": token, "positions": self._position(step, row), "num_rows": step.num_emitted}
-            call = step.draft(**state, **inputs, name=f"draft_{row}")
+            call = step.draft(**state, **inputs, name=f"draft_{row}", scratch=row > 0)
             logits = call
             if self.shifted:
                 logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{row}")

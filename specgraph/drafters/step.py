@@ -29,6 +29,8 @@ SAMPLING = {
 PATH = "path"
 """The input that names the accepted rows of the window, until verification computes it. Where no drafter asks for it,
 nothing does."""
+SCRATCH = "scratch"
+"""The note on a draft call that keeps nothing which a later step reads."""
 POINT_MASS = "point_mass"
 """The state, bool ``[B]``, that says which sequences' drafts are point masses although ``draft_logits`` are kept."""
 
@@ -91,13 +93,19 @@ class DraftStep:
         """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
         return self.program.call(target, *args, name=name, **kwargs)
 
-    def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+    def draft(self, /, *args: Any, name: str, scratch: bool = False, **kwargs: Any) -> fx.Node:
         """Append a call of the module ``draft``."""
-        return self.draft_by("draft", *args, name=name, **kwargs)
+        return self.draft_by("draft", *args, name=name, scratch=scratch, **kwargs)
 
-    def draft_by(self, module: str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
-        """Append a draft call of another module, which the drafter has added under this name."""
-        return self.program.call(module, *args, name=name, role="draft", **kwargs)
+    def draft_by(self, module: str, /, *args: Any, name: str, scratch: bool = False, **kwargs: Any) -> fx.Node:
+        """Append a draft call of another module, which the drafter has added under this name.
+
+        ``scratch`` says that later steps write whatever the call keeps again before they read it. So a step that needs
+        no result of the call, because it makes fewer drafts, may leave it out.
+        """
+        node = self.program.call(module, *args, name=name, role="draft", **kwargs)
+        node.meta[SCRATCH] = scratch
+        return node
 
     def features(self) -> list[fx.Node]:
         """The target's hidden states ``[B, T, Ht]`` that the drafter reads, of all rows of the window.

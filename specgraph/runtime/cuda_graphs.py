@@ -118,19 +118,25 @@ class Mailbox:
 
     def __init__(self, rows: int, width: int, columns: int, device: torch.device) -> None:
         """``width`` is the number of rows of a decode step."""
-        self._both = [_empty_results(rows, width, columns, device) for _ in range(2)]
+        self._width = width
+        self._both = [_empty_results(rows * columns, device) for _ in range(2)]
 
-    def send(self, packed: Tensor) -> Results:
-        """Copy int32 ``[B, columns]``, where ``B`` is at most ``rows``, without waiting."""
+    def send(self, packed: Tensor, width: int | None = None) -> Results:
+        """Copy int32 ``[B, C]`` without waiting: at most ``rows`` of at most ``columns``.
+
+        ``width`` is that of a step of fewer drafts, which has fewer columns.
+        """
         self._both.reverse()
-        results = self._both[0]
-        results.host[: packed.shape[0]].copy_(packed, non_blocking=True)
-        if results.ready is not None:
-            results.ready.record()
-        return results
+        space, ready = self._both[0]
+        # Contiguous on both sides: another copy would make the host wait.
+        host = space[: packed.numel()].view(packed.shape)
+        host.copy_(packed, non_blocking=True)
+        if ready is not None:
+            ready.record()
+        return Results(host, self._width if width is None else width, ready)
 
 
-def _empty_results(rows: int, width: int, columns: int, device: torch.device) -> Results:
+def _empty_results(size: int, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
     pinned = device.type == "cuda"
-    host = torch.empty(rows, columns, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    return Results(host, width, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
+    host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    return host, torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]

@@ -171,7 +171,7 @@ class SpeculativeDecoder:
         return dump(self.stages, Path(folder), report=self.report(), weights=weights)
 
     def _make_step(self, mode: Mode) -> fx.GraphModule:
-        """The step for one kind of log-probabilities, without the sampling options that are off.
+        """The step for one kind of log-probabilities and one K, without the sampling options that are off.
 
         It is a stage like the others: verified, reported and dumped.
         """
@@ -239,7 +239,7 @@ class SpeculativeDecoder:
         with self._plain_mode():
             runner = self._runners.take(sizes)
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
-        policy = Policy(self.config.cache.prefill_chunk, fair)
+        policy = Policy(self.config.cache.prefill_chunk, fair, self._drafts_by_load())
         engine = Engine(self._program, runner, self._make_step, policy, logprobs, always_draws)
         try:
             yield engine
@@ -247,6 +247,11 @@ class SpeculativeDecoder:
             with self._plain_mode():
                 engine.close()
             self._runners.give_back(runner)
+
+    def _drafts_by_load(self) -> dict[int, int | None]:
+        """K by the number of sequences in a decode step, None where it is the drafter's own."""
+        most, table = self._program.drafter.num_speculative_tokens, self.config.draft.num_speculative_tokens_by_load
+        return {count: drafts if drafts < most else None for count, drafts in (table or {}).items()}
 
     def _progress(self, batch: Batch) -> Progress:
         total = sum(request.prompt.numel() for request in batch.requests if request.has_room)
@@ -290,7 +295,7 @@ def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:
     for output in step.outputs:
         if output.decoding:
             stats.emitted_per_step[output.number].append(len(output.tokens))
-            stats.confidence[output.number].append(thought[output.number])
+            stats.confidence[output.number].append(thought[output.number][: step.drafts])
         thought[output.number] = output.confidence or thought[output.number]
 
 

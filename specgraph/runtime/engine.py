@@ -13,7 +13,7 @@ import bisect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -42,10 +42,17 @@ class Policy:
         chunk: the most prompt rows of a sequence in a step.
         fair: whether decode steps take turns with prompts, so that no sequence stands still for long. Else all prompts
             come first, since the sequences then decode together, which is sooner over.
+        drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
+            empty table, is the drafter's own. Prompt steps make as many drafts always, so there is one variant of them.
     """
 
     chunk: int
     fair: bool
+    drafts: Mapping[int, int | None] = field(default_factory=dict)
+
+    def drafts_of(self, count: int) -> int | None:
+        """K for a decode step of ``count`` sequences."""
+        return self.drafts.get(max((key for key in self.drafts if key <= max(count, 1)), default=0))
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Step:
         outputs: one for every sequence to which something happened.
         prompt_tokens: those it ran, 0 for a decode step.
         seconds: since the step before it was read.
+        drafts: how many drafts of a sequence a decode step of this kind verifies at most.
         ran: whether a step was run at all.
         reused_tokens: those of prompts that need not be run, since their pages are there.
     """
@@ -86,6 +94,7 @@ class Step:
     outputs: list[Output]
     prompt_tokens: int
     seconds: float
+    drafts: int = 0
     ran: bool = True
     reused_tokens: int = 0
 
@@ -155,6 +164,7 @@ class Engine:
         self._decoding: set[_Sequence] = set()
         self._prefill = Prefill(runner.width, runner.sizes["B"])
         self._under_way: deque[_UnderWay] = deque()
+        self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
         self._last_was_wide = False
         self._reused_tokens = 0
@@ -257,7 +267,7 @@ class Engine:
         return True
 
     def _begin_with(self, entering: list[_Sequence]) -> None:
-        self._choose_mode([s.request for s in entering], fresh=len(self._running) == len(entering))
+        self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
         begins = [s.reserved.num_shared * self._block_size for s in entering]
         with self._runner.active():
             new = [Entering(s.row, s.request, s.reserved.pages, n) for s, n in zip(entering, begins, strict=True)]
@@ -266,17 +276,19 @@ class Engine:
             self._prefill.add(sequence.row, sequence.request.prompt, begin)
         self._reused_tokens += sum(begins)
 
-    def _choose_mode(self, requests: list[Request], *, fresh: bool) -> None:
-        """The step that has what these requests and, unless they are the first, those beside them make use of."""
-        unused = frozenset.intersection(*(self._unused(request) for request in requests))
-        if self._mode is not None and not fresh:
-            unused &= frozenset(self._mode[1])
-        mode = (self._logprobs, tuple(sorted(unused)))
+    def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
+        """Let steps have what these requests and, unless they are the first, those beside them make use of."""
+        unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
+        self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
+
+    def _choose_mode(self, drafts: int | None) -> None:
+        """Run the variant of the step for these options and so many drafts."""
+        mode = Mode(self._logprobs, self._unused, drafts)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
 
-    def _unused(self, request: Request) -> frozenset[str]:
+    def _unused_by(self, request: Request) -> frozenset[str]:
         """State that a request can do without: options that are off, and its seed if no noise is drawn."""
         draws = self._always_draws or request.sampling.temperature > 0
         return request.sampling.unused() | (frozenset() if draws else {"seeds"})
@@ -288,6 +300,7 @@ class Engine:
         self._last_was_wide = bool(self._prefill.pending()) and not turn
         if self._last_was_wide:
             return self._enqueue_prompts()
+        self._choose_mode(self._policy.drafts_of(len(going)))
         for sequence in going:
             sequence.room -= 1
         return _UnderWay(self._runner.decode([s.row for s in going]), going, [], set(going), 0)
@@ -302,6 +315,7 @@ class Engine:
     def _enqueue_prompts(self) -> _UnderWay:
         most = self._policy.chunk
         chunk = self._prefill.chunk(min(most, BESIDE) if self._policy.fair and self._decoding else most)
+        self._choose_mode(None)
         results = self._runner.wide(chunk)
         pending = {*self._prefill.pending()}
         sequences = [self._running[row] for row in chunk.rows]
@@ -375,7 +389,8 @@ class Engine:
         outputs += [Output(s.number, finish_reason="error", error=_not_a_number(s.number)) for s in broken]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
-        return Step(outputs, under_way.prompt_tokens, self._begin - begin, reused_tokens=reused)
+        seconds, drafts = self._begin - begin, under_way.results.width - 1
+        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused)
 
 
 def _not_a_number(number: int) -> NumericsError:

@@ -13,6 +13,8 @@ before: results travel to pinned memory, and an event tells when they are there.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +38,21 @@ from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.prompt_shapes import entries, padded_width, power_of_two
 from specgraph.runtime.state import Entrance, load_block, load_chunk, padded_block, staged, uploaded
 
-Mode = tuple[str, tuple[str, ...]]
-"""What distinguishes the variants of a step: the log-probabilities it gives, and the inputs it does without."""
+
+class Mode(NamedTuple):
+    """What distinguishes the variants of a step: the options of ``specialise_step``.
+
+    Attributes:
+        logprobs: the log-probabilities it gives.
+        unused: the inputs it does without.
+        drafts: how many drafts it makes and verifies; None: K, for which the state has room.
+    """
+
+    logprobs: str = "none"
+    unused: tuple[str, ...] = ()
+    drafts: int | None = None
+
+
 PATIENCE = 8
 """A state shrinks when it is this many sessions since one needed more than a quarter of its pages."""
 SHRINK_BYTES = 1 << 30
@@ -63,6 +78,7 @@ class Runner:
     ) -> None:  # fmt: skip
         """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
         self._step: fx.GraphModule | None = None
+        self._mode = Mode()
         self._least = least
         self.state = state
         self.sizes = sizes
@@ -81,12 +97,17 @@ class Runner:
 
     def use(self, mode: Mode, step: fx.GraphModule) -> None:
         """Run ``step`` from now on, the variant of ``mode``."""
-        self._step = step
+        self._step, self._mode = step, mode
+        if mode.drafts is not None:
+            # The last steps may have made more drafts. Those beyond its window are not verified.
+            with self.active():
+                self.state["num_rows"].clamp_(max=self.width)
 
     @property
     def width(self) -> int:
-        """Rows of a decode step: K + 1."""
-        return int(self.state["next_window"].shape[1])
+        """Rows of a decode step: K + 1, with the K of the mode in use."""
+        drafts = self._mode.drafts
+        return int(self.state["next_window"].shape[1]) if drafts is None else drafts + 1
 
     def wide(self, chunk: Chunk) -> Results:
         """A step over a window of prompt tokens."""
@@ -107,7 +128,7 @@ class Runner:
 
     def _decode(self, rows: Tensor) -> Tensor:
         (window,) = gather_state(rows, [self.state["next_window"]], [0])
-        return self._call(rows, window)
+        return self._call(rows, window[:, : self.width].contiguous())
 
     def _call(self, rows: Tensor, window: Tensor) -> Tensor:
         """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
@@ -190,6 +211,10 @@ class Workspace:
         """Bytes of the state."""
         return num_bytes(self._program, self.state)
 
+    def has(self, shape: Shape) -> bool:
+        """Whether that graph is there."""
+        return shape in self._graphs
+
     def captured(self, shape: Shape, step: fx.GraphModule, function: Callable[[Tensor], Tensor]) -> _Captured:
         """The graph of ``shape``.
 
@@ -206,7 +231,7 @@ class Workspace:
         decode = sorted({shape.entries for shape in self.shapes if shape.width is None})
         prompts = sorted({(shape.entries, shape.width) for shape in self.shapes if shape.width is not None})
         return (
-            f"captured for {len({shape.mode for shape in self.shapes})} kinds of request: decode steps of "
+            f"captured for {len({shape.mode[:2] for shape in self.shapes})} kinds of request: decode steps of "
             f"{_listed(decode)} sequences; prompt steps of {_listed(f'{b} x {width}' for b, width in prompts)} rows; "
             f"these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
             f"{self.num_bytes / 1e6:,.0f} MB"
@@ -229,19 +254,13 @@ class GraphRunner(Runner):
     def __init__(self, space: Workspace) -> None:
         super().__init__(space.state, space.sizes, space.pages, space.entrance, space.counters)
         self.space = space
-        self._mode: Mode = ("none", ())
         self._running: dict[tuple[Mode, int], list[int]] = {}
-
-    def use(self, mode: Mode, step: fx.GraphModule) -> None:
-        """Replay the graphs of ``mode``, which are captured when they are needed."""
-        super().use(mode, step)
-        self._mode = mode
 
     def wide(self, chunk: Chunk) -> Results:
         """Replay a graph of the next larger shape."""
         count = entries(len(chunk.rows), self.space.sizes["B"])
         width = padded_width(chunk.block.shape[1] - 3, count)
-        graph = self._graph(Shape(self._mode, count, width), self._wide)
+        graph = self._graph(Shape(self._mode, count, width), GraphRunner._wide)
         block = padded_block(chunk.block, count, width)
         graph.given.copy_(staged(block, graph.given.device), non_blocking=True)
         graph.replay()
@@ -250,16 +269,18 @@ class GraphRunner(Runner):
     def decode(self, rows: Sequence[int]) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
         count = entries(len(rows), self.space.sizes["B"])
-        graph = self._graph(Shape(self._mode, count), self._decode)
+        graph = self._graph(Shape(self._mode, count), GraphRunner._decode)
         if self._running.get((self._mode, count)) != rows:
             graph.given.copy_(self._upload(rows, count))
             self._running[self._mode, count] = list(rows)
         graph.replay()
         return self._send(graph.packed)
 
-    def _graph(self, shape: Shape, function: Callable[[Tensor], Tensor]) -> _Captured:
+    def _graph(self, shape: Shape, function: Callable[[GraphRunner, Tensor], Tensor]) -> _Captured:
         assert self._step is not None, "Runner.use comes first"
-        return self.space.captured(shape, self._step, function)
+        # A graph keeps the step and the width with which it was captured; so does whatever stands in for one.
+        fixed = self if self.space.has(shape) else copy.copy(self)
+        return self.space.captured(shape, self._step, functools.partial(function, fixed))
 
     def _wide(self, block: Tensor) -> Tensor:
         return self._call(*load_block(self.state, block))
@@ -272,7 +293,7 @@ class GraphRunner(Runner):
             done.synchronize()
 
     def _send(self, packed: Tensor) -> Results:
-        return self.space.mailbox.send(packed)
+        return self.space.mailbox.send(packed, self.width)
 
 
 @dataclass
