@@ -21,8 +21,9 @@ CONFIG: dict[str, Any] = {
 
 
 def compiled(
-    model: PreTrainedModel, kind: str = "ngram", k: int = 4, draft: PreTrainedModel | None = None, **extra: Any
-) -> SpeculativeDecoder:
+    model: PreTrainedModel, kind: str = "ngram", k: int | dict[int, int] = 4, draft: PreTrainedModel | None = None,
+    **extra: Any,
+) -> SpeculativeDecoder:  # fmt: skip
     """A decoder with small chunks and pages; `extra` are further configuration groups."""
     config = {**CONFIG, "draft": {"kind": kind, "num_speculative_tokens": k}, **extra}
     return specgraph.compile_speculative(model, config, draft=draft)

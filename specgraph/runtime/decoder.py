@@ -296,7 +296,7 @@ def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:
         if output.decoding:
             stats.emitted_per_step[output.number].append(len(output.tokens))
             stats.confidence[output.number].append(thought[output.number][: step.drafts])
-        thought[output.number] = output.confidence or thought[output.number]
+        thought[output.number] = output.confidence
 
 
 def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:

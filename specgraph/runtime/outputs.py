@@ -52,7 +52,10 @@ class Stats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """For each draft position, the share of decode steps that accepted it: K numbers."""
+        """For each draft position, the share of decode steps that accepted it: K numbers.
+
+        With K by load, the steps count that verified fewer drafts, too.
+        """
         counts = self._counts()
         if not counts:
             return [math.nan] * self.num_speculative_tokens
@@ -65,9 +68,10 @@ class Stats:
         """For each draft position, how probable the drafter thought it that the step accepts it: K numbers, or none.
 
         A step accepts a draft if it accepts all before it, so these are the means of products. A well-trained head
-        comes near :attr:`acceptance_per_position`.
+        comes near :attr:`acceptance_per_position`. A draft that a step did not verify has the probability 0.
         """
-        steps = [step for sequence in self.confidence for step in sequence if step]
+        steps = [step for sequence in self.confidence for step in sequence]
+        steps = [[*step, *[0.0] * (self.num_speculative_tokens - len(step))] for step in steps] if any(steps) else []
         values = torch.tensor(steps, dtype=torch.float64, device="cpu")
         mean: list[float] = values.cumprod(1).mean(0).tolist() if steps else []
         return mean

@@ -126,7 +126,9 @@ def outweigh_the_mask(module: Any) -> None:
         layer.mlp.down_proj.weight.mul_(30)
 
 
-def decoder(drafter: str, first: str | None, target: str, rule: str, k: int, **extra: Any) -> SpeculativeDecoder:
+def decoder(
+    drafter: str, first: str | None, target: str, rule: str, k: int | dict[int, int], **extra: Any
+) -> SpeculativeDecoder:
     options = {**DRAFTERS[drafter], "num_speculative_tokens": k, "first": first, "first_match": MATCH}
     config = {**CONFIG, "draft": options, "verify": {"rule": rule}, "pipeline": {"verify": False}, **extra}
     return specgraph.compile_speculative(model(target), config, draft=draft(drafter, target))

@@ -61,7 +61,7 @@ def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs
     given = step_results(rows, [0, 1, rows // 2, rows], seed=rows, logprobs=logprobs)
     index = given[-1].flip(0)
     index[1] = -1
-    thought = torch.rand(len(index), width - 1) if confident else None
+    thought = torch.rand(len(index), width - 1 + rows % 2) if confident else None
     moved = None if thought is None else thought.to(DEVICE)
     found = results.PACK_RESULTS.form("triton")(
         *(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE), moved
@@ -76,6 +76,15 @@ def test_the_confidence_in_the_next_drafts_is_that_of_the_named_sequences() -> N
     assert results.unpack_results(found, 4).confidence == [thought[2].tolist(), [0.0] * 3, thought[0].tolist()]
     found = results.pack_results(emitted, count, values, bad, state, 4, state)
     assert results.unpack_results(found, 4).confidence == [[], [], []]
+
+
+def test_a_step_of_fewer_drafts_tells_the_confidence_in_these_alone() -> None:
+    emitted, count, values, bad, rows = step_results(3, [1, 2, 0])
+    thought = torch.rand(3, 5)
+    for width in (1, 3):
+        packed = results.pack_results(emitted, count, values, bad, rows, width, rows, thought)
+        assert packed.shape[1] == results.num_columns(width, thought) == 3 * width + 2
+        assert results.unpack_results(packed, width).confidence == thought[:, : width - 1].tolist()
 
 
 def test_the_op_is_registered_as_it_behaves() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.kernels.sampling.sample import process_logits
@@ -268,6 +269,23 @@ def test_drafts_may_come_several_to_a_tensor_or_not_at_all():
     assert [t.tolist() for t in state] == [[[5]], [11], [1], [0]]
 
 
+@pytest.mark.parametrize("form", ["reference", "triton"])
+def test_a_window_has_no_drafts_in_columns_that_are_not_given(form: str):
+    for given, window, rows in (([8, 9], [5, 8, 9, 0], 3), ([8, NONE], [5, 8, 0, 0], 2), ([], [5, 0, 0, 0], 1)):
+        state = [t.to(DEVICE) for t in (ids([1, 2, 3, 4]), ids(10), ids(4), ids(0))]
+        read = [t.to(DEVICE) for t in (ids([5, NONE]), ids(1))]
+        wide = ids([*given, 7, 7]).to(DEVICE)
+        ADVANCE.form(form)(*state, *read, [wide[:, : len(given)]], ids(100).to(DEVICE), ids([EOS]).to(DEVICE))
+        assert [t.tolist() for t in state] == [[window], [11], [rows], [0]]
+
+
+def test_more_drafts_than_the_window_has_room_for_are_refused():
+    state = ids([1, 2, 3]), ids(10), ids(3), ids(0)
+    words = r"next_window must be \[B, K \+ 1\] with B = 1 and K of at least 3, not \[1, 3\]"
+    with pytest.raises(ValueError, match=words), FakeTensorMode(allow_non_fake_inputs=True):
+        step.advance_(*state, ids([5, NONE, NONE]), ids(1), [ids([8, 9, 7])], ids(100), ids([EOS]))
+
+
 def test_functions_that_write_say_what_nothing_may_read_afterwards():
     assert {f.__name__: final for f, final in step.FINAL_WRITES.items() if f.__module__ == step.__name__} == {
         "record_tokens_": (),
@@ -299,6 +317,7 @@ def test_kernels_do_what_plain_pytorch_does(seed: int):
     state = (draw(0, 9, batch, count + 1), draw(0, 20, batch), draw(0, 5, batch), forced)
     given = (cut, step.count_emitted(cut))
     drafts = list(draw(-1, 9, batch, count).split(1 + seed % 2, dim=1))
+    drafts = drafts[: len(drafts) - seed % 3 // 2]  # the last ones may be missing
     limits = (draw(5, 30, batch), eos_ids)
 
     def there(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -566,8 +566,8 @@ BAD = [
     ),
     ({"draft_tokens": torch.zeros(3, 4)}, "draft_tokens must be integers, got torch.float32."),
     (
-        {"draft_logits": torch.zeros(3, 5, 7)},
-        "draft_logits must be [B, at most K, Vd] with B = 3 and K = 4, got [3, 5, 7].",
+        {"draft_logits": torch.zeros(2, 4, 7)},
+        "draft_logits must be [B, Kd, Vd] with B = 3, got [2, 4, 7].",
     ),
     (
         {"target_to_draft": torch.arange(6)},

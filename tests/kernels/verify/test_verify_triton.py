@@ -107,6 +107,21 @@ def assert_logprobs(given: dict[str, Any], found: tuple[Tensor, ...], kind: str)
     torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_draft_logits_beyond_the_drafts_change_no_bit(rule: str, drafts: int) -> None:
+    """A step verifies fewer drafts than the state has room for; what is there of others may be anything."""
+    given = with_draft_logits(problem(6, drafts, 300), drafts) if drafts else problem(6, 0, 300)
+    own = given["draft_logits"] if drafts else torch.zeros(6, 0, 300, device=DEVICE)
+    stale = torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0], device=DEVICE).repeat(900).view(6, 2, 300)
+    wider = {**given, "draft_logits": torch.cat([own, stale], 1)}
+    found = [launch({**given, "draft_logits": own}, rule, "raw"), launch(wider, rule, "raw")]
+    found += [reference({**given, "draft_logits": own}, rule, "raw"), reference(wider, rule, "raw")]
+    for narrow, wide in (found[:2], found[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
+    assert_same_tokens(found[1], found[3])
+
+
 @pytest.mark.parametrize(
     ("vocab", "drafts", "dtype"),
     [(1, 1, torch.float32), (300, 2, torch.float32), (2600, 1, torch.float16)],
