@@ -38,6 +38,7 @@ from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.prompt_shapes import entries, padded_width, power_of_two
 from specgraph.runtime.state import Entrance, load_block, load_chunk, padded_block, staged, uploaded
 
+
 class Mode(NamedTuple):
     """What distinguishes the variants of a step: the options of ``specialise_step``.
 

@@ -211,6 +211,16 @@ def test_sweep_compares_its_jobs_and_leaves_nothing(
     assert Path.cwd() == empty_folder
 
 
+def test_k_by_load_is_given_in_braces(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, given = "draft.num_speculative_tokens", [f"model={model}", "prompt=abab", *QUICK]
+    assert main(["generate", *given, f"{key}={{1: 3, 2: 0}}"]) == 0
+    assert len(_rows(capsys.readouterr().out)["accepted per position"].split()) == 3
+    assert main(["generate", *given, "-m", f"{key}={{1: 3, 2: 0}},{{1:2}}"]) == 0
+    assert capsys.readouterr().out.count("=== ") == 2
+    assert main(["generate", *given, f"{key}={{2: 3}}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {key} is a table of the numbers of sequences [2]; they begin")
+
+
 def test_one_bad_job_does_not_end_a_sweep(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [f"model={model}", "prompt=abab", "-m", "draft.num_speculative_tokens=0,2"]
     assert main(["generate", *given, *QUICK]) == 2

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from specgraph.compiler.build_passes import build_passes
 from specgraph.config import Config, group_choices, load_config, presets
 from specgraph.config.groups import default_groups
+from specgraph.config.load import drafter_options
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
 from specgraph.passes import PASSES, Pass, PassResult
@@ -82,6 +83,40 @@ def test_own_pass_enters_by_target() -> None:
     idle = {"_target_": "tests.config.test_config.Idle", "note": 3}
     given = {"passes": {"idle": idle}, "pipeline": {"order": ["idle"]}}
     assert [repr(p) for p in build_passes(load_config(given))] == ["Idle(note=3)"]
+
+
+def test_k_by_load_is_a_table_beside_its_largest_k(tmp_path: Path) -> None:
+    file, table = tmp_path / "mine.yaml", {1: 5, 8: 7, 64: 0}
+    file.write_text("draft:\n  kind: eagle3\n  num_speculative_tokens: {1: 5, 8: 7, 64: 0}\n")
+    given = {"draft": {"kind": "eagle3", "num_speculative_tokens": table}}
+    config = load_config(given)
+    assert (config.draft.num_speculative_tokens, config.draft.num_speculative_tokens_by_load) == (7, table)
+    assert config == load_config(file) == load_config(OmegaConf.create(given)) == load_config(config)
+    assert drafter_options(config.draft).num_speculative_tokens == 7
+    assert load_config().draft.num_speculative_tokens_by_load is None
+
+
+TABLE = "draft.num_speculative_tokens is a table of the numbers of"
+TABLES: dict[str, tuple[Any, str]] = {
+    "empty": ({}, f"{TABLE} sequences []; they begin with 1 and ascend, such as {{1: 7, 8: 5, 32: 2}}."),
+    "without 1": ({2: 3}, f"{TABLE} sequences [2]; they begin with 1 and ascend"),
+    "descending": ({1: 3, 8: 2, 4: 1}, f"{TABLE} sequences [1, 8, 4]; they begin with 1 and ascend"),
+    "below 1": ({0: 3, 1: 2}, f"{TABLE} sequences [0, 1]; they begin with 1 and ascend"),
+    "negative": ({1: 3, 2: -1}, f"{TABLE} drafts [3, -1]; they are 0 or more, and one of them is at least 1"),
+    "no drafts": ({1: 0}, f"{TABLE} drafts [0]; they are 0 or more, and one of them is at least 1 (draft=none drafts"),
+    "text": ({"one": 3}, "draft.num_speculative_tokens is a number, or a table from numbers of sequences to numbers of "
+                         "drafts, such as {1: 7, 8: 5, 32: 2}; not {'one': 3}."),
+    "fraction": ({1: 2.5}, "draft.num_speculative_tokens is a number, or a table"),
+    "switch": ({1: True}, "draft.num_speculative_tokens is a number, or a table"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), TABLES.values(), ids=TABLES.keys())
+def test_a_table_that_says_no_k_gets_one_sentence(given: Any, message: str) -> None:
+    for key in ("num_speculative_tokens", "num_speculative_tokens_by_load"):
+        with pytest.raises(ConfigError) as caught:
+            load_config({"draft": {key: given}})
+        assert str(caught.value).startswith(message)
 
 
 CACHE_KEYS = "block_size, prefill_chunk, pool_tokens, memory_share, reuse_prefixes"
