@@ -106,7 +106,7 @@ def _forget(program: Program, count: int) -> None:
 
     Such are estimates of how probable each draft is. The first token stands in: nobody reads what is said of it there.
     """
-    gone = {node for node in program.graph.nodes if _draws(node) and node.kwargs["row"] >= count}
+    gone = {node for node in program.graph.nodes if _number(node) >= count}
     for node in calls(program.graph, torch.cat):
         joined: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
         node.update_arg(0, [joined[0] if token in gone else token for token in joined])
@@ -128,14 +128,14 @@ def _removable(program: Program, node: fx.Node, count: int) -> bool:
         return False
     if node.op == "call_module":
         return node.meta.get(SCRATCH, False) or not _writes(program.modules[str(node.target)])
-    if _draws(node):
-        return bool(node.kwargs["row"] >= count)
-    return (node.target in ABOUT_DRAFTS and not count) or not node.is_impure()
+    late = _number(node) >= count or (node.target in ABOUT_DRAFTS and not count)
+    return late or not node.is_impure()
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether a node draws drafts; ``row`` is then the number of the first."""
-    return node.target in (step.propose_, step.propose_at_)
+def _number(node: fx.Node) -> int:
+    """The number of the first draft that a node draws; -1 if it draws none."""
+    draws = node.target in (step.propose_, step.propose_at_)
+    return int(node.kwargs["row"]) if draws else -1  # type: ignore[arg-type]
 
 
 def _writes(module: fx.GraphModule) -> bool:

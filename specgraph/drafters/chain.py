@@ -53,7 +53,9 @@ class ChainDrafter(Drafter):
         for row in range(count):
             if token is not None:
                 inputs |= {"tokens": token, "positions": self._position(step, row), "num_rows": step.num_emitted}
-            call = step.draft(**state, **inputs, name=f"draft_{row}", scratch=row > 0)
+            call = step.draft(**state, **inputs, name=f"draft_{row}")
+            if row:
+                step.mark_scratch(call)
             logits = call
             if self.shifted:
                 logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{row}")

@@ -155,8 +155,9 @@ class MtpDrafter(Drafter):
         fed: fx.Node | None = None
         for index in range(count):
             module = self._module_of(index)
-            given = {**bound[module], **inputs}
-            call = step.draft_by(module_name(module), **given, name=f"draft_{index}", scratch=index >= modules)
+            call = step.draft_by(module_name(module), **{**bound[module], **inputs}, name=f"draft_{index}")
+            if index >= modules:
+                step.mark_scratch(call)
             logits = call
             if self._feeds(module):
                 logits = step.call(operator.getitem, call, 0, name=f"draft_logits_{index}")

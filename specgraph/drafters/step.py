@@ -93,19 +93,20 @@ class DraftStep:
         """Append a call of a function of :mod:`specgraph.kernels.step`, or of a module by its name."""
         return self.program.call(target, *args, name=name, **kwargs)
 
-    def draft(self, /, *args: Any, name: str, scratch: bool = False, **kwargs: Any) -> fx.Node:
+    def draft(self, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
         """Append a call of the module ``draft``."""
-        return self.draft_by("draft", *args, name=name, scratch=scratch, **kwargs)
+        return self.draft_by("draft", *args, name=name, **kwargs)
 
-    def draft_by(self, module: str, /, *args: Any, name: str, scratch: bool = False, **kwargs: Any) -> fx.Node:
-        """Append a draft call of another module, which the drafter has added under this name.
+    def draft_by(self, module: str, /, *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """Append a draft call of another module, which the drafter has added under this name."""
+        return self.program.call(module, *args, name=name, role="draft", **kwargs)
 
-        ``scratch`` says that later steps write whatever the call keeps again before they read it. So a step that needs
-        no result of the call, because it makes fewer drafts, may leave it out.
+    def mark_scratch(self, call: fx.Node) -> None:
+        """Say of a draft call that later steps write whatever it keeps again, before they read it.
+
+        A step that needs no result of the call, because it makes fewer drafts, then leaves it out.
         """
-        node = self.program.call(module, *args, name=name, role="draft", **kwargs)
-        node.meta[SCRATCH] = scratch
-        return node
+        call.meta[SCRATCH] = True
 
     def features(self) -> list[fx.Node]:
         """The target's hidden states ``[B, T, Ht]`` that the drafter reads, of all rows of the window.
