@@ -99,11 +99,12 @@ def advance_cpu(given: Advance) -> None:
     ends = given.eos_ids.tolist()
     windows, starts, rows = given.next_window.tolist(), given.start.tolist(), [0] * len(given.start)
     drafts = [part.tolist() for part in given.drafts]
+    missing = [-1] * (given.next_window.shape[1] - 1 - sum(part.shape[1] for part in given.drafts))
     columns = given.emitted.tolist(), given.num_emitted.tolist(), given.num_forced.tolist(), given.max_length.tolist()
     for b, (emitted, count, forced, longest) in enumerate(zip(*columns, strict=True)):
         if count <= 0:
             continue
-        last, proposed = emitted[count - 1], [token for part in drafts for token in part[b]]
+        last, proposed = emitted[count - 1], [*(token for part in drafts for token in part[b]), *missing]
         windows[b] = [max(token, 0) for token in (last, *proposed)]
         starts[b] += count
         if not (count > forced and last in ends[b]):

@@ -54,7 +54,7 @@ def test_advance(seed: int) -> None:
     emitted, count = emitted_of(generator, batch, width)
     widths = [[], [1], [2, 1], [4]][seed % 4]
     drafts = [ids(generator, -1, 9, batch, each) for each in widths]
-    state = [ids(generator, 0, 9, batch, sum(widths) + 1), *[ids(generator, 0, 30, batch) for _ in range(2)]]
+    state = [ids(generator, 0, 9, batch, sum(widths) + 1 + seed % 3), *[ids(generator, 0, 30, batch) for _ in range(2)]]
     state.append(ids(generator, 0, width, batch))
     longest, ends, results = ids(generator, 20, 40, batch), ids(generator, -1, 9, batch, 2), []
     for form in both("advance"):
