@@ -39,16 +39,16 @@ class Result(NamedTuple):
     reason: str
 
 
-def made(kind: str, rule: str, **cache: Any) -> SpeculativeDecoder:
+def made(kind: str, rule: str, k: Any = 3, **cache: Any) -> SpeculativeDecoder:
     model = make_model("llama", dtype=torch.bfloat16, max_position_embeddings=512).cuda()
-    options = {"kind": kind, "num_speculative_tokens": 3}
+    options = {"kind": kind, "num_speculative_tokens": k}
     config = load_config({"draft": options})
     draft = (
         make_model("llama", seed=1, dtype=torch.bfloat16, num_hidden_layers=1).cuda() if kind == "draft_model" else None
     )
     draft = draft if draft is not None else random_head(model, config.draft)
     config = {"cache": {"prefill_chunk": 64, "reuse_prefixes": False, **cache}, "verify": {"rule": rule}}
-    return compiled(model, kind, 3, draft=draft, max_batch_size=6, debug={"self_check": False}, **config)
+    return compiled(model, kind, k, draft=draft, max_batch_size=6, debug={"self_check": False}, **config)
 
 
 def by_itself(decoder: SpeculativeDecoder, index: int) -> Result:
@@ -101,6 +101,19 @@ def test_no_bit_differs_from_the_sequence_alone(kind: str, rule: str) -> None:
             assert (session.stats.prefix_hit_rate > 0.2) == reuse
             pages = session._engine.pages
             assert pages.num_free == pages.count
+
+
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "dflash"])
+def test_no_bit_differs_where_k_follows_the_load(kind: str) -> None:
+    plain = made(kind, "strict")
+    alone = [by_itself(plain, index) for index in range(len(PROMPTS))]
+    decoder = made(kind, "strict", {1: 3, 3: 2, 5: 0})
+    for seed in range(2):
+        with decoder.session(return_logprobs=True) as session:
+            found = random_session(session, seed)
+        assert len(found) >= len(PROMPTS) - 6
+        for index, result in found.items():
+            assert result == alone[index]
 
 
 def test_generate_over_many_prompts_is_bit_for_bit_the_same() -> None:
