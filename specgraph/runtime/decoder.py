@@ -18,13 +18,14 @@ from specgraph.passes.report import render_report
 from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.progress import Progress
 from specgraph.runtime.defaults import GenerationDefaults
-from specgraph.runtime.engine import Engine, Policy, Step
+from specgraph.runtime.engine import Engine, Policy
 from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
 from specgraph.runtime.runner import Mode, Runners
 from specgraph.runtime.session import Session
 from specgraph.runtime.state import num_pages, room
+from specgraph.runtime.steps import Step
 
 SESSION_EOS_IDS = 8
 """For how many EOS ids a sequence of a session has room, unless the model has more."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from specgraph.errors import InputError, NumericsError, SpecgraphError
+from specgraph.errors import InputError, NumericsError
 from specgraph.ir.program import Program
 from specgraph.runtime.cuda_graphs import Results
 from specgraph.runtime.pages import Reservation, known_tokens, weight_versions
@@ -26,6 +26,7 @@ from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Mode, Runner
 from specgraph.runtime.state import Entering, stop
+from specgraph.runtime.steps import Output, Step
 
 BESIDE = 256
 """Prompt rows of a sequence in a step that others, which are decoding, wait for."""
@@ -53,55 +54,6 @@ class Policy:
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""
         return self.drafts.get(max((key for key in self.drafts if key <= max(count, 1)), default=0))
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a step meant for one sequence.
-
-    Attributes:
-        number: the sequence's.
-        tokens: those it emitted.
-        logprobs: one beside each of them, if any are wanted.
-        decoding: whether this was a decode step in which it took part.
-        confidence: what the drafter thinks of the drafts that it verifies next; empty if it does not say.
-        finish_reason: ``eos``, ``length``, ``cancelled`` or ``error``; None: it goes on.
-        error: what went wrong, for ``error``.
-    """
-
-    number: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    decoding: bool = False
-    confidence: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: SpecgraphError | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One run of the step graph, or none if sequences ended without one.
-
-    Attributes:
-        outputs: one for every sequence to which something happened.
-        prompt_tokens: those it ran, 0 for a decode step.
-        seconds: since the step before it was read.
-        drafts: how many drafts of a sequence a decode step of this kind verifies at most.
-        ran: whether a step was run at all.
-        reused_tokens: those of prompts that need not be run, since their pages are there.
-    """
-
-    outputs: list[Output]
-    prompt_tokens: int
-    seconds: float
-    drafts: int = 0
-    ran: bool = True
-    reused_tokens: int = 0
-
-    @property
-    def decoding(self) -> bool:
-        """Whether it was a decode step."""
-        return any(output.decoding for output in self.outputs)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specgraph.runtime.engine import Step
+from specgraph.runtime.steps import Step
 
 
 @dataclass

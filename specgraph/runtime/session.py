@@ -12,10 +12,11 @@ from types import TracebackType
 from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
-from specgraph.runtime.engine import Engine, Output, Step
+from specgraph.runtime.engine import Engine
 from specgraph.runtime.outputs import SessionStats
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import EosIds
+from specgraph.runtime.steps import Output, Step
 
 _PATIENCE = 0.1
 """Seconds after which a thread that waits for sequences looks whether anybody still waits for it."""
