@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from specgraph.ir.program import Program
     from specgraph.runtime.decoder import SpeculativeDecoder
-    from specgraph.runtime.outputs import GenerateOutput, SessionStats, Stats, StreamChunk
+    from specgraph.runtime.outputs import GenerateOutput, Room, SessionStats, Stats, StreamChunk
     from specgraph.runtime.session import Event, Session
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "NumericsError",
     "PassError",
     "Program",
+    "Room",
     "Session",
     "SessionStats",
     "SpecgraphError",
@@ -51,6 +52,7 @@ _HOMES = {
     "Event": "runtime.session",
     "GenerateOutput": "runtime.outputs",
     "Program": "ir.program",
+    "Room": "runtime.outputs",
     "Session": "runtime.session",
     "SessionStats": "runtime.outputs",
     "SpeculativeDecoder": "runtime.decoder",

@@ -12,7 +12,7 @@ from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "cpu")
+KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "soak", "cpu")
 
 
 @dataclass
@@ -22,8 +22,9 @@ class BenchConfig(Config):
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
     linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which;
-    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size; cpu:
-    whole answers, one prompt at a time, beside transformers' generate and its assisted generation.
+    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size; soak:
+    very many short requests in one session, of which nothing may stay behind; cpu: whole answers, one prompt at a time,
+    beside transformers' generate and its assisted generation.
     """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
@@ -45,6 +46,8 @@ class BenchConfig(Config):
     """sessions: the fewest and the most tokens that a random prompt adds. One of a file ends at its EOS, and adds the
     most of these at the latest.
     """
+    num_requests: int = 20000
+    """soak: how many requests are submitted."""
     prompt_length: int = 128
     """The length of the random prompt of every sequence; for kernels, the length of the context."""
     steps: int = 50
@@ -108,9 +111,12 @@ def _check_numbers(config: BenchConfig) -> None:
         values = getattr(config, key)
         if len(values) != 2 or not 1 <= values[0] <= values[1]:
             raise ConfigError(f"{key} is the least and the most, such as [16,512], got {values}.")
-    for key in ("prompt_length", "steps", "warmup", "num_prompts", "limit", "new_tokens", "rounds"):
-        if getattr(config, key) < (least := 0 if key == "warmup" else 1):
-            raise ConfigError(f"{key} must be at least {least}, got {getattr(config, key)}.")
+    least = {"warmup": 0, "num_requests": 5}
+    for key in (
+        "prompt_length", "steps", "warmup", "num_prompts", "num_requests", "limit", "new_tokens", "rounds",
+    ):  # fmt: skip
+        if getattr(config, key) < (low := least.get(key, 1)):
+            raise ConfigError(f"{key} must be at least {low}, got {getattr(config, key)}.")
 
 
 def _check_files(config: BenchConfig) -> None:

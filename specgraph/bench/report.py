@@ -112,7 +112,7 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}" if name == "bytes" else str(value)
 
 
-def write_json(path: str, about: Mapping[str, Any], rows: Rows) -> None:
+def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Any]) -> None:
     """Write one JSON object, with what was measured on what, and all fields of all rows."""
     written = {**about, "rows": [dataclasses.asdict(row) for row in rows]}
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")

@@ -19,12 +19,13 @@ from specgraph.bench.linears import LinearRow, bench_linears, describe_crossover
 from specgraph.bench.models import SHAPES, random_target, shape_config
 from specgraph.bench.sessions import SessionRow, bench_sessions, file_workload, random_workload
 from specgraph.bench.sizes import Sizes
+from specgraph.bench.soak import SoakRow, bench_soak, soak_text
 from specgraph.bench.steps import StepRow, bench_steps, random_prompts
 from specgraph.bench.timing import measure_bandwidth, measure_matmul
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.drafters.registry import drafter_class
-from specgraph.errors import ConfigError
+from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.tables import text_table
 
 
@@ -96,6 +97,27 @@ def run_sessions(
     return found
 
 
+def run_soak(model: PreTrainedModel, options: BenchConfig, config: Config) -> list[SoakRow]:
+    """Soak sessions of a loaded model, and print what was found.
+
+    Raises:
+        SpecgraphError: something stayed behind, or a request got other tokens than alone.
+    """
+    device = next(model.parameters()).device
+    about = _about(options, device, model.dtype) | _decoder(config) | {"max_batch_size": config.max_batch_size}
+    print(_heading(about))
+    found: list[SoakRow] = []
+    for row in bench_soak(model, options, config):
+        found.append(row)
+        print("\n" + soak_text(row), flush=True)
+    if options.json is not None:
+        report.write_json(options.json, about, found)
+    faults = [fault for row in found for fault in row.faults()]
+    if faults:
+        raise SpecgraphError(f"The soak of {options.num_requests} requests failed: {'; '.join(faults)}.")
+    return found
+
+
 def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
     """Measure and print single kernels with the shapes of a target."""
     dtype = dtype_on(options.dtype, device)
@@ -161,7 +183,9 @@ def _config(target: str) -> PretrainedConfig:
     return config
 
 
-def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float) -> dict[str, Any]:
+def _about(
+    options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float | None = None
+) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "what": options.what,
@@ -169,7 +193,7 @@ def _about(options: BenchConfig, device: torch.device, dtype: torch.dtype, bandw
         "device": name,
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "bandwidth_gb_per_s": bandwidth / 1e9,
+        **({} if bandwidth is None else {"bandwidth_gb_per_s": bandwidth / 1e9}),
     }
 
 

@@ -116,8 +116,8 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time decode steps, kernels, linears, the first token, sessions or whole answers. Print a line for each, then a
-    table."""
+    """Time steps, kernels, linears, the first token, sessions or whole answers, or soak a session. Print what was
+    measured, and a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -145,6 +145,8 @@ def bench(cfg: DictConfig) -> dict[str, str]:
             model = run.make_target(options, torch.device(device))
         else:
             model = load_model(options.target, device, dtype, "target")
+        if options.what == "soak":
+            return {"requests": str(sum(row.requests for row in run.run_soak(model, options, config)))}
         if options.what == "sessions":
             rows = run.run_sessions(model, prompts, options, config)
         elif options.what == "first_token":

@@ -145,7 +145,7 @@ COMMANDS = {
     "bench": Command(
         "time steps, kernels, linears, first tokens or sessions against their bytes, or answers against transformers",
         _bench_config,
-        "[kernels|linears|first_token|sessions|cpu] target=llama-3-8b-shape|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
+        "[kernels|linears|first_token|sessions|soak|cpu] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         "what",
     ),
     "train": Command(

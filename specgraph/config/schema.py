@@ -105,6 +105,6 @@ class Config:
     check_numerics: bool = False
     """Run every stage on the same input and name the first pass whose output differs."""
     max_batch_size: int = 64
-    """The largest number of sequences in one `generate` call."""
+    """The most sequences that are decoded together; others wait for a row."""
     max_length: int | None = None
     """The longest sequence, which includes the prompt; null takes the model's own limit."""

@@ -146,6 +146,16 @@ class Engine:
         with self._lock:
             return not (self._waiting or self._cancelled or self._ended or self._running)
 
+    @property
+    def num_rows(self) -> int:
+        """The most sequences that are decoded together."""
+        return self._runner.sizes["B"]
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many rows no sequence has."""
+        return len(self._free_rows)
+
     # What one thread calls
 
     def __iter__(self) -> Iterator[Step]:

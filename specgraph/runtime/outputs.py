@@ -109,6 +109,21 @@ class StreamChunk:
     logprobs: list[list[float]] | None
 
 
+@dataclass(frozen=True)
+class Room:
+    """What of a session is free, of how much.
+
+    Attributes:
+        free_rows, rows: sequences that could be decoded beside those that are, and at most.
+        free_pages, pages: pages of the KV cache that no sequence has reserved, and all of them.
+    """
+
+    free_rows: int
+    rows: int
+    free_pages: int
+    pages: int
+
+
 @dataclass
 class SessionStats:
     """Counts of a session since it began. They take no more memory as it goes on.

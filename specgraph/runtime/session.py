@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
 from specgraph.runtime.engine import Engine
-from specgraph.runtime.outputs import SessionStats
+from specgraph.runtime.outputs import Room, SessionStats
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import EosIds
 from specgraph.runtime.steps import Output, Step
@@ -124,6 +124,12 @@ class Session:
         """
         with self._stepping:
             self._engine.pages.forget()
+
+    @property
+    def room(self) -> Room:
+        """The rows and pages that are free, for whoever decides how much more to submit."""
+        engine = self._engine
+        return Room(engine.num_free_rows, engine.num_rows, engine.pages.num_free, engine.pages.count)
 
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph import Event, InputError, NumericsError, Session, SpeculativeDecoder
+from specgraph import Event, InputError, NumericsError, Room, Session, SpeculativeDecoder
 from specgraph.runtime import memory
 from specgraph.runtime.pages import PagePool
 from tests.decoding import CONFIG, compiled
@@ -321,3 +321,14 @@ def test_the_pool_takes_no_more_than_its_share_of_the_free_memory(monkeypatch: p
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     with decoder.session() as session:
         assert pages_of(session).count == ROWS * 16
+
+
+def test_a_session_says_how_much_room_it_has() -> None:
+    decoder = made("none", cache={**CONFIG["cache"], "pool_tokens": 64})
+    with decoder.session() as session:
+        assert session.room == Room(ROWS, ROWS, 16, 16)
+        session.submit(PROMPTS[0], max_new_tokens=4, eos_token_id=[])
+        session.step()
+        assert session.room == Room(ROWS - 1, ROWS, 14, 16)
+        list(session)
+        assert session.room == Room(ROWS, ROWS, 16, 16)

@@ -1,0 +1,371 @@
+"""Decodes very many short requests in one session, and checks that nothing of them stays behind.
+
+Requests arrive at random, in bursts and with pauses. They differ in their lengths, sampling options and EOS ids; some
+are cancelled while they wait, run their prompt or decode, and some are refused because they are too large. After the
+first fifth of them, and at the end, the session is drained. Then every row and page must be free, and the process must
+hold as much as before. The tokens of a sample must be those that ``generate`` gives for a request alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.steps import head_of
+from specgraph.compiler.compile import compile_speculative
+from specgraph.config import Config
+from specgraph.errors import InputError
+from specgraph.progress import Progress
+from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.outputs import Room
+from specgraph.runtime.session import Session
+from specgraph.tables import text_table
+
+LONGEST = 96
+"""The session's ``max_length`` unless the configuration says otherwise. Requests are half as long at most."""
+POOL_TOKENS = 32
+"""The session has pages for so many tokens per row unless the configuration says otherwise. Longer requests are common,
+so requests wait for pages as well as for rows."""
+MOST = 24
+"""The longest prompt, and the most new tokens."""
+SAMPLING: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.02},
+)
+REFUSED, CANCELLED = 0.02, 0.08
+"""The shares of requests that are too large, and that are to be cancelled."""
+QUEUE = 3
+"""Nothing more arrives while this many requests per row are under way."""
+SAMPLE = 200
+"""Requests that are decoded again alone."""
+
+# What may be held more at the end than after the first fifth. A leak grows with the number of requests; what does not
+# is what a rare event needs for the first time (a graph that is captured, a table that Python enlarges).
+MORE_OBJECTS = 0.01, 50
+"""Objects of each type that the garbage collector knows, per request and in any case."""
+MORE_BLOCKS = 0.05, 2000
+"""Blocks of Python's allocator, per request and in any case. They include numbers and strings."""
+MORE_RESIDENT = 1 << 10, 16 << 20
+"""Bytes of resident memory, per request and in any case. The C allocator and PyTorch keep what they free, in pieces
+that depend on the order of requests."""
+MORE_DEVICE = 64, 1 << 20
+"""Bytes of tensors on a GPU, per request and in any case. The smallest tensor takes 512."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds.
+
+    Attributes:
+        objects: objects by type, as far as the garbage collector knows them.
+        blocks: blocks of Python's allocator.
+        resident: bytes of its memory that are in use; 0 where the system does not say.
+        device: bytes of tensors on the GPU; 0 on a CPU.
+    """
+
+    objects: Counter[str]
+    blocks: int
+    resident: int
+    device: int
+
+    @staticmethod
+    def now(device: torch.device) -> Held:
+        """What is held after garbage has been collected."""
+        gc.collect()
+        blocks = sys.getallocatedblocks()
+        objects = Counter(f"{type(o).__module__}.{type(o).__qualname__}" for o in gc.get_objects())
+        tensors = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return Held(objects, blocks, _resident(), tensors)
+
+    def growth(self, before: Held, requests: int) -> list[Growth]:
+        """What is held more than ``before``, with what is allowed after so many requests."""
+        kinds = {
+            "Python blocks": (before.blocks, self.blocks, MORE_BLOCKS),
+            "resident bytes": (before.resident, self.resident, MORE_RESIDENT),
+            "bytes on the GPU": (before.device, self.device, MORE_DEVICE),
+            "Python objects": (before.objects.total(), self.objects.total(), MORE_BLOCKS),
+        }
+        found = [Growth(name, then, now, _allowed(more, requests)) for name, (then, now, more) in kinds.items()]
+        worst = max(self.objects, key=lambda name: self.objects[name] - before.objects[name])
+        most = _allowed(MORE_OBJECTS, requests)
+        return [*found, Growth(f"objects of {worst}", before.objects[worst], self.objects[worst], most)]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How much of one thing was held after the first fifth and at the end, and how much more is allowed."""
+
+    name: str
+    before: int
+    after: int
+    allowed: int
+
+    @property
+    def leaks(self) -> bool:
+        """Whether it grew by more than what is allowed."""
+        return self.after - self.before > self.allowed
+
+
+def _allowed(more: tuple[float, int], requests: int) -> int:
+    return max(round(more[0] * requests), int(more[1]))
+
+
+def _resident() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Random requests. Each follows from its number alone, so that none of them needs to be kept.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_length: the session's.
+        eos_ids: ids that the target emits often.
+    """
+
+    vocab_size: int
+    max_length: int
+    eos_ids: Sequence[int] = ()
+
+    def get(self, number: int) -> dict[str, Any]:
+        """The arguments of ``submit``."""
+        dice = random.Random(number)
+        return {
+            "prompt": [dice.randrange(self.vocab_size) for _ in range(dice.randint(1, MOST))],
+            "max_new_tokens": dice.randint(0, MOST),
+            "eos_token_id": dice.sample(self.eos_ids, min(3, len(self.eos_ids))) if dice.random() < 0.5 else [],
+            "seed": number,
+            **dice.choice(SAMPLING),
+        }
+
+    def refused(self, number: int) -> bool:
+        """Whether that request is replaced by one that no session takes."""
+        return random.Random(f"refused {number}").random() < REFUSED
+
+    def too_large(self, number: int) -> dict[str, Any]:
+        """What is submitted then: a prompt that is too long, or too many EOS ids."""
+        if number % 2:
+            return {"prompt": [0] * (self.max_length + 1)}
+        return {"prompt": [0], "max_new_tokens": 1, "eos_token_id": list(range(64))}
+
+
+class Sample:
+    """The tokens of some requests, in memory that does not grow."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.places = {number: place for place, number in enumerate(numbers)}
+        self._tokens = array("q", bytes(8 * MOST * len(numbers)))
+        self._counts = array("q", bytes(8 * len(numbers)))
+        self._cancelled = array("q", bytes(8 * len(numbers)))
+
+    def add(self, number: int, tokens: Sequence[int], *, cancelled: bool) -> None:
+        """Keep what a step emitted for a request, if it is in the sample."""
+        if number in self.places:
+            place = self.places[number]
+            begin = place * MOST + self._counts[place]
+            self._tokens[begin : begin + len(tokens)] = array("q", tokens)
+            self._counts[place] += len(tokens)
+            self._cancelled[place] |= cancelled
+
+    def differs(self, number: int, alone: list[int]) -> bool:
+        """Whether a request got other tokens than ``alone``. Those of a cancelled one are the first of them."""
+        place = self.places[number]
+        found = self._tokens[place * MOST : place * MOST + self._counts[place]].tolist()
+        return found != (alone[: len(found)] if self._cancelled[place] else alone)
+
+
+@dataclass
+class Soak:
+    """Drives a session.
+
+    Attributes:
+        refused: requests that were refused.
+    """
+
+    session: Session
+    requests: Requests
+    sample: Sample
+    refused: int = 0
+    _under_way: dict[int, int] = field(default_factory=dict)
+    _doomed: dict[int, int] = field(default_factory=dict)
+
+    def run(self, numbers: range, progress: Progress) -> None:
+        """Submit requests, and decode until all of them have ended."""
+        dice, rows = random.Random(numbers.start), self.session.room.rows
+        arrivals, step = (*[0] * 6, 1, 2, 4, rows), 0
+        while numbers or self._under_way:
+            arriving = dice.choice(arrivals) if len(self._under_way) < QUEUE * rows else 0
+            for number in numbers[:arriving]:
+                self._submit(number, step, dice)
+            progress.advance(len(numbers[:arriving]))
+            self._cancel(step)
+            self._read()
+            numbers, step = numbers[arriving:], step + 1
+        self._doomed.clear()
+
+    def _submit(self, number: int, step: int, dice: random.Random) -> None:
+        if self.requests.refused(number):
+            try:
+                self.session.submit(**self.requests.too_large(number))
+            except InputError:
+                self.refused += 1
+            return
+        known = self.session.submit(**self.requests.get(number))
+        self._under_way[known] = number
+        if dice.random() < CANCELLED:
+            self._doomed[known] = step + dice.randrange(16)
+
+    def _cancel(self, step: int) -> None:
+        """Cancel what is due. Some of it has ended by then."""
+        for known in [known for known, when in self._doomed.items() if when <= step]:
+            del self._doomed[known]
+            self.session.cancel(known)
+
+    def _read(self) -> None:
+        for event in self.session.step():
+            number, reason = self._under_way[event.id], event.finish_reason
+            if event.error is not None:
+                raise event.error
+            self.sample.add(number, event.tokens, cancelled=reason == "cancelled")
+            if reason is not None:
+                del self._under_way[event.id]
+
+
+@dataclass(frozen=True)
+class SoakRow:
+    """What a soak found.
+
+    Attributes:
+        k: drafts per step and sequence; 0 without a drafter.
+        requests: how many there were; ``refused`` of them were too large.
+        ended: the others by their finish reason.
+        new_tokens, steps, seconds, acceptance_length: of the session.
+        room: the rows and pages that were free at the end.
+        held: what was held after the first fifth and at the end.
+        compared: how many requests were decoded again alone; ``differing`` of them got other tokens.
+    """
+
+    k: int
+    requests: int
+    refused: int
+    ended: dict[str, int]
+    new_tokens: int
+    steps: int
+    seconds: float
+    acceptance_length: float
+    room: Room
+    held: list[Growth]
+    compared: int
+    differing: int
+
+    def faults(self) -> list[str]:
+        """What went wrong, as parts of a sentence."""
+        room = self.room
+        found = [f"{h.name} grew from {h.before} to {h.after}" for h in self.held if h.leaks]
+        if (room.free_rows, room.free_pages) != (room.rows, room.pages):
+            found.append(f"{room.free_rows} of {room.rows} rows and {room.free_pages} of {room.pages} pages are free")
+        if self.differing:
+            found.append(f"{self.differing} of {self.compared} requests got other tokens than alone")
+        return found
+
+
+def soak_text(row: SoakRow) -> str:
+    """What a soak found, as two tables."""
+    ended = ", ".join(f"{count} {reason}" for reason, count in sorted(row.ended.items()))
+    counts = {
+        "K": str(row.k),
+        "requests": f"{row.requests}, of which {row.refused} were refused",
+        "ended": ended,
+        "tokens": f"{row.new_tokens} in {row.steps} steps, {row.acceptance_length:.2f} per decode step and sequence",
+        "seconds": f"{row.seconds:.1f}",
+        "free rows": f"{row.room.free_rows} of {row.room.rows}",
+        "free pages": f"{row.room.free_pages} of {row.room.pages}",
+        "other tokens than alone": f"{row.differing} of {row.compared}",
+    }
+    held = [[h.name, *(f"{n:,}" for n in (h.before, h.after, h.after - h.before, h.allowed))] for h in row.held]
+    columns = ["held", "after a fifth", "at the end", "more", "allowed"]
+    return text_table(counts.items()) + "\n\n" + text_table(held, columns, align="right")
+
+
+def bench_soak(model: PreTrainedModel, options: BenchConfig, config: Config) -> Iterator[SoakRow]:
+    """Soak one session for every K; a decoder is compiled for each."""
+    pool = config.cache.pool_tokens or POOL_TOKENS * config.max_batch_size
+    cache = dataclasses.replace(config.cache, pool_tokens=pool)
+    config = dataclasses.replace(config, cache=cache, max_length=config.max_length or LONGEST)
+    for k in options.num_speculative_tokens if config.draft.kind != "none" else [0]:
+        own = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
+        decoder = compile_speculative(model, dataclasses.replace(config, draft=own), draft=head_of(model, config))
+        yield soak(decoder, k, options.num_requests)
+
+
+def soak(decoder: SpeculativeDecoder, k: int, count: int) -> SoakRow:
+    """Decode ``count`` requests in a session of a decoder, and say what stayed behind."""
+    target, first = decoder.stages["trace"].target, count // 5
+    assert decoder.config.max_length is not None, "the length of prompts that are refused"
+    _make_steps(decoder)
+    requests = _with_eos(decoder, Requests(target.vocab_size, decoder.config.max_length))
+    taken = [number for number in range(count) if not requests.refused(number)]
+    sample = Sample(sorted(random.Random(0).sample(taken, min(SAMPLE, len(taken)))))
+    begin = time.perf_counter()
+    with decoder.session() as session, Progress("soak", count, decoder.config.debug.progress) as progress:
+        driven = Soak(session, requests, sample)
+        driven.run(range(first), progress)
+        before = Held.now(target.device)
+        driven.run(range(first, count), progress)
+        held, stats, room = Held.now(target.device).growth(before, count - first), session.stats, session.room
+    seconds = time.perf_counter() - begin
+    return SoakRow(
+        k=k,
+        requests=count,
+        refused=driven.refused,
+        ended=dict(stats.ended),
+        new_tokens=stats.new_tokens,
+        steps=stats.steps,
+        seconds=seconds,
+        acceptance_length=stats.acceptance_length,
+        room=room,
+        held=held,
+        compared=len(sample.places),
+        differing=sum(sample.differs(number, _alone(decoder, requests.get(number))) for number in sample.places),
+    )
+
+
+def _alone(decoder: SpeculativeDecoder, request: dict[str, Any]) -> list[int]:
+    """The tokens of a request by itself."""
+    given = {**request, "seed": [request["seed"]]}
+    tokens: list[int] = decoder.generate([torch.tensor(given.pop("prompt"))], **given).new_tokens[0].tolist()
+    return tokens
+
+
+def _make_steps(decoder: SpeculativeDecoder) -> None:
+    """Meet every mix of sampling options, so that no graph of a step is made for the first time later on."""
+    names = {name for options in SAMPLING for name in options}
+    off = dict.fromkeys(names, 0.0) | {"top_p": 1.0}
+    for mix in (*([options] for options in SAMPLING), SAMPLING):
+        each: dict[str, Any] = {name: [(off | options)[name] for options in mix] for name in names}
+        decoder.generate([torch.tensor([0])] * len(mix), max_new_tokens=2, eos_token_id=[], seed=0, **each)
+
+
+def _with_eos(decoder: SpeculativeDecoder, requests: Requests) -> Requests:
+    """Take the most frequent tokens of some requests for EOS ids, so that many sequences meet one."""
+    emitted = Counter(token for number in range(-16, 0) for token in _alone(decoder, requests.get(number)))
+    return dataclasses.replace(requests, eos_ids=[token for token, _ in emitted.most_common(6)])

@@ -1,0 +1,103 @@
+"""``bench soak`` on the CPU, and leaks that it must find."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgraph import SpeculativeDecoder
+from specgraph.bench.soak import MOST, Growth, Held, Requests, Sample, soak, soak_text
+from specgraph.cli import main
+from specgraph.runtime.engine import Engine
+from specgraph.runtime.pages import PagePool, Reservation
+from tests.decoding import compiled
+from tests.models import shared_model
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+COUNT = 80
+
+
+@pytest.fixture(scope="module")
+def decoder(cached_traces: None) -> SpeculativeDecoder:
+    cache = {"prefill_chunk": 7, "block_size": 4, "pool_tokens": 96}
+    return compiled(
+        shared_model("llama", dtype=torch.float64), "ngram", 3, max_batch_size=3, max_length=96, cache=cache
+    )
+
+
+def test_nothing_stays_behind(decoder: SpeculativeDecoder) -> None:
+    row = soak(decoder, 3, COUNT)
+    assert row.faults() == [] and row.differing == 0
+    assert row.refused + sum(row.ended.values()) == row.requests == COUNT
+    assert row.refused and {*row.ended} == {"eos", "length", "cancelled"}
+    assert row.compared == COUNT - row.refused
+    shown = soak_text(row)
+    assert "free rows                3 of 3" in shown and "free pages               24 of 24" in shown
+
+
+def test_objects_that_stay_are_found(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    leave = Engine._leave
+
+    def keep(self: Engine, sequence: Any) -> None:
+        kept.append(sequence)
+        leave(self, sequence)
+
+    monkeypatch.setattr(Engine, "_leave", keep)
+    (fault,) = (fault for fault in soak(decoder, 3, COUNT).faults() if "objects of" in fault)
+    assert "grew from" in fault
+
+
+def test_pages_that_stay_and_other_tokens_are_found(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_back, once = PagePool.give_back, iter([1])
+
+    def lose(self: PagePool, reserved: Reservation) -> None:
+        lost = next(once, 0) if self.count == 24 else 0
+        give_back(self, Reservation(reserved.pages[lost:], epoch=reserved.epoch))
+
+    monkeypatch.setattr(PagePool, "give_back", lose)
+    monkeypatch.setattr("specgraph.bench.soak._alone", lambda decoder, request: [7] * (MOST + 1))
+    faults = soak(decoder, 3, 20).faults()
+    assert "3 of 3 rows and 23 of 24 pages are free" in faults
+    assert any(fault.endswith("requests got other tokens than alone") for fault in faults)
+
+
+def test_growth_is_judged_by_the_number_of_requests() -> None:
+    before = Held(Counter(a=10, b=10), 1000, 1 << 20, 0)
+    after = Held(Counter(a=10, b=261), 1000, 1 << 24, 2 << 20)
+    found = {growth.name: growth for growth in after.growth(before, 16000)}
+    assert {name for name, growth in found.items() if growth.leaks} == {"bytes on the GPU", "objects of b"}
+    assert found["objects of b"] == Growth("objects of b", 10, 261, 160)
+    assert found["resident bytes"].allowed == 16 << 20 and found["bytes on the GPU"].allowed == 1 << 20
+
+
+def test_requests_repeat_and_a_sample_holds_their_tokens() -> None:
+    requests = Requests(50, 96, [3, 4, 5, 6])
+    assert requests.get(9) == requests.get(9) != requests.get(10)
+    assert 0 < sum(map(requests.refused, range(1000))) < 50
+    sample = Sample([4, 9])
+    for number, tokens, cancelled in ((4, [1, 2], False), (5, [8], False), (4, [3], False), (9, [6], True)):
+        sample.add(number, tokens, cancelled=cancelled)
+    assert not sample.differs(4, [1, 2, 3]) and sample.differs(4, [1, 2, 3, 4]) and sample.differs(4, [1, 2])
+    assert not sample.differs(9, [6, 7]) and sample.differs(9, [7, 6])
+
+
+def test_the_command_prints_and_writes_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["target=tiny-shape", "device=cpu", "dtype=float64", "draft=none", "max_batch_size=2", "num_requests=6"]
+    given += ["debug.self_check=false", f"json={tmp_path / 'a.json'}"]
+    assert main(["bench", "soak", *given]) == 0
+    assert "free rows                2 of 2" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert row["requests"] == 6 and row["room"]["free_pages"] == row["room"]["pages"] == 4
+    monkeypatch.setattr("specgraph.bench.soak._alone", lambda decoder, request: [7] * (MOST + 1))
+    assert main(["bench", "soak", *given]) == 2
+    assert capsys.readouterr().err.startswith("error: The soak of 6 requests failed: ")
