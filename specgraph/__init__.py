@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from specgraph.ir.program import Program
     from specgraph.runtime.decoder import SpeculativeDecoder
-    from specgraph.runtime.outputs import GenerateOutput, Room, SessionStats, Stats, StreamChunk
+    from specgraph.runtime.outputs import GenerateOutput, Room, SessionStats, Stats, Stream, StreamChunk
     from specgraph.runtime.session import Event, Session
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "SpecgraphWarning",
     "SpeculativeDecoder",
     "Stats",
+    "Stream",
     "StreamChunk",
     "UnsupportedModelError",
     "VerificationError",
@@ -57,6 +58,7 @@ _HOMES = {
     "SessionStats": "runtime.outputs",
     "SpeculativeDecoder": "runtime.decoder",
     "Stats": "runtime.outputs",
+    "Stream": "runtime.outputs",
     "StreamChunk": "runtime.outputs",
     "compile_speculative": "compiler.compile",
     "load_dump": "dump",

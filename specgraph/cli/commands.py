@@ -54,7 +54,7 @@ def run(name: str, cfg: DictConfig) -> dict[str, str]:
 def generate(cfg: DictConfig) -> dict[str, str]:
     """Continue prompts. Print the texts, and then how many drafts were accepted and the speed."""
     config, options = _split(cfg, GenerateConfig)
-    check_batch_size(options, config)
+    config.max_batch_size = 1 if options.stream else check_batch_size(options, config)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)

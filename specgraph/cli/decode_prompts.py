@@ -1,10 +1,11 @@
-"""Runs a decoder over texts, with batches, seeds, streaming and timing."""
+"""Runs a decoder over texts, with seeds, streaming and timing."""
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from specgraph.config import Config
 from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.outputs import Stats
+from specgraph.runtime.outputs import Stats, Stream, StreamChunk
 from specgraph.runtime.requests import hash_seed
 
 
@@ -58,21 +59,22 @@ def decode_prompts(
     *,
     show: bool = False,
 ) -> Outcome:
-    """Continue every prompt, ``options.batch_size`` at a time, and print the texts if ``show`` is true.
+    """Continue every prompt, and print the texts if ``show`` is true, each as soon as it and those before it are done.
 
-    The seed of a sequence depends on its place in ``prompts``, so the texts do not depend on the batch size.
+    As many are decoded together as the decoder allows. The seed of a sequence depends on its place in ``prompts``, so
+    the texts do not depend on that number.
     """
-    size = 1 if options.stream else check_batch_size(options, decoder.config)
     drawn = seeds or _seeds(options.seed, len(prompts))
     outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn))
-    decode = _stream if options.stream else _generate
     if options.compare:
-        _warm_up(decoder, [prompt.ids for prompt in prompts[:size]])
+        _warm_up(decoder, [prompt.ids for prompt in prompts[: decoder.config.max_batch_size]])
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
-        for at in range(0, len(prompts), size):
-            part = slice(at, at + size)
-            decode(decoder, tokenizer, prompts[part], _sampling(options, drawn[part]), outcome, show)
-            progress.advance(len(prompts[part]))
+        if not options.stream:
+            _all(decoder, tokenizer, prompts, _sampling(options, drawn), outcome, progress, show=show)
+            return outcome
+        for prompt, seed in zip(prompts, drawn, strict=True):
+            _one(decoder, tokenizer, prompt, _sampling(options, [seed]), outcome)
+            progress.advance()
     return outcome
 
 
@@ -154,36 +156,59 @@ def _sampling(options: GenerateConfig, seeds: Sequence[int]) -> dict[str, Any]:
     return {**{name: getattr(options, name) for name in names}, "seed": list(seeds)}
 
 
-def _generate(
+def _all(
     decoder: SpeculativeDecoder, tokenizer: Any, prompts: Sequence[Prompt], sampling: dict[str, Any],
-    outcome: Outcome, show: bool,
+    outcome: Outcome, progress: Progress, *, show: bool,
 ) -> None:  # fmt: skip
-    begin = time.perf_counter()
-    out = decoder.generate([prompt.ids for prompt in prompts], **sampling)
-    outcome.seconds += time.perf_counter() - begin
-    outcome.stats.num_speculative_tokens = out.stats.num_speculative_tokens
-    outcome.stats.emitted_per_step += out.stats.emitted_per_step
-    outcome.stats.confidence += out.stats.confidence
-    for prompt, new in zip(prompts, out.new_tokens, strict=True):
-        outcome.tokens.append(new.tolist())
-        if show:
-            print(_heading(prompt.text, len(outcome.tokens)))
-            print(tokenizer.decode(outcome.tokens[-1], skip_special_tokens=True))
+    """Decode all prompts, as many together as there is room for."""
+    outcome.tokens = [[] for _ in prompts]
+    stream = decoder.stream([prompt.ids for prompt in prompts], **sampling)
+    outcome.stats, done, printed = stream.stats, 0, 0
+
+    def print_ready(finished: Sequence[bool]) -> int:
+        first = printed
+        for ready in itertools.takewhile(lambda place: finished[place], range(printed, len(prompts))):
+            print(_heading(prompts[ready].text, ready + 1))
+            print(tokenizer.decode(outcome.tokens[ready], skip_special_tokens=True), flush=True)
+            first = ready + 1
+        return first
+
+    for chunk in _timed(stream, outcome):
+        for tokens, new in zip(outcome.tokens, chunk.tokens, strict=True):
+            tokens += new
+        progress.advance(sum(chunk.finished) - done, lambda: _speed(outcome))
+        done, printed = sum(chunk.finished), print_ready(chunk.finished) if show else 0
+    if show:  # what ended without a step
+        print_ready([True] * len(prompts))
 
 
-def _stream(
-    decoder: SpeculativeDecoder, tokenizer: Any, prompts: Sequence[Prompt], sampling: dict[str, Any],
-    outcome: Outcome, show: bool,
-) -> None:  # fmt: skip
-    print(_heading(prompts[0].text, len(outcome.tokens) + 1))
+def _timed(stream: Stream, outcome: Outcome) -> Iterator[StreamChunk]:
+    """The chunks of a stream; the time that they take, and not that of printing, is added to ``outcome``."""
+    while True:
+        begin = time.perf_counter()
+        chunk = next(stream, None)
+        outcome.seconds += time.perf_counter() - begin
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _speed(outcome: Outcome) -> str:
+    speed = sum(map(len, outcome.tokens)) / outcome.seconds
+    return f"{speed:,.0f} tokens/s, {outcome.stats.acceptance_length:.2f} per step"
+
+
+def _one(
+    decoder: SpeculativeDecoder, tokenizer: Any, prompt: Prompt, sampling: dict[str, Any], outcome: Outcome
+) -> None:
+    """Decode one prompt, and print its text as it comes."""
+    print(_heading(prompt.text, len(outcome.tokens) + 1))
     begin = time.perf_counter()
     tokens: list[int] = []
-    steps: list[int] = []
     shown = ""
-    for chunk in decoder.stream([prompts[0].ids], **sampling):
-        new = chunk.tokens[0]
-        tokens += new
-        steps += [len(new)] if new else []
+    stream = decoder.stream([prompt.ids], **sampling)
+    for chunk in stream:
+        tokens += chunk.tokens[0]
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # if it does, the next token completes the character
             print(text[len(shown) :], end="", flush=True)
@@ -191,9 +216,9 @@ def _stream(
     print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])
     outcome.seconds += time.perf_counter() - begin
     outcome.tokens.append(tokens)
-    drafts = 0 if decoder.config.draft.kind == "none" else decoder.config.draft.num_speculative_tokens
-    outcome.stats.num_speculative_tokens = drafts
-    outcome.stats.emitted_per_step.append(steps[1:])  # the first comes with the prompt
+    outcome.stats.num_speculative_tokens = stream.stats.num_speculative_tokens
+    outcome.stats.emitted_per_step += stream.stats.emitted_per_step
+    outcome.stats.confidence += stream.stats.confidence
 
 
 def _heading(prompt: str, number: int) -> str:

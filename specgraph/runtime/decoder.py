@@ -19,7 +19,7 @@ from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.progress import Progress
 from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.engine import Engine, Policy
-from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
+from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
 from specgraph.runtime.runner import Mode, Runners
@@ -109,7 +109,7 @@ class SpeculativeDecoder:
         tokens: list[list[int]] = [[] for _ in range(count)]
         logprobs: list[list[float]] = [[] for _ in range(count)]
         thought: list[list[float]] = [[] for _ in range(count)]
-        for step in self._run(batch):
+        for step in self._run(batch, show=self.config.debug.progress):
             _count(stats, step, thought)
             for output in step.outputs:
                 tokens[output.number] += output.tokens
@@ -133,13 +133,17 @@ class SpeculativeDecoder:
         min_p: PerSequence = None,
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
-    ) -> Iterator[StreamChunk]:
-        """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step."""
+    ) -> Stream:
+        """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step.
+
+        ``stats`` of what is returned has the counts so far.
+        """
         batch = self._reader.batch(
             input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
         )  # fmt: skip
-        return self._chunks(batch)
+        stats = self._new_stats(len(batch.requests))
+        return Stream(self._chunks(batch, stats), stats)
 
     def session(self, *, return_logprobs: bool | str = False) -> Session:
         """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
@@ -189,11 +193,13 @@ class SpeculativeDecoder:
         steps: list[list[int]] = [[] for _ in range(batch)]
         return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=[[] for _ in range(batch)])
 
-    def _chunks(self, batch: Batch) -> Iterator[StreamChunk]:
+    def _chunks(self, batch: Batch, stats: Stats) -> Generator[StreamChunk, None, None]:
         count = len(batch.requests)
-        finished = [False] * count
-        with contextlib.closing(self._run(batch)) as steps:  # so that the state is free when this is closed
+        finished = [not request.has_room for request in batch.requests]
+        thought: list[list[float]] = [[] for _ in range(count)]
+        with contextlib.closing(self._run(batch, show=False)) as steps:  # so that the state is free when this is closed
             for step in steps:
+                _count(stats, step, thought)
                 tokens: list[list[int]] = [[] for _ in range(count)]
                 logprobs: list[list[float]] = [[] for _ in range(count)]
                 for output in step.outputs:
@@ -202,13 +208,16 @@ class SpeculativeDecoder:
                 if step.ran:
                     yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
 
-    def _run(self, batch: Batch) -> Generator[Step, None, None]:
-        """Decode all sequences of a batch, by their places in it, as many at a time as there is room for."""
+    def _run(self, batch: Batch, *, show: bool | None) -> Generator[Step, None, None]:
+        """Decode all sequences of a batch, by their places in it, as many at a time as there is room for.
+
+        ``show``: whether to show how many prompt tokens were run; None does so on a terminal.
+        """
         if not any(request.has_room for request in batch.requests):
             return
         rows = min(self.config.max_batch_size, len(batch.requests))
         sizes = room(batch.requests, rows, self._program.block_size)
-        with self._engine(sizes, batch.logprobs, fair=False) as engine, self._progress(batch) as progress:
+        with self._engine(sizes, batch.logprobs, fair=False) as engine, _progress(batch, show) as progress:
             for number in _longest_first(batch.requests):
                 engine.submit(number, batch.requests[number])
             for step in self._run_steps(engine):
@@ -254,10 +263,6 @@ class SpeculativeDecoder:
         most, table = self._program.drafter.num_speculative_tokens, self.config.draft.num_speculative_tokens_by_load
         return {count: drafts if drafts < most else None for count, drafts in (table or {}).items()}
 
-    def _progress(self, batch: Batch) -> Progress:
-        total = sum(request.prompt.numel() for request in batch.requests if request.has_room)
-        return Progress("prefill", total, self.config.debug.progress)
-
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self._program.target.device)
 
@@ -275,6 +280,10 @@ def plain_mode(device: torch.device) -> Iterator[None]:
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """``device`` as the current GPU, if it is one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _progress(batch: Batch, show: bool | None) -> Progress:
+    return Progress("prefill", sum(request.prompt.numel() for request in batch.requests if request.has_room), show)
 
 
 def _longest_first(requests: Sequence[Request]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -107,6 +108,25 @@ class StreamChunk:
     tokens: list[list[int]]
     finished: list[bool]
     logprobs: list[list[float]] | None
+
+
+class Stream(Iterator[StreamChunk]):
+    """What the steps of a ``stream`` call emit, one after the other.
+
+    Attributes:
+        stats: counts and times so far.
+    """
+
+    def __init__(self, chunks: Generator[StreamChunk, None, None], stats: Stats) -> None:
+        self.stats = stats
+        self._chunks = chunks
+
+    def __next__(self) -> StreamChunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """End it before its time."""
+        self._chunks.close()
 
 
 @dataclass(frozen=True)

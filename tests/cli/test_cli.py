@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specgraph.cli import commands, main
+from specgraph.cli import commands, decode_prompts, main
 from specgraph.cli.config import COMMANDS, describe
 from specgraph.cli.decode_prompts import Outcome, PeerOutcome
 from specgraph.cli.summary import compare_rows
@@ -196,6 +196,23 @@ def test_seeded_text_depends_on_neither_batches_nor_streaming(model: Path, capsy
         shown.append((text, [line for line in table.splitlines() if "/s" not in line]))
     assert shown[0] == shown[1] == shown[2]
     assert "--- 2: bc!" in shown[0][0]
+
+
+def test_texts_are_printed_as_soon_as_they_are_done(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("four.jsonl").write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("ab", "c", "de", "f")))
+    printed: list[int] = []  # behind each step
+    timed = decode_prompts._timed
+
+    def watched(*args: Any) -> Any:
+        for chunk in timed(*args):
+            yield chunk
+            printed.append(capsys.readouterr().out.count("--- "))
+
+    monkeypatch.setattr(decode_prompts, "_timed", watched)
+    assert main(["generate", f"model={model}", "prompts=four.jsonl", "batch_size=1", *QUICK, "max_new_tokens=5"]) == 0
+    assert printed[-1] == 1 and [count for count in printed if count] == [1] * 4 and len(printed) > 8
 
 
 def test_sweep_compares_its_jobs_and_leaves_nothing(

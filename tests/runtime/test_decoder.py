@@ -95,7 +95,8 @@ def test_stream_emits_what_generate_returns(decoder: SpeculativeDecoder) -> None
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     values: list[list[float]] = [[] for _ in PROMPTS]
     finished = [False] * len(PROMPTS)
-    for chunk in decoder.stream(PROMPTS, **options):
+    stream = decoder.stream(PROMPTS, **options)
+    for chunk in stream:
         assert chunk.logprobs is not None
         for row in range(len(PROMPTS)):
             assert not (finished[row] and chunk.tokens[row])
@@ -103,6 +104,7 @@ def test_stream_emits_what_generate_returns(decoder: SpeculativeDecoder) -> None
             values[row] += chunk.logprobs[row]
         finished = chunk.finished
     assert all(finished)
+    assert stream.stats.emitted_per_step == expected.stats.emitted_per_step
     assert tokens == [t.tolist() for t in expected.new_tokens]
     assert values == [v.tolist() for v in expected.logprobs]
 
