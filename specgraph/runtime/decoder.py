@@ -162,6 +162,14 @@ class SpeculativeDecoder:
         engine = stack.enter_context(self._engine(self._session_sizes(), logprobs, fair=True))
         return Session(engine, self._reader, self._step, stack.close, logprobs=logprobs != "none")
 
+    def forget_prefixes(self) -> None:
+        """Share no page any more that an earlier call of ``generate`` or ``stream`` has filled.
+
+        To be called when weights were changed in a way that leaves no mark, such as through ``.data``. What an
+        optimiser or ``copy_`` writes is noticed. Sessions that are open have a call of their own.
+        """
+        self._runners.forget_prefixes()
+
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
         return render_report(self.stages, self._reports, self._notes, self._runners.describe())

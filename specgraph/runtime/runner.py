@@ -340,6 +340,12 @@ class Runners:
                 if self.idle is None or self.idle.sizes["N"] < runner.space.sizes["N"]:
                     self.idle = runner.space
 
+    def forget_prefixes(self) -> None:
+        """What the pages of the kept workspace hold is of no use any more."""
+        with self._lock:
+            if self.idle is not None:
+                self.idle.pages.forget()
+
     def describe(self) -> list[str]:
         """Lines for the report: what is captured in the workspace that is kept for the next request."""
         if not self.program.captured:

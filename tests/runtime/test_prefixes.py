@@ -115,6 +115,8 @@ def test_states_that_are_kept_keep_what_their_pages_hold() -> None:
     for _ in range(2):
         stats = decoder.generate(PROMPTS[4:6], max_new_tokens=9).stats
     assert stats.reused_tokens == sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS[4:6])
+    decoder.forget_prefixes()
+    assert decoder.generate(PROMPTS[8:9], max_new_tokens=9).stats.reused_tokens == 0
 
 
 def test_a_stream_closed_half_way_gives_its_pages_back() -> None:
