@@ -50,7 +50,7 @@ def test_history_drafters_record_what_was_emitted_and_are_called_once():
         proposals = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         return logits, proposals
     """)  # fmt: skip
-    assert program.inputs["history"] == Buffer(("B", "S"), indexed=True)
+    assert program.inputs["history"] == Buffer(("B", "S"), indexed=True, tokens=True)
     assert not SAMPLING.keys() & program.inputs.keys()
 
 

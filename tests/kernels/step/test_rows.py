@@ -138,6 +138,6 @@ def test_what_does_not_fit_is_refused():
     places = (meta[:, 0, 0].long(),) * 2
     with pytest.raises(ValueError, match=r"accepted_rows must be \[2, 3\], not \[2, 2\]"):
         tokens = meta[..., 0].long()
-        ops.settle(tokens, tokens, *places, places[0], tokens[:, :2], shifted=True, vocab_size=1, chain=0)
+        ops.settle(tokens, tokens, *places, tokens, tokens[:, :2], shifted=True, vocab_size=1, chain=0)
     with pytest.raises(ValueError, match=r"hidden must be \[B, T, H\], mask_hidden \[H\]"):
         ops.expand_rows(meta[..., 0].long(), meta[:, 0, 0].long(), meta, meta[0, 0, :2], mask_token_id=1, count=1)
