@@ -20,8 +20,9 @@ from tests.models import make_model
 
 VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 25
 PROMPT = torch.tensor([3, 1, 4])
-FEWER = {1: 3, 2000: 1, 6000: 2}
-"""K by load. All sequences begin together, and K goes down and up again while they end one after the other."""
+FEWER, UP = {1: 3, 2000: 1, 6000: 2}, {1: 3, 8000: 1, 8180: 2}
+"""K by load. All sequences begin together, and K changes while they end: about 8192, 6580 and 2890 of them are left for
+a draft that is like the target, and 8192, 8166 and 7230 for the opposite one, where K goes up again."""
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
                          "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
 
@@ -85,7 +86,7 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
         ("probabilistic", "draft_model", -1, 3, 0.7, 3),
         ("block", "draft_model", 1, 2, 1.0, 0),
         ("probabilistic", "draft_model", 1, FEWER, 1.0, 0),
-        ("block", "draft_model", -1, FEWER, 0.7, 3),
+        ("block", "draft_model", -1, UP, 0.7, 3),
     ],
     ids=["strict, drawn", "probabilistic, point masses", "probabilistic, opposite draft, top-k", "block, drawn",
          "probabilistic, K by load", "block, opposite draft, K by load"],
@@ -104,5 +105,5 @@ def test_joint_distribution_over_several_steps(
         counts += torch.bincount((torch.stack(out.new_tokens) * weights).sum(1), minlength=VOCAB**LENGTH)
         steps = max(steps, *map(len, out.stats.emitted_per_step))
     assert counts.sum() >= 200_000 and steps >= 2
-    assert k != FEWER or {mode.drafts for mode in decoder._steps} == {2, 1, None}
+    assert isinstance(k, int) or {mode.drafts for mode in decoder._steps} == {2, 1, None}
     assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3
