@@ -32,7 +32,7 @@ from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Entering, Entrance, load_chunk, room
+from specgraph.runtime.state import Entering, Entrance, load_chunk, sizes_for
 from tests.decoding import CONFIG
 
 GUARD_BLOCKS = 2
@@ -337,7 +337,7 @@ def real_run(
 
 def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill]:
     """A state in whose rows these sequences begin, and their prompts."""
-    sizes = room(requests, len(requests), program.block_size)
+    sizes = sizes_for(requests, len(requests), program.block_size)
     state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"], program.block_size)
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
     entering = [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.arithmetic import prompt_flops
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.steps import head_of, random_prompts
+from specgraph.bench.steps import head_of, random_prompts, with_drafts
 from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -62,8 +62,8 @@ def bench_first_token(
     """
     longest = max(options.prompt_lengths) + 1
     _check_length(model, options, longest)
-    draft = dataclasses.replace(config.draft, num_speculative_tokens=min(options.num_speculative_tokens))
-    config = dataclasses.replace(config, draft=draft, max_batch_size=max(options.batches), max_length=longest)
+    config = with_drafts(config, min(options.num_speculative_tokens))
+    config = dataclasses.replace(config, max_batch_size=max(options.batches), max_length=longest)
     decoder = compile_speculative(model, config, draft=head_of(model, config))
     # Allocates for the largest request, so that none of those that follow finds too little room and allocates anew.
     _request_ms(decoder, longest - 1, max(options.batches), seed=0)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.steps import head_of
+from specgraph.bench.steps import counts_of, head_of, with_drafts
 from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -145,10 +145,10 @@ def bench_sessions(
     No page is shared: the same prompts are decoded several times, which would look like prompts that begin alike.
     """
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse_prefixes=False))
-    for k in options.num_speculative_tokens if config.draft.kind != "none" else [0]:
-        own = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
+    for k in counts_of(options, config):
+        own = with_drafts(config, k)
         begin = time.perf_counter()
-        decoder = compile_speculative(model, dataclasses.replace(config, draft=own), draft=head_of(model, config))
+        decoder = compile_speculative(model, own, draft=head_of(model, own))
         yield from measure(decoder, workload, k, bandwidth, begin)
         del decoder
         gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory

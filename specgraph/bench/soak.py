@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.steps import head_of
+from specgraph.bench.steps import counts_of, head_of, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.errors import InputError
@@ -311,9 +311,9 @@ def bench_soak(model: PreTrainedModel, options: BenchConfig, config: Config) -> 
     pool = config.cache.pool_tokens or POOL_TOKENS * config.max_batch_size
     cache = dataclasses.replace(config.cache, pool_tokens=pool)
     config = dataclasses.replace(config, cache=cache, max_length=config.max_length or LONGEST)
-    for k in options.num_speculative_tokens if config.draft.kind != "none" else [0]:
-        own = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1))
-        decoder = compile_speculative(model, dataclasses.replace(config, draft=own), draft=head_of(model, config))
+    for k in counts_of(options, config):
+        own = with_drafts(config, k)
+        decoder = compile_speculative(model, own, draft=head_of(model, own))
         yield soak(decoder, k, options.num_requests)
 
 

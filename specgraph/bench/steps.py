@@ -73,11 +73,11 @@ def bench_steps(model: PreTrainedModel, options: BenchConfig, config: Config, ba
         ConfigError: the measured steps do not fit into the target's positions.
     """
     config = dataclasses.replace(config, max_batch_size=max(options.batches))
-    counts = options.num_speculative_tokens if config.draft.kind != "none" else [0]
+    counts = counts_of(options, config)
     for k in counts:
         check_length(model, options, k)
     for k in counts:
-        own = _for(config, options, k)
+        own = dataclasses.replace(with_drafts(config, k), max_length=needed_length(options, k))
         head = head_of(model, own)
         begin = time.perf_counter()
         decoder = compile_speculative(model, own, draft=head)
@@ -112,11 +112,15 @@ def head_of(model: PreTrainedModel, config: Config) -> DraftHead | None:
     return None if config.draft.model is not None else random_head(model, config.draft)
 
 
-def _for(config: Config, options: BenchConfig, k: int) -> Config:
-    """The configuration for K drafts, with a ``max_length`` that the measured steps need."""
-    longest = needed_length(options, k)
+def counts_of(options: BenchConfig, config: Config) -> list[int]:
+    """The values of K that are measured; 0 alone without a drafter."""
+    return options.num_speculative_tokens if config.draft.kind != "none" else [0]
+
+
+def with_drafts(config: Config, k: int) -> Config:
+    """The configuration for K drafts, whatever the load."""
     draft = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1), num_speculative_tokens_by_load=None)
-    return dataclasses.replace(config, draft=draft, max_length=longest)
+    return dataclasses.replace(config, draft=draft)
 
 
 def _measure(

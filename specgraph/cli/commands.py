@@ -140,11 +140,7 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     elif options.what == "linears":
         rows = run.run_linears(options, torch.device(device))
     else:
-        prompts = _file_prompts(options)
-        if options.target in SHAPES:
-            model = run.make_target(options, torch.device(device))
-        else:
-            model = load_model(options.target, device, dtype, "target")
+        prompts, model = _file_prompts(options), _bench_model(options, device, dtype)
         if options.what == "soak":
             return {"requests": str(sum(row.requests for row in run.run_soak(model, options, config)))}
         if options.what == "sessions":
@@ -154,6 +150,16 @@ def bench(cfg: DictConfig) -> dict[str, str]:
         else:
             rows = run.run_steps(model, options, config)
     return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
+
+
+def _bench_model(options: BenchConfig, device: str, dtype: str) -> PreTrainedModel:
+    """The target that ``bench`` measures: of a known shape with random weights, or loaded."""
+    from specgraph.bench import run
+    from specgraph.bench.models import SHAPES
+
+    if options.target in SHAPES:
+        return run.make_target(options, torch.device(device))
+    return load_model(options.target, device, dtype, "target")
 
 
 def _file_prompts(options: BenchConfig, limit: int | None = None) -> list[Tensor] | None:
@@ -168,13 +174,10 @@ def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) ->
     """Whole answers beside transformers' own: the ratio of each of our decoders to ``generate``, by its name."""
     from specgraph.bench import run
     from specgraph.bench.cpu import GENERATE
-    from specgraph.bench.models import SHAPES
 
     for draft in options.drafts:
         check_folder(draft, "drafts")
-    prompts = _file_prompts(options, options.limit)
-    made = options.target in SHAPES
-    model = run.make_target(options, torch.device(device)) if made else load_model(options.target, device, dtype)
+    prompts, model = _file_prompts(options, options.limit), _bench_model(options, device, dtype)
     rows = run.run_cpu(model, options, config, prompts)
     return {f"{r.decoder}, {r.threads} threads": f"{r.to_generate:.2f}" for r in rows if r.decoder != GENERATE}
 

@@ -20,14 +20,13 @@ from specgraph.frontend.tracing import ATTENTION, TracedModel, evaluating
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
+from specgraph.kernels.attention.paged import Tiling
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.requests import Limits
 
 EXPERTS = torch.ops.specgraph.expert_linear.default
-PIECE = 256
-"""Where the attention kernels divide a context."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """The largest relative difference of a hidden state that is allowed, ``|a - b| / |b|`` per row. Norms and rotary
 embeddings run in float32 even in a float64 model. A wrong mask or position gives differences of 0.05 to 1."""
@@ -46,7 +45,7 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
         UnsupportedModelError: names the first hidden state that differs.
     """
     windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
-    wanted = max([2 * config.cache.block_size + 5, PIECE + 5, *(w + 9 for w in windows)])
+    wanted = max([2 * config.cache.block_size + 5, Tiling().piece + 5, *(w + 9 for w in windows)])
     length = min(wanted, limits.max_length, traced.info.max_positions or wanted, config.debug.self_check_tokens)
     tokens = random_tokens(traced.info.vocab_size, length).to(traced.info.device)
     with torch.no_grad():

@@ -20,11 +20,12 @@ from specgraph.progress import Progress
 from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.engine import Engine, Policy
 from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
+from specgraph.runtime.pages import num_pages
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
 from specgraph.runtime.runner import Mode, Runners
 from specgraph.runtime.session import Session
-from specgraph.runtime.state import num_pages, room
+from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
 
 SESSION_EOS_IDS = 8
@@ -224,7 +225,7 @@ class SpeculativeDecoder:
         if not any(request.has_room for request in batch.requests):
             return
         rows = min(self.config.max_batch_size, len(batch.requests))
-        sizes = room(batch.requests, rows, self._program.block_size)
+        sizes = sizes_for(batch.requests, rows, self._program.block_size)
         with self._engine(sizes, batch.logprobs, fair=False) as engine, _progress(batch, show) as progress:
             for number in _longest_first(batch.requests):
                 engine.submit(number, batch.requests[number])

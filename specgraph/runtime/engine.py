@@ -13,7 +13,7 @@ import bisect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -21,7 +21,7 @@ from torch import fx
 from specgraph.errors import InputError, NumericsError
 from specgraph.ir.program import Program
 from specgraph.runtime.cuda_graphs import Results
-from specgraph.runtime.pages import Reservation, known_tokens, weight_versions
+from specgraph.runtime.pages import Reservation, known_tokens, num_pages, weight_versions
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Mode, Runner
@@ -158,11 +158,6 @@ class Engine:
 
     # What one thread calls
 
-    def __iter__(self) -> Iterator[Step]:
-        """Run until nothing is left to do."""
-        while (step := self.step()) is not None:
-            yield step
-
     def close(self) -> None:
         """End everything: pages that outlive this engine are free again."""
         self._halt(list(self._running.values()))
@@ -181,15 +176,16 @@ class Engine:
                 # What is enqueued behind the last step has no active sequence, so it is not read.
                 self._under_way.clear()
                 return None
-            if self._prefill.pending() or self._going():
+            going = self._going()
+            if self._prefill.pending() or going:
                 with self._runner.active():
-                    self._under_way.append(self._enqueue())
+                    self._under_way.append(self._enqueue(going))
                 if len(self._under_way) <= self._runner.lag:
                     continue
             return self._read(self._under_way.popleft())
 
     def _check(self, request: Request) -> None:
-        sizes, needed = self._runner.sizes, self.pages.num_pages(request.limit)
+        sizes, needed = self._runner.sizes, num_pages(request.limit, self._block_size)
         if needed > min(sizes["N"], sizes["M"]):
             raise InputError(
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
@@ -255,9 +251,8 @@ class Engine:
         draws = self._always_draws or request.sampling.temperature > 0
         return request.sampling.unused() | (frozenset() if draws else {"seeds"})
 
-    def _enqueue(self) -> _UnderWay:
-        """One more step: over a chunk of the prompts, or over what the last steps laid out."""
-        going = self._going()
+    def _enqueue(self, going: list[_Sequence]) -> _UnderWay:
+        """One more step: over a chunk of the prompts, or over what the last steps laid out for those ``going`` on."""
         turn = self._policy.fair and going and self._last_was_wide
         self._last_was_wide = bool(self._prefill.pending()) and not turn
         if self._last_was_wide:

@@ -11,6 +11,7 @@ from specgraph.config import CacheConfig
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import buffers_of
+from specgraph.runtime.pages import num_pages
 
 
 def page_bytes(program: Program) -> int:
@@ -27,7 +28,7 @@ def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: in
     Raises:
         InputError: there is no memory for a single page.
     """
-    most = wanted if cache.pool_tokens is None else min(wanted, -(-cache.pool_tokens // program.block_size))
+    most = wanted if cache.pool_tokens is None else min(wanted, num_pages(cache.pool_tokens, program.block_size))
     free = free_bytes(program.target.device)
     if free is None:
         return most

@@ -25,6 +25,11 @@ Key = tuple[int, bytes]
 that its rows depend on."""
 
 
+def num_pages(length: int, block_size: int) -> int:
+    """The pages that ``length`` tokens take."""
+    return -(-length // block_size)
+
+
 @dataclass
 class Reservation:
     """The pages of one sequence, in order.
@@ -67,16 +72,12 @@ class PagePool:
         """How many pages nobody has."""
         return len(self._free) + len(self._idle)
 
-    def num_pages(self, length: int) -> int:
-        """The pages of a sequence that grows to ``length`` tokens."""
-        return -(-length // self._block_size)
-
     def reserve(self, prompt: Tensor, length: int) -> Reservation | None:
         """The pages of a sequence that begins with ``prompt`` (1-D int64) and grows to ``length`` tokens.
 
         None if there are not enough now.
         """
-        shared, needed = self._find(prompt), self.num_pages(length)
+        shared, needed = self._find(prompt), num_pages(length, self._block_size)
         if needed - len(shared) > self.num_free - sum(self._users[page] == 0 for page in shared):
             return None
         for page in shared:

@@ -82,7 +82,6 @@ def _count(input_ids: Any) -> int:
 
 
 def _ids(prompt: Sequence[int]) -> Tensor:
-
     try:
         return torch.tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -12,6 +12,7 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer, map_input
 from specgraph.kernels.step import scatter_state_
+from specgraph.runtime.pages import num_pages
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.requests import Request
 
@@ -19,7 +20,7 @@ _ALIGNMENT = 16
 """Bytes at whose multiples tensors begin that share an upload."""
 
 
-def room(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, int]:
+def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, int]:
     """What the letters of :class:`~specgraph.kernels.state.Buffer` stand for, so that ``rows`` of them fit at a time,
     whichever these are."""
     pages = sorted((num_pages(request.limit, block_size) for request in requests), reverse=True)
@@ -30,11 +31,6 @@ def room(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, i
         "S": max(request.limit for request in requests),
         "E": max(1, *(len(request.eos_ids) for request in requests)),
     }
-
-
-def num_pages(length: int, block_size: int) -> int:
-    """The pages of a sequence that grows to ``length`` tokens."""
-    return -(-length // block_size)
 
 
 class Entering(NamedTuple):
@@ -65,7 +61,7 @@ class Entrance:
         """Begin these sequences, each in its row."""
         values = [_rows_of([KNOWN[name](new) for new in entering], buffer, there) for name, buffer, there in self._said]
         rows = torch.tensor([new.row for new in entering], dtype=torch.int64, device="cpu")
-        index, *values = upload([rows, *values], self._device)
+        index, *values = uploaded_together([rows, *values], self._device)
         fresh = [default[: len(entering)] for default in self._fresh]
         scatter_state_(index, [*(there for _, _, there in self._said), *self._kept], [*values, *fresh])
         for buffer, there in self._large:
@@ -85,7 +81,7 @@ def _write_tokens(history: Tensor, entering: Sequence[Entering]) -> None:
 def stop(state: State, rows: Sequence[int]) -> None:
     """The sequences in ``rows`` are inactive from now on: no step changes anything of theirs."""
     index = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    index, nothing = upload([index, torch.zeros_like(index)], state["num_rows"].device)
+    index, nothing = uploaded_together([index, torch.zeros_like(index)], state["num_rows"].device)
     scatter_state_(index, [state["num_rows"]], [nothing])
 
 
@@ -120,7 +116,7 @@ def _rows_of(values: Sequence[Sequence[float]], buffer: Buffer, there: Tensor) -
     return rows
 
 
-def upload(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def uploaded_together(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors of the host on ``device``, by one copy that the host does not wait for."""
     if device.type == "cpu":
         return list(values)
