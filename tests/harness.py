@@ -35,6 +35,8 @@ from specgraph.runtime.requests import Request, Sampling
 from specgraph.runtime.state import Entering, Entrance, load_chunk, sizes_for
 from tests.decoding import CONFIG
 
+OVERHEAD = 16
+"""What a prompt step costs besides its rows, in rows, where a test cuts prompts itself."""
 GUARD_BLOCKS = 2
 """Blocks of a forced run's cache that no sequence owns."""
 UNWRITTEN = 5
@@ -342,7 +344,7 @@ def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
     entering = [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]
     Entrance(program, state).admit(entering)
-    prefill = Prefill(program.drafter.num_speculative_tokens + 1, len(requests))
+    prefill = Prefill(program.drafter.num_speculative_tokens + 1, len(requests), OVERHEAD)
     for row, request in enumerate(requests):
         if request.has_room:
             prefill.add(row, request.prompt)

@@ -1,20 +1,27 @@
 """A linear layer on a CPU whose input has few rows, as in a decode step.
 
 ``x`` ``[B, T, I]`` and ``weight`` ``[O, I]`` give ``x @ weight.T + bias``, ``[B, T, O]``, as ``linear`` does. Libraries
-compute that product with the outputs as rows of the result in their order of memory, and for 2 to 8 columns they are
-slower than memory allows. Asked for the transposed product, ``weight @ x.T``, the same library is faster, and nothing
-is copied but the small result. MKL 2024.2 with one thread on an AMD EPYC with AVX-512 took, for all linear layers of
-tiny-math's target (7.1 million parameters in float32):
+take longer for that product than reading the weight does. There are two other forms:
 
-| rows | linear | transposed |
-|---|---|---|
-| 1 | 3.2 ms | 3.3 ms |
-| 2 | 4.2 ms | 2.1 ms |
-| 5 | 5.0 ms | 3.3 ms |
-| 8 | 5.1 ms | 4.5 ms |
-| 12 | 5.3 ms | 8.1 ms |
+- Where Inductor compiles the step, the product is written as what it is, a sum of products for every output. Inductor
+  makes a loop of that which reads a row of the weight once for all rows of ``x``, and has nothing to prepare.
+- Else the same library is asked for the transposed product, ``weight @ x.T``. It is faster for 2 to 8 rows, and nothing
+  is copied but the small result.
 
-A sum may be rounded differently than in ``linear``, as it also may for another number of rows.
+With one thread of an AMD EPYC with AVX-512, MKL 2024.2 and PyTorch 2.13 took for all linear layers of tiny-math's
+target (7.1 million parameters in float32):
+
+| rows | linear | transposed | sum |
+|---|---|---|---|
+| 1 | 2.6 ms | 2.7 ms | 1.3 ms |
+| 4 | 4.3 ms | 2.5 ms | 2.0 ms |
+| 6 | 4.2 ms | 3.5 ms | 2.7 ms |
+| 8 | 5.8 ms | 4.5 ms | 3.4 ms |
+| 12 | 6.3 ms | 8.1 ms | 4.7 ms |
+| 16 | 6.9 ms | | 6.1 ms |
+| 24 | 8.2 ms | | 9.4 ms |
+
+A result may be rounded differently than that of ``linear``, as it also may for another number of rows.
 """
 
 from __future__ import annotations
@@ -22,14 +29,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FEW_ROWS = 8
-"""The most rows for which the transposed product is taken."""
+FEW_ROWS = 16
+"""The most rows for which the product is a sum in compiled code."""
+TRANSPOSED = range(2, 9)
+"""The numbers of rows for which the transposed product is taken elsewhere."""
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``linear``: ``x`` ``[B, T, I]`` times ``weight`` ``[O, I]``, plus ``bias`` ``[O]`` or None, ``[B, T, O]``."""
-    if x.dim() != 3 or not 1 < x.shape[0] * x.shape[1] <= FEW_ROWS:
+    product = _summed if torch.compiler.is_compiling() else _transposed
+    rows = x.shape[0] * x.shape[1] if x.dim() == 3 else 0
+    if not 0 < rows <= FEW_ROWS or (product is _transposed and rows not in TRANSPOSED):
         return torch.nn.functional.linear(x, weight, bias)
-    product = torch.mm(weight, x.reshape(-1, x.shape[2]).t()).t().contiguous()
-    product = product.view(x.shape[0], x.shape[1], -1)
-    return product if bias is None else product + bias
+    found = product(x.reshape(rows, -1), weight).view(x.shape[0], x.shape[1], -1)
+    return found if bias is None else found + bias
+
+
+def _summed(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` ``[R, I]`` times ``weight`` ``[O, I]``, ``[R, O]``, as a loop that Inductor writes."""
+    # Inductor keeps what a strided view is taken of. Else it would compute ``x`` again for every output.
+    x = torch.as_strided(x.contiguous(), x.shape, (x.shape[1], 1))
+    return (weight.unsqueeze(1) * x).sum(2).t().contiguous()
+
+
+def _transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """The same by a library, which is asked for ``[O, R]``."""
+    return torch.mm(weight, x.t()).t().contiguous()

@@ -90,17 +90,24 @@ def num_columns(width: int, confidence: Tensor | None) -> int:
     return 2 * width + NUM_COUNTS + (0 if confidence is None else width - 1)
 
 
-def unpack_results(packed: Tensor, width: int) -> Unpacked:
-    """The lists in a packed tensor ``[B, 2 W + 3 + C]`` on the host, without the padding. ``width`` is ``W``."""
-    rows, values = packed.tolist(), packed.view(torch.float32).tolist()
-    ends = [min(row[2 * width], width) for row in rows]
+def unpack_results(packed: Tensor, width: int, *, logprobs: bool = True) -> Unpacked:
+    """The lists in a packed tensor ``[B, 2 W + 3 + C]`` on the host, without the padding.
+
+    ``width`` is ``W``. Without ``logprobs`` there are none, which saves the host most of the reading.
+    """
+    begin = 2 * width
+    rows = packed.tolist()
+    ends = [row[begin] if row[begin] < width else width for row in rows]
+    nothing: list[list[float]] = [[] for _ in rows]
+    has_floats = logprobs or packed.shape[1] > begin + NUM_COUNTS
+    values = packed.view(torch.float32).tolist() if has_floats else nothing
     return Unpacked(
         [row[:end] for row, end in zip(rows, ends, strict=True)],
-        [row[width : width + end] for row, end in zip(values, ends, strict=True)],
-        [row[2 * width] for row in rows],
-        [row[2 * width + 1] != 0 for row in rows],
-        [row[2 * width + 2] for row in rows],
-        [row[2 * width + NUM_COUNTS :] for row in values],
+        [row[width : width + end] for row, end in zip(values, ends, strict=True)] if logprobs else nothing,
+        [row[begin] for row in rows],
+        [row[begin + 1] != 0 for row in rows],
+        [row[begin + 2] for row in rows],
+        [row[begin + NUM_COUNTS :] for row in values] if has_floats else nothing,
     )
 
 

@@ -68,7 +68,7 @@ class BenchConfig(Config):
     new_tokens: int = 96
     """cpu: the most tokens that are added to a prompt."""
     rounds: int = 5
-    """cpu: how often each decoder decodes each prompt; the best time counts."""
+    """sessions, cpu: how often everything is decoded; the best time counts."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
     device: str = "auto"

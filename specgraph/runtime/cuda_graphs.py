@@ -102,11 +102,11 @@ class Results:
     width: int
     ready: torch.cuda.Event | None = None
 
-    def read(self, count: int) -> Unpacked:
-        """Wait for them, and give those of the first ``count`` sequences."""
+    def read(self, count: int, *, logprobs: bool = True) -> Unpacked:
+        """Wait for them, and give those of the first ``count`` sequences, with or without log-probabilities."""
         if self.ready is not None:
             self.ready.synchronize()
-        return unpack_results(self.host[:count], self.width)
+        return unpack_results(self.host[:count], self.width, logprobs=logprobs)
 
 
 class Mailbox:
@@ -121,10 +121,11 @@ class Mailbox:
         self._width = width
         self._both = [_empty_results(rows * columns, device) for _ in range(2)]
 
-    def send(self, packed: Tensor, width: int | None = None) -> Results:
+    def send(self, packed: Tensor, width: int | None = None, stream: torch.cuda.Stream | None = None) -> Results:
         """Copy int32 ``[B, C]`` without waiting: at most ``rows`` of at most ``columns``.
 
-        ``width`` is that of a step of fewer drafts, which has fewer columns.
+        ``width`` is that of a step of fewer drafts, which has fewer columns. ``stream`` is the current one, which takes
+        PyTorch a while to find out.
         """
         self._both.reverse()
         space, ready = self._both[0]
@@ -132,7 +133,7 @@ class Mailbox:
         host = space[: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         if ready is not None:
-            ready.record()
+            ready.record(stream)
         return Results(host, self._width if width is None else width, ready)
 
 

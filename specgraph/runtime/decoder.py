@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 
 from specgraph.config import Config
 from specgraph.ir.program import Program
+from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
 from specgraph.passes.report import render_report
@@ -109,16 +111,15 @@ class SpeculativeDecoder:
         stats = self._new_stats(count)
         tokens: list[list[int]] = [[] for _ in range(count)]
         logprobs: list[list[float]] = [[] for _ in range(count)]
-        thought: list[list[float]] = [[] for _ in range(count)]
-        for step in self._run(batch, show=self.config.debug.progress):
-            _count(stats, step, thought)
-            for output in step.outputs:
-                tokens[output.number] += output.tokens
-                logprobs[output.number] += output.logprobs
-        new_tokens = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in tokens]
-        values = None
-        if batch.logprobs != "none":
-            values = [torch.tensor(row, dtype=torch.float32, device="cpu") for row in logprobs]
+        thought: list[Sequence[float]] = [()] * count
+        with self._plain_mode():  # entered once, and not for every step
+            for step in self._run(batch, show=self.config.debug.progress):
+                _count(stats, step, thought)
+                for output in step.outputs:
+                    tokens[output.number] += output.tokens
+                    logprobs[output.number] += output.logprobs
+        new_tokens = _tensors(tokens, torch.int64)
+        values = _tensors(logprobs, torch.float32) if batch.logprobs != "none" else None
         return GenerateOutput(_pad(batch, new_tokens), new_tokens, values, stats)
 
     def stream(
@@ -200,19 +201,21 @@ class SpeculativeDecoder:
 
     def _new_stats(self, batch: int) -> Stats:
         steps: list[list[int]] = [[] for _ in range(batch)]
-        return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=[[] for _ in range(batch)])
+        says = CONFIDENCE in self._program.inputs
+        confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
+        return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=confidence)
 
     def _chunks(self, batch: Batch, stats: Stats) -> Generator[StreamChunk, None, None]:
         count = len(batch.requests)
         finished = [not request.has_room for request in batch.requests]
-        thought: list[list[float]] = [[] for _ in range(count)]
+        thought: list[Sequence[float]] = [()] * count
         with contextlib.closing(self._run(batch, show=False)) as steps:  # so that the state is free when this is closed
             for step in steps:
                 _count(stats, step, thought)
                 tokens: list[list[int]] = [[] for _ in range(count)]
                 logprobs: list[list[float]] = [[] for _ in range(count)]
                 for output in step.outputs:
-                    tokens[output.number], logprobs[output.number] = output.tokens, output.logprobs
+                    tokens[output.number], logprobs[output.number] = [*output.tokens], [*output.logprobs]
                     finished[output.number] |= output.finish_reason is not None
                 if step.ran:
                     yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
@@ -276,12 +279,19 @@ class SpeculativeDecoder:
         return plain_mode(self._program.target.device)
 
 
-@contextlib.contextmanager
-def plain_mode(device: torch.device) -> Iterator[None]:
+def plain_mode(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Neither autocast, nor inference mode, nor gradients: a caller's modes must not change tokens or the state.
 
-    ``device`` is the current one inside: kernels are launched there, whichever GPU the caller has chosen.
+    ``device`` is the current one inside: kernels are launched there, whichever GPU the caller has chosen. Nothing is
+    entered where all of this is so already, since that takes a tenth as long.
     """
+    changed = torch.is_inference_mode_enabled() or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
+    elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    return _entered_plain_mode(device) if changed or elsewhere else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _entered_plain_mode(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
         yield
 
@@ -303,7 +313,7 @@ def _longest_first(requests: Sequence[Request]) -> list[int]:
     return sorted(range(len(requests)), key=lambda n: requests[n].prompt.numel() - requests[n].limit)
 
 
-def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:
+def _count(stats: Stats, step: Step, thought: list[Sequence[float]]) -> None:
     """Add a step. ``thought`` is the confidence in the drafts that each sequence verifies in its next one."""
     stats.steps += step.ran
     stats.reused_tokens += step.reused_tokens
@@ -311,18 +321,26 @@ def _count(stats: Stats, step: Step, thought: list[list[float]]) -> None:
         stats.decode_seconds += step.seconds
     else:
         stats.prefill_seconds += step.seconds
-    for output in step.outputs:
-        if output.decoding:
-            stats.emitted_per_step[output.number].append(len(output.tokens))
-            stats.confidence[output.number].append(thought[output.number][: step.drafts])
-        thought[output.number] = output.confidence
+    for number, tokens, _, decoding, confidence, *_ in step.outputs:
+        if decoding:
+            stats.emitted_per_step[number].append(len(tokens))
+            if stats.confidence:
+                stats.confidence[number].append([*thought[number][: step.drafts]])
+        thought[number] = confidence
+
+
+def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor]:
+    """A 1-D tensor for each row."""
+    flat = torch.tensor([*itertools.chain.from_iterable(rows)], dtype=dtype, device="cpu")
+    return [row.clone() for row in flat.split([*map(len, rows)])]
 
 
 def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:
     """Prompt and continuation of every sequence in one tensor."""
-    rows = [
-        torch.cat([request.prompt.new_full((left,), batch.pad_id), request.prompt, new])
+    parts = [
+        (request.prompt.new_full((left,), batch.pad_id), request.prompt, new)
         for left, request, new in zip(batch.left_padding, batch.requests, new_tokens, strict=True)
     ]
-    width = max(row.numel() for row in rows)
-    return torch.stack([torch.nn.functional.pad(row, (0, width - row.numel()), value=batch.pad_id) for row in rows])
+    # One call each for all sequences: there may be thousands.
+    rows = torch.cat([*itertools.chain.from_iterable(parts)]).split([sum(map(len, part)) for part in parts])
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=batch.pad_id)

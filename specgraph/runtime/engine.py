@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter
 
 from torch import fx
 
@@ -23,6 +25,7 @@ from specgraph.ir.program import Program
 from specgraph.runtime.cuda_graphs import Results
 from specgraph.runtime.pages import Reservation, known_tokens, num_pages, weight_versions
 from specgraph.runtime.prefill import Prefill
+from specgraph.runtime.prompt_shapes import Overhead, group_size
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Mode, Runner
 from specgraph.runtime.state import Entering, stop
@@ -30,9 +33,6 @@ from specgraph.runtime.steps import Output, Step
 
 BESIDE = 256
 """Prompt rows of a sequence in a step that others, which are decoding, wait for."""
-GROUP = 12
-"""Where nobody watches, sequences enter together when one row in this many is free: a wide step for each of them alone
-would read all weights for it."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class _UnderWay:
 
     Attributes:
         sequences: those that it runs, in the order of its entries.
-        forced: how many next tokens each of them is given; nothing in a decode step.
-        started: those whose prompt it ends, or has been ended before.
+        forced: how many next tokens each of them is given; empty in a decode step.
+        going_on: those whose prompt is not at its end with this step.
     """
 
     results: Results
     sequences: list[_Sequence]
-    forced: list[int]
-    started: set[_Sequence]
-    prompt_tokens: int
+    forced: list[int] = field(default_factory=list)
+    going_on: frozenset[_Sequence] = frozenset()
+    prompt_tokens: int = 0
 
 
 class Engine:
@@ -114,7 +114,9 @@ class Engine:
         self._running: dict[int, _Sequence] = {}
         """By row."""
         self._decoding: set[_Sequence] = set()
-        self._prefill = Prefill(runner.width, runner.sizes["B"])
+        self._overhead = Overhead.of(sum(weight.numel() for weight in self._weights), program.target.device.type)
+        self._prefill = Prefill(runner.width, runner.sizes["B"], self._overhead.prompt)
+        self._num_ended = self._num_decode_steps = 0
         self._under_way: deque[_UnderWay] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
@@ -200,9 +202,10 @@ class Engine:
         """Let sequences in from the front of the queue, as long as there are rows and pages for them."""
         entering: list[_Sequence] = []
         with self._lock:
-            if self._decoding and not self._policy.fair:
-                few = max(1, self._runner.sizes["B"] // GROUP)
-                if len(self._free_rows) < min(few, len(self._waiting)):
+            if self._decoding and not self._policy.fair:  # nobody watches, so all together is what counts
+                ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
+                enough = group_size(self._runner.sizes["B"], self._runner.width, ends, self._overhead)
+                if len(self._free_rows) < min(enough, len(self._waiting)):
                     return
             if self._waiting and self._free_rows:
                 self.pages.check_weights(weight_versions(self._weights))
@@ -257,17 +260,18 @@ class Engine:
         self._last_was_wide = bool(self._prefill.pending()) and not turn
         if self._last_was_wide:
             return self._enqueue_prompts()
+        self._num_decode_steps += 1
         self._choose_mode(self._policy.drafts_of(len(going)))
         for sequence in going:
             sequence.room -= 1
-        return _UnderWay(self._runner.decode([s.row for s in going]), going, [], set(going), 0)
+        return _UnderWay(self._runner.decode([s.row for s in going]), going)
 
     def _going(self) -> list[_Sequence]:
         """The sequences of a decode step, by their rows.
 
         A step gives each of them a token at least. So one whose room will be filled by steps under way is left out.
         """
-        return sorted((s for s in self._decoding if s.room > 0), key=lambda sequence: sequence.row)
+        return sorted([s for s in self._decoding if s.room > 0], key=_row)
 
     def _enqueue_prompts(self) -> _UnderWay:
         most = self._policy.chunk
@@ -276,14 +280,16 @@ class Engine:
         results = self._runner.wide(chunk)
         pending = {*self._prefill.pending()}
         sequences = [self._running[row] for row in chunk.rows]
-        started = {s for s in sequences if s.row not in pending}
-        self._decoding |= started
+        going_on = frozenset(s for s in sequences if s.row in pending)
         # Whoever shares these pages runs behind this step.
-        for sequence in started:
+        for sequence in sequences:
+            if sequence in going_on:
+                continue
+            self._decoding.add(sequence)
             sequence.started = True
             sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
             self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return _UnderWay(results, sequences, chunk.forced, started, chunk.num_tokens)
+        return _UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens)
 
     def _cancel(self) -> None:
         """End what is to be cancelled, whether it waits or runs."""
@@ -308,6 +314,7 @@ class Engine:
     def _leave(self, sequence: _Sequence) -> None:
         """Free the row and the pages of a sequence that has ended."""
         sequence.ended = True
+        self._num_ended += 1
         self._decoding.discard(sequence)
         self._prefill.drop(sequence.row)
         if sequence.started:
@@ -318,28 +325,27 @@ class Engine:
 
     def _read(self, under_way: _UnderWay) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
-        read = under_way.results.read(len(under_way.sequences))
-        decoding = not under_way.forced
-        forced = under_way.forced or [0] * len(under_way.sequences)
+        read = under_way.results.read(len(under_way.sequences), logprobs=self._logprobs != "none")
+        decoding, going_on = not under_way.forced, under_way.going_on
         outputs, broken = [], []
-        for place, sequence in enumerate(under_way.sequences):
+        # What stands in this loop is paid for every token, on a host that has to keep up with the device.
+        for sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
+            under_way.sequences, under_way.forced or repeat(0), *read, strict=False
+        ):
             if sequence.ended:
                 continue
-            if read.bad[place]:
+            if bad:
                 broken.append(sequence)
                 continue
-            # The last tokens were read. How many of them come before those that were not forced?
-            emitted = read.num_emitted[place]
-            before = max(0, len(read.tokens[place]) + forced[place] - emitted)
-            tokens, logprobs = read.tokens[place][before:], read.logprobs[place][before:]
+            if given:  # the last tokens were read; how many of them come before those that were not forced?
+                before = max(0, len(tokens) + given - emitted)
+                tokens, logprobs = tokens[before:], logprobs[before:]
             sequence.new_tokens += tokens
             reason = None
-            if sequence in under_way.started and not read.num_rows[place]:
+            if not left and sequence not in going_on:
                 reason = "eos" if tokens and tokens[-1] in sequence.request.eos_ids else "length"
                 self._leave(sequence)
-            outputs.append(
-                Output(sequence.number, tokens, logprobs, decoding and emitted > 0, read.confidence[place], reason)
-            )
+            outputs.append(Output(sequence.number, tokens, logprobs, decoding and emitted > 0, confidence, reason))
         if broken:
             self._halt(broken)
             self.pages.forget()  # nobody shall find a NaN there
@@ -348,6 +354,9 @@ class Engine:
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.results.width - 1
         return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused)
+
+
+_row = attrgetter("row")
 
 
 def _not_a_number(number: int) -> NumericsError:

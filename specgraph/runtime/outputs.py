@@ -32,7 +32,7 @@ class Stats:
     decode_seconds: float = 0.0
     confidence: list[list[list[float]]] = field(default_factory=list)
     """For every sequence, what the drafter thought of the drafts that each of its decode steps verified: for each draft
-    the probability that it is accepted if those before it are. Empty for drafters that do not say."""
+    the probability that it is accepted if those before it are. An empty list for drafters that do not say."""
 
     def _counts(self) -> list[int]:
         return [n for sequence in self.emitted_per_step for n in sequence]

@@ -31,14 +31,14 @@ class Prefill:
     """The prompts that are yet to be run, by the rows of their sequences.
 
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
-    A wide step runs sequences whose prompt is pending, and no others. At most half of its rows are padding: a sequence
-    with little left to run does not join one with much (:func:`~specgraph.runtime.prompt_shapes.num_together`).
+    A wide step runs sequences whose prompt is pending, and no others. One with little left to run joins one with much
+    if the padding costs less than a step of its own (:func:`~specgraph.runtime.prompt_shapes.num_together`).
     """
 
-    def __init__(self, width: int, rows: int) -> None:
+    def __init__(self, width: int, rows: int, overhead: int) -> None:
         """``width`` is the number of rows of a decode step, which no window is narrower than; ``rows`` is the number of
-        sequences for which there is room."""
-        self._width, self._rows = width, rows
+        sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows."""
+        self._width, self._rows, self._overhead = width, rows, overhead
         self._prompts: dict[int, Tensor] = {}
         self._done: dict[int, int] = {}
 
@@ -86,5 +86,5 @@ class Prefill:
     def _together(self, most: int) -> list[int]:
         """The pending sequences of the next window: those with the most rows to run."""
         waiting = sorted(self.pending(), key=lambda row: self._next_rows(row, most), reverse=True)
-        taken = num_together([self._next_rows(row, most) for row in waiting], self._rows)
+        taken = num_together([self._next_rows(row, most) for row in waiting], self._rows, self._overhead)
         return sorted(waiting[:taken])

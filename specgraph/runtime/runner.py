@@ -164,16 +164,11 @@ class Shape(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A step as a graph: it is replayed for what lies in ``given``, and leaves ``packed``.
-
-    The graph knows addresses alone, and another decoder of this model may move its parameters to other storage; so
-    ``weights`` keeps what they were.
-    """
+    """A step as a graph: it is replayed for what lies in ``given``, and leaves ``packed``."""
 
     replay: Callable[[], None]
     packed: Tensor
     given: Tensor
-    weights: list[Tensor]
 
 
 class Workspace:
@@ -200,6 +195,9 @@ class Workspace:
         self._pool = pool
         self._program = program
         self._graphs: dict[Shape, _Captured] = {}
+        self._weights: dict[int, Tensor] = {}
+        """By address. Graphs know addresses alone, and another decoder of this model may move its parameters to other
+        storage; so what they were is kept."""
 
     @property
     def shapes(self) -> list[Shape]:
@@ -221,9 +219,10 @@ class Workspace:
         If it is yet to be captured, ``function`` runs ``step`` for an input, which names no sequence meanwhile.
         """
         if shape not in self._graphs:
-            weights = [tensor.detach() for tensor in (*step.parameters(), *step.buffers())]
+            for tensor in (*step.parameters(), *step.buffers()):
+                self._weights.setdefault(tensor.data_ptr(), tensor.detach())
             given = uploaded(shape.idle_input(), self.state["num_rows"].device)
-            self._graphs[shape] = _Captured(*self._pool.capture(lambda: function(given)), given, weights)
+            self._graphs[shape] = _Captured(*self._pool.capture(lambda: function(given)), given)
         return self._graphs[shape]
 
     def describe(self) -> str:
@@ -293,7 +292,7 @@ class GraphRunner(Runner):
             done.synchronize()
 
     def _send(self, packed: Tensor) -> Results:
-        return self.space.mailbox.send(packed, self.width)
+        return self.space.mailbox.send(packed, self.width, self._stream)
 
 
 @dataclass

@@ -193,5 +193,5 @@ class Session:
             raise InputError("The session is closed; open another one with decoder.session().")
 
     def _event(self, output: Output) -> Event:
-        logprobs = output.logprobs if self._logprobs else None
-        return Event(output.number, output.tokens, logprobs, output.finish_reason, output.error)
+        logprobs = [*output.logprobs] if self._logprobs else None
+        return Event(output.number, [*output.tokens], logprobs, output.finish_reason, output.error)

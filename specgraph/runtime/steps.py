@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from specgraph.errors import SpecgraphError
 
 
-@dataclass(frozen=True)
-class Output:
-    """What a step meant for one sequence.
+class Output(NamedTuple):
+    """What a step meant for one sequence. There is one for every sequence and step, so making it has to be cheap.
 
     Attributes:
         number: the sequence's.
@@ -22,10 +23,10 @@ class Output:
     """
 
     number: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
     decoding: bool = False
-    confidence: list[float] = field(default_factory=list)
+    confidence: Sequence[float] = ()
     finish_reason: str | None = None
     error: SpecgraphError | None = None
 

@@ -87,7 +87,7 @@ def test_batches_wait_for_their_longest_sequence_and_a_session_does_not() -> Non
         verify={"rule": "synthetic", "acceptance_rate": 1.0},
     )  # fmt: skip
     prompts, new_tokens = ragged_prompts((4,) * 8), [41, 5] * 4
-    batches, session = measure(decoder, Workload(prompts, new_tokens, []), 3, 1e9)
+    batches, session = measure(decoder, Workload(prompts, new_tokens, []), 3, 1e9, rounds=2)
     assert (batches.how, session.how) == (BATCHES, SESSION)
     assert (batches.prompt_steps, batches.decode_steps) == (4, 40)  # the first token, then 10 steps of 4 for 40 tokens
     assert session.decode_steps < 30

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterable
+
 import pytest
 
-from specgraph.runtime.prompt_shapes import FEW_ROWS, MOST_ROWS, entries, num_together, padded_width
+from specgraph.runtime.prompt_shapes import (
+    FEW_ROWS,
+    MOST_ROWS,
+    Overhead,
+    entries,
+    group_size,
+    num_together,
+    padded_width,
+)
 
+LARGE, SMALL = Overhead.of(8 * 10**9, "cuda"), Overhead.of(10**7, "cuda")
 COUNTS = (1, 2, 4, 8, 32, 64, 100)
 
 
@@ -37,14 +50,73 @@ def test_entries_are_a_power_of_two_or_all() -> None:
     [
         ([7], 1, 1),
         ([100] * 4, 4, 4),
-        ([100] * 5, 8, 5),  # eight entries, of which five are real
+        ([100] * 5, 8, 4),  # a fifth would make it eight entries
         ([100] * 5, 5, 5),
-        ([64, 2, 2, 2], 4, 2),  # 66 of 128 rows are real, and with four entries it would be 70 of 256
-        ([64, 60, 2, 2], 4, 4),
-        ([64, 50, 2, 2], 4, 2),
+        ([64, 2, 2, 2], 4, 1),
+        ([300, 290, 30, 2], 4, 2),
+        ([1000, 990], 2, 2),
+        ([1000, 500], 2, 1),
         ([MOST_ROWS // 4] * 16, 16, 4),
         ([2 * MOST_ROWS, 1], 2, 1),
     ],
 )
-def test_sequences_share_a_step_unless_most_of_it_would_be_padding(widths: list[int], most: int, taken: int) -> None:
-    assert num_together(widths, most) == taken
+def test_sequences_share_a_step_of_a_large_model_unless_padding_costs_more(
+    widths: list[int], most: int, taken: int
+) -> None:
+    assert num_together(widths, most, LARGE.prompt) == taken
+
+
+def test_steps_of_a_small_model_are_shared_by_all() -> None:
+    widths = [300, 200, 100, 50, 20, 10, 5, 1]
+    assert num_together(widths, 8, SMALL.prompt) == 8
+    assert num_together([MOST_ROWS // 2, *widths], 16, SMALL.prompt) == 1
+
+
+@pytest.mark.parametrize("overhead", [1, 16, 140, 50_000])
+@pytest.mark.parametrize("most", [9, 16])
+def test_no_way_to_cut_prompts_into_steps_costs_less(overhead: int, most: int) -> None:
+    dice = random.Random(overhead)
+    for _ in range(20):
+        widths = sorted((dice.randint(1, dice.choice((30, 1000, 4000))) for _ in range(9)), reverse=True)
+        ways = itertools.product((False, True), repeat=len(widths) - 1)
+        least = min(sum(_cost(step, most, overhead) for step in _steps(widths, way)) for way in ways)
+        assert _cost_as_taken(widths, most, overhead) == least
+
+
+def _steps(widths: list[int], ends: Iterable[bool]) -> list[list[int]]:
+    """The sequences of every step; ``ends`` says behind which of them a step ends."""
+    steps: list[list[int]] = [[]]
+    for width, end in zip(widths, (*ends, False), strict=True):
+        steps[-1].append(width)
+        if end:
+            steps.append([])
+    return steps
+
+
+def _cost(widths: list[int], most: int, overhead: int) -> float:
+    count = entries(len(widths), most)
+    rows = count * padded_width(widths[0], count)
+    return overhead + rows if rows <= MOST_ROWS or len(widths) == 1 else float("inf")
+
+
+def _cost_as_taken(widths: list[int], most: int, overhead: int) -> float:
+    total = 0.0
+    while widths:
+        taken = num_together(widths, most, overhead)
+        total += _cost(widths[:taken], most, overhead)
+        widths = widths[taken:]
+    return total
+
+
+def test_groups_are_larger_where_prompt_steps_cost_more_and_more_sequences_end() -> None:
+    assert group_size(64, 1, 0.25, LARGE) == 5 and group_size(64, 4, 0.6, LARGE) == 5
+    assert group_size(64, 1, 0.5, SMALL) == 18 and group_size(64, 4, 1.4, SMALL) == 30
+    assert group_size(64, 1, 64.0, SMALL) == 32 and group_size(2, 1, 0.1, LARGE) == group_size(1, 1, 1.0, SMALL) == 1
+
+
+@pytest.mark.parametrize(("width", "ends", "overhead"), [(1, 0.25, LARGE), (4, 0.6, LARGE), (1, 0.5, SMALL)])
+def test_no_other_group_costs_less(width: int, ends: float, overhead: Overhead) -> None:
+    def cost(group: int) -> float:
+        return overhead.prompt * ends / group + (overhead.decode + 64 * width) * group / 2 / 64
+
+    assert min(range(1, 33), key=cost) in {group_size(64, width, ends, overhead) + d for d in (-1, 0, 1)}

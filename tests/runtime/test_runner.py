@@ -197,9 +197,8 @@ def test_a_capture_counts_arrivals_in_a_buffer_of_its_workspace(decoder: Specula
 def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: SpeculativeDecoder) -> None:
     decoder.generate(PROMPTS, max_new_tokens=2)
     (step,) = decoder._steps.values()
-    for captured in idle(decoder)._graphs.values():
-        kept = {tensor.data_ptr() for tensor in captured.weights}
-        assert {p.data_ptr() for p in (*step.parameters(), *step.buffers())} <= kept
+    kept = {tensor.data_ptr() for tensor in idle(decoder)._weights.values()}
+    assert {p.data_ptr() for p in (*step.parameters(), *step.buffers())} <= kept
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
