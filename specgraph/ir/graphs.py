@@ -52,6 +52,10 @@ def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
     Dead-code elimination keeps calls of it, because they may write a cache.
     """
     graph.lint()
+    return _impure_module(root, graph, name)
+
+
+def _impure_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
     module = fx.GraphModule(root, graph, name)
     module._is_impure = True  # type: ignore[assignment]
     return module.eval()
@@ -59,7 +63,7 @@ def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """A copy whose graph can be changed freely; parameters and submodules are shared."""
-    return new_module(module, copy_graph(module.graph), type(module).__name__)
+    return _impure_module(module, copy_graph(module.graph), type(module).__name__)
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:

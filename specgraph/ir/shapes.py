@@ -9,7 +9,7 @@ those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute, written_by
+from specgraph.ir.known_shapes import find, fingerprint, remember
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 from specgraph.kernels.step import WRITES
@@ -31,6 +32,9 @@ NEAR = 64
 SMALLEST = min(SIZES.values()) - NEAR
 LISTED = 4
 """Longer tuples are abbreviated to their first two entries and their length."""
+
+WRITTEN = ("shape", "outputs")
+"""What :func:`propagate` writes into a node's ``meta``."""
 
 _MISSING = object()
 
@@ -107,6 +111,7 @@ class _Run:
         self.mode = mode
         self.named: set[str] = set()
         self._results: dict[tuple[str, str], Any] = {}
+        self._fingerprints: dict[str, Hashable] = {}
 
     def step(self) -> None:
         """The step graph, and through it the modules."""
@@ -173,12 +178,28 @@ class _Run:
         module = self.program.modules[name]
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-        key = (name, str({n: _signature(v) for n, v in inputs.items()}))
-        if key not in self._results:
-            first = name not in self.named
-            self.named.add(name)
-            self._results[key] = self.graph(name, module.graph, module, inputs, write=first)
-        return self._results[key]
+        signature = str({n: _signature(v) for n, v in inputs.items()})
+        if (name, signature) not in self._results:
+            if name not in self._fingerprints:
+                self._fingerprints[name] = fingerprint(module)
+            self._results[name, signature] = self._called_with(name, signature, inputs)
+        return self._results[name, signature]
+
+    def _called_with(self, name: str, signature: str, inputs: dict[str, Any]) -> Any:
+        """What a module returns, which is known if an equal one was run before."""
+        module, first = self.program.modules[name], name not in self.named
+        self.named.add(name)
+        key = (self._fingerprints[name], signature, first)
+        if (known := find(key)) is None:
+            result = self.graph(name, module.graph, module, inputs, write=first)
+            written = [{k: n.meta[k] for k in WRITTEN if k in n.meta} for n in module.graph.nodes if first]
+            remember(key, result, written)
+            return result
+        if first:
+            for node, meta in zip(module.graph.nodes, known.meta, strict=True):
+                node.meta.pop("outputs", None)
+                node.meta.update(meta)
+        return known.returned()
 
     def _known(self, node: fx.Node) -> Any:
         """A value for the input of a module that is not called yet: it is state that was described, or was traced."""
@@ -198,9 +219,9 @@ def _buffer(traced: Tensor) -> Buffer | None:
 
 
 def _signature(value: Any) -> Any:
-    """What the shapes of a module's results can depend on."""
+    """What the layouts of a module's results can depend on."""
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+        return str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride()))
     return [_signature(v) for v in value] if isinstance(value, tuple | list) else repr(value)
 
 

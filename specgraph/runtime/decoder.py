@@ -332,7 +332,7 @@ def _count(stats: Stats, step: Step, thought: list[Sequence[float]]) -> None:
 def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor]:
     """A 1-D tensor for each row."""
     flat = torch.tensor([*itertools.chain.from_iterable(rows)], dtype=dtype, device="cpu")
-    return [row.clone() for row in flat.split([*map(len, rows)])]
+    return [row.clone() for row in torch.split(flat, [*map(len, rows)])]
 
 
 def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:
@@ -342,5 +342,6 @@ def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:
         for left, request, new in zip(batch.left_padding, batch.requests, new_tokens, strict=True)
     ]
     # One call each for all sequences: there may be thousands.
-    rows = torch.cat([*itertools.chain.from_iterable(parts)]).split([sum(map(len, part)) for part in parts])
+    flat = torch.cat([*itertools.chain.from_iterable(parts)])
+    rows = [*torch.split(flat, [sum(map(len, part)) for part in parts])]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=batch.pad_id)
