@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls
-from specgraph.kernels.linear.few_rows import FEW_ROWS, TRANSPOSED, few_rows_linear
+from specgraph.kernels.linear.few_rows import FEW_ROWS, MOST_INPUTS, TRANSPOSED, few_rows_linear
 from specgraph.passes.few_rows import LINEAR, FewRows
 from tests.compiler.test_pipeline import first, last
 from tests.models import make_model
@@ -45,10 +45,18 @@ def test_compiled_it_is_a_linear_layer_for_any_number_of_rows(bias: bool) -> Non
         found, sources = run_and_get_code(compiled, x)
         assert found.shape == expected.shape and found.is_contiguous()
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-        code = "".join(sources)
+        code = "".join(sources)  # of a sum, if it is one
         summed = code.find("tmp_acc")
         assert (summed >= 0) == (0 < x.shape[0] * x.shape[1] <= FEW_ROWS)
         assert summed < 0 or code.rfind(".exp()") < summed
+
+
+@pytest.mark.usefixtures("torch_compile")
+def test_compiled_it_is_left_to_a_library_for_many_inputs() -> None:
+    x, weight = torch.randn(1, 2, MOST_INPUTS + 1), torch.randn(3, MOST_INPUTS + 1)
+    found, sources = run_and_get_code(torch.compile(few_rows_linear, dynamic=True), x, weight)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-3)
+    assert "tmp_acc" not in "".join(sources)
 
 
 def test_the_layers_of_a_target_in_float32_take_it() -> None:
