@@ -18,6 +18,8 @@ instead of 3.9). More rows are cut into tiles of this many, so a step takes as l
 MOST_ROWS = 8192
 """The most rows of a step of several sequences. With an 8B model, twice as many are no faster, and their graph takes
 1.5 GB instead of 0.6; half as many are 1 to 2% slower (docs/experiments.md)."""
+FORESEEN = 2048
+"""The most sequences that a prompt step is planned for, so that planning takes some tens of milliseconds at most."""
 _CPU, _GPU = (16, 2e8, 2e8), (140, 2e11, 1e12)
 """What a step takes besides its rows: the rows that are computed in the time in which the weights are read, whatever
 the model, and the FLOPs of the time that launches and the host take, for a decode step and for a prompt step. Those of
@@ -76,13 +78,15 @@ def group_size(rows: int, width: int, ends: float, overhead: Overhead) -> int:
 def num_together(widths: Sequence[int], most: int, overhead: int) -> int:
     """How many sequences share the next prompt step, the widest first, so that all steps together cost the least.
 
-    There are at most ``MOST_ROWS`` rows in a step, except for a sequence by itself.
+    There are at most ``MOST_ROWS`` rows in a step, except for a sequence by itself. Of more than ``FORESEEN``
+    sequences, only the widest are looked at.
 
     Args:
         widths: the rows of each sequence that waits, in descending order; there is at least one.
         most: the number of sequences for which there is room.
         overhead: what a prompt step costs besides its rows (:class:`Overhead`).
     """
+    widths = widths[:FORESEEN]
     # By what remains: the cost of the steps for the sequences from there on, and how many share the first of these.
     cost, taken = [0.0] * (len(widths) + 1), [1] * len(widths)
     for begin in reversed(range(len(widths))):

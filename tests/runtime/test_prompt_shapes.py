@@ -10,6 +10,7 @@ import pytest
 
 from specgraph.runtime.prompt_shapes import (
     FEW_ROWS,
+    FORESEEN,
     MOST_ROWS,
     Overhead,
     entries,
@@ -70,6 +71,10 @@ def test_steps_of_a_small_model_are_shared_by_all() -> None:
     widths = [300, 200, 100, 50, 20, 10, 5, 1]
     assert num_together(widths, 8, SMALL.prompt) == 8
     assert num_together([MOST_ROWS // 2, *widths], 16, SMALL.prompt) == 1
+
+
+def test_of_very_many_sequences_the_widest_are_looked_at() -> None:
+    assert num_together([1] * (3 * FORESEEN), 3 * FORESEEN, 50_000) == FORESEEN
 
 
 @pytest.mark.parametrize("overhead", [1, 16, 140, 50_000])
