@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,19 @@ MOST = 512
 """So many modules are remembered, those used last. One of 500 nodes takes about 100 kB."""
 
 
-class Layout(NamedTuple):
-    """A tensor without its values."""
+@dataclass(frozen=True)
+class Layout:
+    """A tensor without its values. Its sizes are numbers, unless they depend on values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @staticmethod
+    def of(value: Tensor) -> Layout:
+        """That of a tensor."""
+        return Layout(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
 
     def allocate(self) -> Tensor:
         """A tensor of this layout; a fake one inside of a ``FakeTensorMode``."""
@@ -47,11 +54,16 @@ class Known(NamedTuple):
 
     def returned(self) -> Any:
         """What it would return again."""
-        return pytree.tree_map_only(Layout, Layout.allocate, self.result, is_leaf=lambda leaf: isinstance(leaf, Layout))
+        return pytree.tree_map_only(Layout, Layout.allocate, self.result)
 
 
 _known: OrderedDict[Hashable, Known] = OrderedDict()
 _lock = threading.Lock()
+
+
+def layouts_of(values: Any) -> Any:
+    """Values with a :class:`Layout` in place of each tensor."""
+    return pytree.tree_map_only(Tensor, Layout.of, values)
 
 
 def fingerprint(module: fx.GraphModule) -> Hashable:
@@ -72,19 +84,15 @@ def find(key: Hashable) -> Known | None:
 
 def remember(key: Hashable, result: Any, meta: list[dict[str, Any]]) -> None:
     """Keep what a module returned, unless a size depends on values."""
-    leaves, tree = pytree.tree_flatten(result)
-    layouts = [_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    plain = all(isinstance(size, int) for layout in layouts if isinstance(layout, Layout) for size in layout.shape)
-    if not plain or any(isinstance(leaf, torch.SymInt) for leaf in leaves):
+    layouts = layouts_of(result)
+    leaves = pytree.tree_leaves(layouts)
+    sizes = [size for leaf in leaves if isinstance(leaf, Layout) for size in (*leaf.shape, *leaf.stride)]
+    if any(isinstance(number, torch.SymInt) for number in (*leaves, *sizes)):
         return
     with _lock:
-        _known[key] = Known(pytree.tree_unflatten(layouts, tree), meta)
+        _known[key] = Known(layouts, meta)
         while len(_known) > MOST:
             _known.popitem(last=False)
-
-
-def _layout(value: Tensor) -> Layout:
-    return Layout(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Hashable:
@@ -92,4 +100,4 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Hashable:
     if node.op != "get_attr":
         return None
     value = get_attribute(module, str(node.target))
-    return _layout(value) if isinstance(value, Tensor) else repr(value)
+    return Layout.of(value) if isinstance(value, Tensor) else repr(value)

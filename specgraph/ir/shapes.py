@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute, written_by
-from specgraph.ir.known_shapes import find, fingerprint, remember
+from specgraph.ir.known_shapes import find, fingerprint, layouts_of, remember
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 from specgraph.kernels.step import WRITES
@@ -178,7 +178,7 @@ class _Run:
         module = self.program.modules[name]
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-        signature = str({n: _signature(v) for n, v in inputs.items()})
+        signature = str(layouts_of(inputs))
         if (name, signature) not in self._results:
             if name not in self._fingerprints:
                 self._fingerprints[name] = fingerprint(module)
@@ -216,13 +216,6 @@ def _buffer(traced: Tensor) -> Buffer | None:
     shape = [n if isinstance(n, int) else next(letters, None) for n in traced.shape]
     known = tuple(n for n in shape if n is not None)
     return per_call(*known, dtype=traced.dtype) if len(known) == len(shape) else None
-
-
-def _signature(value: Any) -> Any:
-    """What the layouts of a module's results can depend on."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), str(value.device), tuple(map(str, value.shape)), tuple(map(str, value.stride()))
-    return [_signature(v) for v in value] if isinstance(value, tuple | list) else repr(value)
 
 
 def _versions(value: Any) -> list[int]:

@@ -23,6 +23,7 @@ from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.engine import Engine, Policy
 from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
 from specgraph.runtime.pages import num_pages
+from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
 from specgraph.runtime.runner import Mode, Runners
@@ -67,6 +68,8 @@ class SpeculativeDecoder:
         self._lock = threading.Lock()
         self._steps: dict[Mode, fx.GraphModule] = {}
         self._compiled = self._program.compile_modules()
+        num_parameters = sum(tensor.numel() for tensor in self._program.tensors())
+        self._overhead = Overhead.of(num_parameters, self._program.target.device.type)
         self._runners = Runners(self._program, config.max_batch_size, config.cache)
 
     def generate(
@@ -262,7 +265,7 @@ class SpeculativeDecoder:
             runner = self._runners.take(sizes)
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
         policy = Policy(self.config.cache.prefill_chunk, fair, self._drafts_by_load())
-        engine = Engine(self._program, runner, self._make_step, policy, logprobs, always_draws)
+        engine = Engine(self._program, runner, self._make_step, policy, self._overhead, logprobs, always_draws)
         try:
             yield engine
         finally:

@@ -96,9 +96,9 @@ class Engine:
 
     def __init__(
         self, program: Program, runner: Runner, make_step: Callable[[Mode], fx.GraphModule], policy: Policy,
-        logprobs: str = "none", always_draws: bool = False,
+        overhead: Overhead, logprobs: str = "none", always_draws: bool = False,
     ) -> None:  # fmt: skip
-        """``make_step`` gives the variant of the step for a mode.
+        """``make_step`` gives the variant of the step for a mode, and ``overhead`` what steps of this program cost.
 
         All sequences get the same kind of ``logprobs``. ``always_draws``: the rule draws noise at temperature 0, too.
         """
@@ -114,8 +114,8 @@ class Engine:
         self._running: dict[int, _Sequence] = {}
         """By row."""
         self._decoding: set[_Sequence] = set()
-        self._overhead = Overhead.of(sum(weight.numel() for weight in self._weights), program.target.device.type)
-        self._prefill = Prefill(runner.width, runner.sizes["B"], self._overhead.prompt)
+        self._overhead = overhead
+        self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt)
         self._num_ended = self._num_decode_steps = 0
         self._under_way: deque[_UnderWay] = deque()
         self._unused: tuple[str, ...] = ()

@@ -87,8 +87,7 @@ def num_together(widths: Sequence[int], most: int, overhead: int) -> int:
         overhead: what a prompt step costs besides its rows (:class:`Overhead`).
     """
     widths = widths[:FORESEEN]
-    # By what remains: the cost of the steps for the sequences from there on, and how many share the first of these.
-    cost, taken = [0.0] * (len(widths) + 1), [1] * len(widths)
+    taken, cost = 0, [0] * (len(widths) + 1)  # what all steps cost for the sequences from each place on
     for begin in reversed(range(len(widths))):
         options = []
         for count in _counts(len(widths) - begin):
@@ -96,9 +95,8 @@ def num_together(widths: Sequence[int], most: int, overhead: int) -> int:
             rows = among * padded_width(widths[begin], among)
             if rows <= MOST_ROWS or count == 1:
                 options.append((overhead + rows + cost[begin + count], -count))
-        cost[begin], fewer = min(options)
-        taken[begin] = -fewer
-    return taken[0]
+        cost[begin], taken = min(options)
+    return -taken  # by the last, which begins with the first sequence; of equal costs, with as many as possible
 
 
 def _counts(left: int) -> Iterator[int]:

@@ -16,7 +16,9 @@ from tests.models import make_model
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, TRANSPOSED[-1]), (2, 3), (1, FEW_ROWS), (2, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 2), (1, TRANSPOSED[-1]), (2, 3), (1, TRANSPOSED[-1] + 1), (1, FEW_ROWS), (2, 0)], ids=str
+)
 def test_it_is_a_linear_layer_for_any_number_of_rows(shape: tuple[int, int], bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias_ = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((*shape, 24), (40, 24), 40))
