@@ -103,6 +103,11 @@ def own_counters(counters: Tensor | None) -> Iterator[None]:
         _own_counters.reset(token)
 
 
+def counts_arrivals_in(counters: Tensor) -> bool:
+    """Whether this is inside of :func:`own_counters` with just this buffer."""
+    return _own_counters.get() is counters
+
+
 @functools.cache
 def _shared_counters(device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

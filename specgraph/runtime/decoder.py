@@ -26,10 +26,11 @@ from specgraph.runtime.pages import num_pages
 from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
-from specgraph.runtime.runner import Mode, Runners
+from specgraph.runtime.runner import Runners
 from specgraph.runtime.session import Session
 from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
+from specgraph.runtime.workspace import Mode
 
 SESSION_EOS_IDS = 8
 """For how many EOS ids a sequence of a session has room, unless the model has more."""
@@ -115,8 +116,9 @@ class SpeculativeDecoder:
         tokens: list[list[int]] = [[] for _ in range(count)]
         logprobs: list[list[float]] = [[] for _ in range(count)]
         thought: list[Sequence[float]] = [()] * count
-        with self._plain_mode():  # entered once, and not for every step
-            for step in self._run(batch, show=self.config.debug.progress):
+        steps = self._run(batch, show=self.config.debug.progress, alone=True)
+        with self._plain_mode(), contextlib.closing(steps):  # entered once, and not for every step
+            for step in steps:
                 _count(stats, step, thought)
                 for output in step.outputs:
                     tokens[output.number] += output.tokens
@@ -223,16 +225,21 @@ class SpeculativeDecoder:
                 if step.ran:
                     yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
 
-    def _run(self, batch: Batch, *, show: bool | None) -> Generator[Step, None, None]:
+    def _run(self, batch: Batch, *, show: bool | None, alone: bool = False) -> Generator[Step, None, None]:
         """Decode all sequences of a batch, by their places in it, as many at a time as there is room for.
 
-        ``show``: whether to show how many prompt tokens were run; None does so on a terminal.
+        ``show``: whether to show how many prompt tokens were run; None does so on a terminal. ``alone``: whether no
+        code of others runs between two steps.
         """
         if not any(request.has_room for request in batch.requests):
             return
         rows = min(self.config.max_batch_size, len(batch.requests))
-        sizes = sizes_for(batch.requests, rows, self._program.block_size)
-        with self._engine(sizes, batch.logprobs, fair=False) as engine, _progress(batch, show) as progress:
+        sizes = sizes_for(batch.requests, rows, self._runners.block_size)
+        with contextlib.ExitStack() as stack:
+            engine = stack.enter_context(self._engine(sizes, batch.logprobs, fair=False))
+            progress = stack.enter_context(_progress(batch, show))
+            if alone:
+                stack.enter_context(engine.active())
             for number in _longest_first(batch.requests):
                 engine.submit(number, batch.requests[number])
             for step in self._run_steps(engine):
@@ -254,7 +261,7 @@ class SpeculativeDecoder:
     def _session_sizes(self) -> dict[str, int]:
         """Room for the longest sequences in every row, before memory is looked at."""
         rows, longest = self.config.max_batch_size, self._reader.limits.max_length
-        pages = num_pages(longest, self._program.block_size)
+        pages = num_pages(longest, self._runners.block_size)
         ids = max(SESSION_EOS_IDS, len(self._reader.defaults.eos_ids))
         return {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids}
 
@@ -265,7 +272,7 @@ class SpeculativeDecoder:
             runner = self._runners.take(sizes)
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
         policy = Policy(self.config.cache.prefill_chunk, fair, self._drafts_by_load())
-        engine = Engine(self._program, runner, self._make_step, policy, self._overhead, logprobs, always_draws)
+        engine = Engine(runner, self._make_step, policy, self._overhead, logprobs, always_draws)
         try:
             yield engine
         finally:

@@ -10,6 +10,7 @@ sequence has been read: steps that are under way then find it inactive.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import time
 from collections import deque
@@ -21,15 +22,15 @@ from operator import attrgetter
 from torch import fx
 
 from specgraph.errors import InputError, NumericsError
-from specgraph.ir.program import Program
 from specgraph.runtime.cuda_graphs import Results
-from specgraph.runtime.pages import Reservation, known_tokens, num_pages, weight_versions
+from specgraph.runtime.pages import Reservation, known_tokens, num_pages
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.prompt_shapes import Overhead, group_size
 from specgraph.runtime.requests import Request
-from specgraph.runtime.runner import Mode, Runner
+from specgraph.runtime.runner import Runner
 from specgraph.runtime.state import Entering, stop
 from specgraph.runtime.steps import Output, Step
+from specgraph.runtime.workspace import Mode
 
 BESIDE = 256
 """Prompt rows of a sequence in a step that others, which are decoding, wait for."""
@@ -95,18 +96,16 @@ class Engine:
     """
 
     def __init__(
-        self, program: Program, runner: Runner, make_step: Callable[[Mode], fx.GraphModule], policy: Policy,
-        overhead: Overhead, logprobs: str = "none", always_draws: bool = False,
+        self, runner: Runner, make_step: Callable[[Mode], fx.GraphModule], policy: Policy, overhead: Overhead,
+        logprobs: str = "none", always_draws: bool = False,
     ) -> None:  # fmt: skip
-        """``make_step`` gives the variant of the step for a mode, and ``overhead`` what steps of this program cost.
+        """``make_step`` gives the variant of the step for a mode, and ``overhead`` what these steps cost.
 
         All sequences get the same kind of ``logprobs``. ``always_draws``: the rule draws noise at temperature 0, too.
         """
         self._runner, self._make_step, self._policy = runner, make_step, policy
         self._logprobs, self._always_draws = logprobs, always_draws
-        self._block_size = program.block_size
         self.pages = runner.pages
-        self._weights = list(program.tensors())
         self._free_rows = list(range(runner.sizes["B"]))
         self._waiting: deque[_Sequence] = deque()
         self._cancelled: deque[int] = deque()
@@ -160,6 +159,10 @@ class Engine:
 
     # What one thread calls
 
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """What steps enter, to be entered around many of them; no code of others may run inside."""
+        return self._runner.active()
+
     def close(self) -> None:
         """End everything: pages that outlive this engine are free again."""
         self._halt(list(self._running.values()))
@@ -187,7 +190,7 @@ class Engine:
             return self._read(self._under_way.popleft())
 
     def _check(self, request: Request) -> None:
-        sizes, needed = self._runner.sizes, num_pages(request.limit, self._block_size)
+        sizes, needed = self._runner.sizes, num_pages(request.limit, self.pages.block_size)
         if needed > min(sizes["N"], sizes["M"]):
             raise InputError(
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
@@ -208,7 +211,7 @@ class Engine:
                 if len(self._free_rows) < min(enough, len(self._waiting)):
                     return
             if self._waiting and self._free_rows:
-                self.pages.check_weights(weight_versions(self._weights))
+                self.pages.check_weights()
             while self._waiting and self._seat(self._waiting[0]):
                 entering.append(self._waiting.popleft())
         entering = [sequence for sequence in entering if sequence.row >= 0]
@@ -229,10 +232,10 @@ class Engine:
 
     def _begin_with(self, entering: list[_Sequence]) -> None:
         self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
-        begins = [s.reserved.num_shared * self._block_size for s in entering]
+        begins = [s.reserved.num_shared * self.pages.block_size for s in entering]
         with self._runner.active():
             new = [Entering(s.row, s.request, s.reserved.pages, n) for s, n in zip(entering, begins, strict=True)]
-            self._runner.entrance.admit(new)
+            self._runner.admit(new)
         for sequence, begin in zip(entering, begins, strict=True):
             self._prefill.add(sequence.row, sequence.request.prompt, begin)
         self._reused_tokens += sum(begins)

@@ -14,7 +14,7 @@ page is known by. Shared pages are never written: a sequence runs its own rows o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,14 +48,23 @@ class PagePool:
     """Hands out pages, which lie anywhere: a sequence reaches its own through its block table.
 
     A sequence gets the pages for its whole length when it is admitted, so it never waits for one later.
+
+    Attributes:
+        count: how many there are, free or not.
+        block_size: the tokens of a page.
     """
 
-    def __init__(self, count: int, block_size: int, lookahead: int = 1, *, reuse: bool = True) -> None:
+    def __init__(
+        self, count: int, block_size: int, lookahead: int = 1, *, reuse: bool = True, weights: Iterable[Tensor] = ()
+    ) -> None:
         """``count`` pages of ``block_size`` tokens, numbered from 0, all free.
 
         ``lookahead``: how many tokens behind it a row may depend on. ``reuse``: whether pages are shared at all.
+        ``weights``: what else decides about the rows of a page.
         """
-        self.count, self._block_size, self._lookahead, self._reuse = count, block_size, lookahead, reuse
+        self.count, self.block_size, self._lookahead, self._reuse = count, block_size, lookahead, reuse
+        self._weights = [tensor for tensor in weights if not tensor.is_inference()]
+        """Tensors made in inference mode do not count how often they are written."""
         self._free = list(range(count - 1, -1, -1))
         self._users = [0] * count
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -65,7 +74,7 @@ class PagePool:
         """The serial number and the key of every known page."""
         self._serial = 0
         self._epoch = 0
-        self._versions: Sequence[int] | None = None
+        self._versions = self._weight_versions()
 
     @property
     def num_free(self) -> int:
@@ -77,7 +86,7 @@ class PagePool:
 
         None if there are not enough now.
         """
-        shared, needed = self._find(prompt), num_pages(length, self._block_size)
+        shared, needed = self._find(prompt), num_pages(length, self.block_size)
         if needed - len(shared) > self.num_free - sum(self._users[page] == 0 for page in shared):
             return None
         for page in shared:
@@ -112,9 +121,13 @@ class PagePool:
                 self._free.append(page)
         reservation.pages = []
 
-    def check_weights(self, versions: Sequence[int]) -> None:
-        """Forget everything if the weights are not those of the last call."""
-        if self._versions is not None and self._versions != versions:
+    def check_weights(self) -> None:
+        """Forget everything if a weight was written in place since the last call.
+
+        What is written through ``.data``, or to a tensor made in inference mode, leaves no mark.
+        """
+        versions = self._weight_versions()
+        if self._versions != versions:
             self.forget()
         self._versions = versions
 
@@ -143,10 +156,13 @@ class PagePool:
 
         There is one at least, since the last token of a prompt must be run.
         """
-        size, behind = self._block_size, max(1, self._lookahead)
+        size, behind = self.block_size, max(1, self._lookahead)
         if not self._reuse or tokens.numel() < size + behind:
             return []
         return [page.numpy().tobytes() for page in tokens.unfold(0, size + behind, size)]
+
+    def _weight_versions(self) -> list[int]:
+        return [tensor._version for tensor in self._weights]
 
     def _take(self) -> int:
         """A page that nobody has, and that nobody will look for any more."""
@@ -159,14 +175,6 @@ class PagePool:
     def _unname(self, page: int) -> None:
         if page in self._names:
             del self._known[self._names.pop(page)[1]]
-
-
-def weight_versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers that change when one of ``tensors`` is written in place, except through ``.data``, which leaves no mark.
-
-    Tensors made in inference mode have no such number.
-    """
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def known_tokens(prompt: Tensor, new: Sequence[int]) -> Tensor:

@@ -1,11 +1,9 @@
 """Runs a compiled step over a state: call by call, or as a CUDA graph that is replayed.
 
 Every step runs a subset of the sequences whose state is kept, which its row index names. On a GPU every step is a
-graph, captured when a session first needs its shape, because launching the kernels one by one takes the host several
-times as long as they run. While a step is warmed up and captured, its row index names no sequence, so that nothing
-changes. A :class:`Workspace` is one state with room for the largest batch so far, and over it a graph for each
-:class:`Shape`: the number of sequences, and for prompt steps the width of their windows. Both are rounded up
-(:mod:`specgraph.runtime.prompt_shapes`). A graph that has more entries than there are sequences runs the others as
+graph (:mod:`specgraph.runtime.workspace`), captured when a session first needs its shape, because launching the kernels
+one by one takes the host several times as long as they run. While a step is warmed up and captured, its row index names
+no sequence, so that nothing changes. A graph that has more entries than there are sequences runs the others as
 inactive, and tokens behind the real rows of a window are padding. The host enqueues a step before it has read the one
 before: results travel to pinned memory, and an event tells when they are there.
 """
@@ -17,46 +15,26 @@ import copy
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from specgraph.config import CacheConfig
 from specgraph.ir.program import Program
-from specgraph.ir.state import State, allocate, num_bytes
-from specgraph.kernels.launch import new_counters, own_counters
+from specgraph.ir.state import State, allocate
+from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_counters
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
-from specgraph.kernels.step.results import num_columns, pack_results
-from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, Pool, Results
+from specgraph.kernels.step.results import pack_results
+from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
 from specgraph.runtime.memory import most_pages
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Chunk
-from specgraph.runtime.prompt_shapes import entries, padded_width, power_of_two
-from specgraph.runtime.state import Entrance, load_block, load_chunk, padded_block, staged, uploaded
-
-
-class Mode(NamedTuple):
-    """What distinguishes the variants of a step: the options of ``specialise_step``.
-
-    Attributes:
-        logprobs: the log-probabilities it gives.
-        unused: the inputs it does without.
-        drafts: how many drafts it makes and verifies; None: K, for which the state has room.
-    """
-
-    logprobs: str = "none"
-    unused: tuple[str, ...] = ()
-    drafts: int | None = None
-
-
-PATIENCE = 8
-"""A state shrinks when it is this many sessions since one needed more than a quarter of its pages."""
-SHRINK_BYTES = 1 << 30
-"""Smaller states are kept: capturing again costs more than they are worth."""
+from specgraph.runtime.prompt_shapes import entries, padded_width
+from specgraph.runtime.state import Entering, Entrance, load_block, load_chunk, padded_block, staged, uploaded
+from specgraph.runtime.workspace import PATIENCE, Captured, Mode, Shape, Workspace, bucket, room
 
 
 class Runner:
@@ -66,32 +44,39 @@ class Runner:
         state: the tensors that the step reads and writes, of all sequences.
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         pages: those of its KV cache.
-        entrance: begins sequences in it.
         lag: how many steps are enqueued before the first is read.
     """
 
     lag = 0
 
     def __init__(
-        self, state: State, sizes: Mapping[str, int], pages: PagePool, entrance: Entrance,
+        self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Entering]], None],
         counters: Tensor | None = None, least: int = 1,
     ) -> None:  # fmt: skip
-        """``least`` is the smallest number of sequences in a call; inactive ones make up for what is missing."""
+        """``admit`` begins sequences in ``state``, as :meth:`Entrance.admit` does. ``least`` is the smallest number of
+        sequences in a call; inactive ones make up for what is missing."""
         self._step: fx.GraphModule | None = None
         self._mode = Mode()
         self._least = least
         self.state = state
         self.sizes = sizes
         self.pages = pages
-        self.entrance = entrance
+        self.admit = admit
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
         self._stream = torch.cuda.current_stream(start.device) if cuda else None
         self._counters = new_counters(start.device) if cuda and counters is None else counters
 
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered for whatever touches the state: it stays on the stream where the session began.
+
+        Where it is entered already, nothing is done, since to find that out from PyTorch takes as long as a small step.
+        """
+        inside = self._counters is None or counts_arrivals_in(self._counters)
+        return contextlib.nullcontext() if inside else self._entered()
+
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """To be entered for whatever touches the state: it stays on the stream where the session began."""
+    def _entered(self) -> Iterator[None]:
         with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
 
@@ -143,104 +128,6 @@ class Runner:
         return Results(packed.cpu(), self.width)
 
 
-class Shape(NamedTuple):
-    """What a graph is captured for.
-
-    Attributes:
-        mode: the variant of the step.
-        entries: those of its row index, so the most sequences that it runs.
-        width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
-    """
-
-    mode: Mode
-    entries: int
-    width: int | None = None
-
-    def idle_input(self) -> Tensor:
-        """An input of that step that names no sequence, on the host: a row index ``[b]`` or a block ``[b, 3 + W]``."""
-        if self.width is None:
-            return torch.full((self.entries,), -1, dtype=torch.int64, device="cpu")
-        return padded_block(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
-
-
-class _Captured(NamedTuple):
-    """A step as a graph: it is replayed for what lies in ``given``, and leaves ``packed``."""
-
-    replay: Callable[[], None]
-    packed: Tensor
-    given: Tensor
-
-
-class Workspace:
-    """A state and the graphs captured over it; serves one session at a time.
-
-    Attributes:
-        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
-        state: its tensors.
-        entrance: begins sequences in it.
-        counters: arrival counters of its launches, which other streams must not touch.
-        pages: those of its KV cache, and what is known of them.
-        mailbox: where results of its steps go.
-    """
-
-    def __init__(self, program: Program, sizes: Mapping[str, int], pages: PagePool, pool: Pool) -> None:
-        device = program.target.device
-        self.sizes = dict(sizes)
-        self.pages = pages
-        self.state = allocate(program, sizes, device)
-        self.entrance = Entrance(program, self.state)
-        self.counters = new_counters(device)
-        width = self.state["next_window"].shape[1]
-        self.mailbox = Mailbox(sizes["B"], width, num_columns(width, self.state.get(CONFIDENCE)), device)
-        self._pool = pool
-        self._program = program
-        self._graphs: dict[Shape, _Captured] = {}
-        self._weights: dict[int, Tensor] = {}
-        """By address. Graphs know addresses alone, and another decoder of this model may move its parameters to other
-        storage; so what they were is kept."""
-
-    @property
-    def shapes(self) -> list[Shape]:
-        """What graphs are captured for so far."""
-        return list(self._graphs)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the state."""
-        return num_bytes(self._program, self.state)
-
-    def has(self, shape: Shape) -> bool:
-        """Whether that graph is there."""
-        return shape in self._graphs
-
-    def captured(self, shape: Shape, step: fx.GraphModule, function: Callable[[Tensor], Tensor]) -> _Captured:
-        """The graph of ``shape``.
-
-        If it is yet to be captured, ``function`` runs ``step`` for an input, which names no sequence meanwhile.
-        """
-        if shape not in self._graphs:
-            for tensor in (*step.parameters(), *step.buffers()):
-                self._weights.setdefault(tensor.data_ptr(), tensor.detach())
-            given = uploaded(shape.idle_input(), self.state["num_rows"].device)
-            self._graphs[shape] = _Captured(*self._pool.capture(lambda: function(given)), given)
-        return self._graphs[shape]
-
-    def describe(self) -> str:
-        """Which steps are captured, and the memory that their graphs share."""
-        decode = sorted({shape.entries for shape in self.shapes if shape.width is None})
-        prompts = sorted({(shape.entries, shape.width) for shape in self.shapes if shape.width is not None})
-        return (
-            f"captured for {len({shape.mode[:2] for shape in self.shapes})} kinds of request: decode steps of "
-            f"{_listed(decode)} sequences; prompt steps of {_listed(f'{b} x {width}' for b, width in prompts)} rows; "
-            f"these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
-            f"{self.num_bytes / 1e6:,.0f} MB"
-        )
-
-
-def _listed(items: Iterable[object]) -> str:
-    return ", ".join(map(str, items)) or "no"
-
-
 class GraphRunner(Runner):
     """Replays steps as CUDA graphs and reads results one step behind.
 
@@ -251,7 +138,7 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space.state, space.sizes, space.pages, space.entrance, space.counters)
+        super().__init__(space.state, space.sizes, space.pages, space.admit, space.counters)
         self.space = space
         self._running: dict[tuple[Mode, int], list[int]] = {}
 
@@ -275,7 +162,7 @@ class GraphRunner(Runner):
         graph.replay()
         return self._send(graph.packed)
 
-    def _graph(self, shape: Shape, function: Callable[[GraphRunner, Tensor], Tensor]) -> _Captured:
+    def _graph(self, shape: Shape, function: Callable[[GraphRunner, Tensor], Tensor]) -> Captured:
         assert self._step is not None, "Runner.use comes first"
         # A graph keeps the step and the width with which it was captured; so does whatever stands in for one.
         fixed = self if self.space.has(shape) else copy.copy(self)
@@ -311,6 +198,15 @@ class Runners:
     _recent: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @functools.cached_property
+    def block_size(self) -> int:
+        """The number of tokens of a page; found once, because every request asks for it."""
+        return self.program.block_size
+
+    @functools.cached_property
+    def _weights(self) -> list[Tensor]:
+        return list(self.program.tensors())
+
     def take(self, sizes: Mapping[str, int]) -> Runner:
         """A runner over a state in which no sequence is active, and which has room for ``sizes``.
 
@@ -327,8 +223,8 @@ class Runners:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
             least = 2 if self.program.compiled and sizes["B"] > 1 else 1
             state = allocate(self.program, sizes, self.program.target.device)
-            return Runner(state, sizes, self._pages(sizes), Entrance(self.program, state), least=least)
-        wanted = bucket(sizes, self.max_batch_size, self.program.block_size)
+            return Runner(state, sizes, self._pages(sizes), Entrance(self.program, state).admit, least=least)
+        wanted = bucket(sizes, self.max_batch_size, self.block_size)
         return GraphRunner(self._workspace(wanted))
 
     def give_back(self, runner: Runner) -> None:
@@ -366,32 +262,4 @@ class Runners:
 
     def _pages(self, sizes: Mapping[str, int]) -> PagePool:
         lookahead, reuse = self.program.drafter.lookahead, self.cache.reuse_prefixes
-        return PagePool(sizes["N"], self.program.block_size, lookahead, reuse=reuse)
-
-
-def room(kept: Mapping[str, int], kept_bytes: int, recent: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The sizes of a state that serves the last of the ``recent`` sessions, where one of sizes ``kept`` is there.
-
-    As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` sessions needed
-    at most a quarter of its pages, what was the most for them.
-    """
-    lately = _largest(recent)
-    if len(recent) >= PATIENCE and kept_bytes >= SHRINK_BYTES and 4 * lately["N"] <= kept["N"]:
-        return lately
-    return _largest([kept, recent[-1]])
-
-
-def _largest(many: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: max(sizes[name] for sizes in many) for name in many[0]}
-
-
-def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:
-    """Sizes rounded up, so that few graphs serve all sessions; the largest batch is always a bucket.
-
-    Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
-    """
-    batch = entries(sizes["B"], max(max_batch_size, sizes["B"]))
-    pages = power_of_two(sizes["M"])
-    grain = max(1, power_of_two(sizes["N"]) // 64)
-    total = -(-sizes["N"] // grain) * grain
-    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "E": power_of_two(sizes["E"])}
+        return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights)

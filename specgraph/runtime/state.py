@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.requests import Request
 
 _ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin that share an upload."""
+"""Bytes at whose multiples the parts of a block begin."""
 
 
 def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, int]:
@@ -45,7 +47,8 @@ class Entering(NamedTuple):
 class Entrance:
     """Begins sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
 
-    One copy takes what requests say to the device, and one launch puts it in its places, with what fresh rows hold.
+    What requests say is one block of bytes, so that one copy takes it to the device. What puts it in its places,
+    :meth:`load`, looks at nothing on the host, so that it can be captured as a CUDA graph for a number of sequences.
     """
 
     def __init__(self, program: Program, state: State) -> None:
@@ -56,33 +59,78 @@ class Entrance:
         self._kept = [there for name, _, there in small if name not in KNOWN]
         self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
         self._device = state["start"].device
+        self._blocks: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
+        """By the number of sequences, a block on the host, and the parts of it as tables."""
 
     def admit(self, entering: Sequence[Entering]) -> None:
         """Begin these sequences, each in its row."""
-        values = [_rows_of([KNOWN[name](new) for new in entering], buffer, there) for name, buffer, there in self._said]
-        rows = torch.tensor([new.row for new in entering], dtype=torch.int64, device="cpu")
-        index, *values = uploaded_together([rows, *values], self._device)
-        fresh = [default[: len(entering)] for default in self._fresh]
+        self.load(uploaded(self.block(entering, len(entering)), self._device), len(entering))
+        self.write_tokens(entering)
+
+    def block(self, entering: Sequence[Entering], count: int) -> Tensor:
+        """What these requests say, for ``count`` sequences, uint8 ``[bytes]`` on the host.
+
+        The next call writes over it. If there are fewer, the last is said again: to begin a sequence twice is to begin
+        it once.
+        """
+        if count not in self._blocks:
+            block = torch.zeros(sum(self._sizes(count)), dtype=torch.uint8, device="cpu")
+            self._blocks[count] = block, [part.view(count, -1).numpy() for part in self._parts(block, count)]
+        block, (rows, *tables) = self._blocks[count]
+        rows[:, 0] = _to_length([new.row for new in entering], count)
+        for table, (name, buffer, _) in zip(tables, self._said, strict=True):
+            values = [KNOWN[name](new) for new in entering]
+            width = max(map(len, values))
+            table[:, width:] = buffer.fill
+            table[:, :width] = _to_length([[*own, *[buffer.fill] * (width - len(own))] for own in values], count)
+        return block
+
+    def load(self, block: Tensor, count: int) -> Tensor:
+        """Begin the sequences of a :meth:`block`, which is on the device, and give their rows, int64 ``[count]``."""
+        index, *values = self._parts(block, count)
+        fresh = [default[:count] for default in self._fresh]
         scatter_state_(index, [*(there for _, _, there in self._said), *self._kept], [*values, *fresh])
         for buffer, there in self._large:
             there.index_fill_(0, index, buffer.fill)
-            if buffer.tokens:
-                _write_tokens(there, entering)
+        return index
+
+    def write_tokens(self, entering: Sequence[Entering]) -> None:
+        """The tokens that no step will run, since their rows are there already."""
+        for history in (there for buffer, there in self._large if buffer.tokens):
+            for new in entering:
+                if new.begin:
+                    tokens = staged(new.request.prompt[: new.begin].to(history.dtype), history.device)
+                    history[new.row, : new.begin].copy_(tokens, non_blocking=True)
+
+    def _parts(self, block: Tensor, count: int) -> list[Tensor]:
+        """The row index int64 ``[count]`` in a block, and behind it the rows ``[count, ...]`` of every buffer."""
+        index, *parts = torch.split(block, self._sizes(count))
+        rows = [there for _, _, there in self._said]
+        return [
+            _part(index, torch.int64, (count,)),
+            *(_part(part, own.dtype, (count, *own.shape[1:])) for part, own in zip(parts, rows, strict=True)),
+        ]
+
+    def _sizes(self, count: int) -> list[int]:
+        """The bytes of every part, with those behind it up to where the next one begins."""
+        rows = [8, *(there[0].numel() * there.element_size() for _, _, there in self._said)]
+        return [-(-count * size // _ALIGNMENT) * _ALIGNMENT for size in rows]
 
 
-def _write_tokens(history: Tensor, entering: Sequence[Entering]) -> None:
-    """The tokens that no step will run, since their rows are there already."""
-    for new in entering:
-        if new.begin:
-            tokens = staged(new.request.prompt[: new.begin].to(history.dtype), history.device)
-            history[new.row, : new.begin].copy_(tokens, non_blocking=True)
+def _part(part: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that lies at the beginning of some bytes."""
+    return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _to_length(values: list[Any], count: int) -> list[Any]:
+    """``values`` with the last one repeated, so that there are ``count``."""
+    return values + values[-1:] * (count - len(values))
 
 
 def stop(state: State, rows: Sequence[int]) -> None:
     """The sequences in ``rows`` are inactive from now on: no step changes anything of theirs."""
-    index = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    index, nothing = uploaded_together([index, torch.zeros_like(index)], state["num_rows"].device)
-    scatter_state_(index, [state["num_rows"]], [nothing])
+    index = uploaded(torch.tensor(rows, dtype=torch.int64, device="cpu"), state["num_rows"].device)
+    scatter_state_(index, [state["num_rows"]], [torch.zeros_like(index)])
 
 
 def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]:
@@ -105,31 +153,6 @@ KNOWN: dict[str, Callable[[Entering], Sequence[float]]] = {
     "seeds": lambda new: [new.request.sampling.seed],
 }
 """What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
-
-
-def _rows_of(values: Sequence[Sequence[float]], buffer: Buffer, there: Tensor) -> Tensor:
-    """Rows of a buffer ``[b, ...]`` on the host, which begin with ``values`` and are fresh behind them."""
-    rows = torch.full((len(values), *there.shape[1:]), buffer.fill, dtype=there.dtype, device="cpu")
-    width = max(map(len, values))
-    padded = [[*own, *[buffer.fill] * (width - len(own))] for own in values]
-    rows.view(len(values), -1)[:, :width] = torch.tensor(padded, dtype=there.dtype, device="cpu")
-    return rows
-
-
-def uploaded_together(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on ``device``, by one copy that the host does not wait for."""
-    if device.type == "cpu":
-        return list(values)
-    sizes = [value.numel() * value.element_size() for value in values]
-    places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    packed = torch.empty(sum(places), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    parts = [part[:size] for part, size in zip(torch.split(packed, places), sizes, strict=True)]
-    for part, value in zip(parts, values, strict=True):
-        part.copy_(value.contiguous().view(-1).view(torch.uint8))
-    there = torch.split(packed.to(device, non_blocking=True), places)
-    return [
-        part[:size].view(value.dtype).view(value.shape) for part, size, value in zip(there, sizes, values, strict=True)
-    ]
 
 
 def staged(values: Tensor, device: torch.device) -> Tensor:

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox
-from specgraph.runtime.runner import PATIENCE, GraphRunner, Shape, Workspace
+from specgraph.runtime.runner import GraphRunner
 from specgraph.runtime.state import staged
+from specgraph.runtime.workspace import PATIENCE, Shape, Workspace
 from tests.decoding import compiled
 from tests.gpu.capture import no_synchronisation
 from tests.models import make_model, ragged_prompts

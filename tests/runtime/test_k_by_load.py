@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specgraph import SpeculativeDecoder
 from specgraph.runtime.engine import Policy
-from specgraph.runtime.runner import Mode, Runner
+from specgraph.runtime.runner import Runner
+from specgraph.runtime.workspace import Mode
 from tests import harness
 from tests.decoding import compiled
 from tests.detectors import check_fresh_start

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
 from specgraph.runtime.cuda_graphs import Mailbox, first_error
-from specgraph.runtime.runner import PATIENCE, SHRINK_BYTES, GraphRunner, Runners, Shape, Workspace, room
+from specgraph.runtime.runner import GraphRunner, Runners
 from specgraph.runtime.state import staged
+from specgraph.runtime.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -190,8 +191,25 @@ def test_a_capture_counts_arrivals_in_a_buffer_of_its_workspace(decoder: Specula
 
     decoder._runners.make_pool = Watching
     decoder.generate(PROMPTS, max_new_tokens=2)
-    assert len(seen) == len(idle(decoder).shapes) and all(own is idle(decoder).counters for own in seen)
+    assert len(seen) == 1 + len(idle(decoder).shapes)  # one graph begins the sequences
+    assert all(own is idle(decoder).counters for own in seen)
     assert arrival_counters(torch.device("cpu")) is not seen[0]
+
+
+def test_an_interrupted_call_leaves_the_counters_of_its_workspace(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, own = decoder.generate(PROMPTS, max_new_tokens=5).new_tokens, idle(decoder).counters
+
+    def interrupt(*_: Any) -> None:
+        assert arrival_counters(torch.device("cpu")) is own
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as caught:
+        patched.setattr(GraphRunner, "decode", interrupt)
+        decoder.generate(PROMPTS, max_new_tokens=5)
+    assert caught.tb is not None and arrival_counters(torch.device("cpu")) is not own
+    assert same(decoder.generate(PROMPTS, max_new_tokens=5).new_tokens, expected)
 
 
 def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: SpeculativeDecoder) -> None:
@@ -280,7 +298,7 @@ def test_a_state_grows_with_a_request_and_shrinks_after_many_small_ones() -> Non
 
 
 def test_a_decoder_shrinks_a_large_state(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgraph.runtime.runner.SHRINK_BYTES", 1)
+    monkeypatch.setattr("specgraph.runtime.workspace.SHRINK_BYTES", 1)
     decoder.generate(PROMPTS, max_new_tokens=100)
     large = idle(decoder)
     for _ in range(PATIENCE - 1):
