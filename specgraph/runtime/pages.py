@@ -156,10 +156,13 @@ class PagePool:
 
         There is one at least, since the last token of a prompt must be run.
         """
-        size, behind = self.block_size, max(1, self._lookahead)
-        if not self._reuse or tokens.numel() < size + behind:
+        behind = max(1, self._lookahead)
+        if not self._reuse or tokens.numel() < self.block_size + behind:
             return []
-        return [page.numpy().tobytes() for page in tokens.unfold(0, size + behind, size)]
+        # Bytes are cut, and not tensors, because that is done three times for every sequence.
+        every, width = tokens.numpy().tobytes(), tokens.element_size()
+        begins = range(0, tokens.numel() - self.block_size - behind + 1, self.block_size)
+        return [every[begin * width : (begin + self.block_size + behind) * width] for begin in begins]
 
     def _weight_versions(self) -> list[int]:
         return [tensor._version for tensor in self._weights]

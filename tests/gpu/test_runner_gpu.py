@@ -75,7 +75,7 @@ def test_batch_sizes_and_modes_alternate_without_a_new_capture(expected: list[Te
 
 def test_a_state_grows_and_shrinks_and_captures_anew(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping all graphs of a pool, and capturing into a new one, several times over."""
-    monkeypatch.setattr("specgraph.runtime.runner.SHRINK_BYTES", 1)
+    monkeypatch.setattr("specgraph.runtime.workspace.SHRINK_BYTES", 1)
     fresh = made()
     for _ in range(2):
         for count in (1, 4, 8):
