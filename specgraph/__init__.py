@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specgraph.compiler.compile import compile_speculative
+    from specgraph.dropin.attach import attach, detach
     from specgraph.dump import load_stage as load_dump
     from specgraph.errors import (
         ConfigError,
@@ -45,7 +46,9 @@ __all__ = [
     "StreamChunk",
     "UnsupportedModelError",
     "VerificationError",
+    "attach",
     "compile_speculative",
+    "detach",
     "load_dump",
 ]
 
@@ -60,7 +63,9 @@ _HOMES = {
     "Stats": "runtime.outputs",
     "Stream": "runtime.outputs",
     "StreamChunk": "runtime.outputs",
+    "attach": "dropin.attach",
     "compile_speculative": "compiler.compile",
+    "detach": "dropin.attach",
     "load_dump": "dump",
 }
 _NAMES = {"load_dump": "load_stage"}

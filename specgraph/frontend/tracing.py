@@ -107,14 +107,21 @@ def hooked(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode while the context lasts; then every module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
+    """Put the model into evaluation mode while the context lasts; then every module is as it was.
+
+    transformers leaves hooks on a model that is asked for hidden states. With them it could not be pickled.
+    """
+    before = [(module, module.training, list(module._forward_hooks), set(vars(module))) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in before:
+        for module, training, hooks, names in before:
             module.training = training
+            for key in module._forward_hooks.keys() - hooks:
+                del module._forward_hooks[key]
+            for name in vars(module).keys() - names:
+                delattr(module, name)
 
 
 def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:

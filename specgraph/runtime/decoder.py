@@ -30,8 +30,10 @@ from specgraph.runtime.runner import Runners
 from specgraph.runtime.session import Session
 from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
+from specgraph.runtime.stopping import Criterion, Stopping, read_criteria
 from specgraph.runtime.workspace import Mode
 
+Criteria = Criterion | Sequence[Criterion] | None
 SESSION_EOS_IDS = 8
 """For how many EOS ids a sequence of a session has room, unless the model has more."""
 
@@ -73,6 +75,11 @@ class SpeculativeDecoder:
         self._overhead = Overhead.of(num_parameters, self._program.target.device.type)
         self._runners = Runners(self._program, config.max_batch_size, config.cache)
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a sequence, prompt included."""
+        return self._reader.limits.max_length
+
     def generate(
         self,
         input_ids: Tensor | Sequence[Tensor],
@@ -86,6 +93,7 @@ class SpeculativeDecoder:
         min_p: PerSequence = None,
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
+        stopping_criteria: Criteria = None,
     ) -> GenerateOutput:
         """Continue every prompt until an EOS, ``max_new_tokens`` or the decoder's ``max_length``.
 
@@ -102,6 +110,8 @@ class SpeculativeDecoder:
                 The output depends on the seeds and the prompts alone, not on drafts, batch size or order.
             return_logprobs: True or ``"raw"`` for the log-softmax of the target's logits at the emitted tokens,
                 ``"processed"`` for that of the processed ones.
+            stopping_criteria: one of transformers' ``StoppingCriteria``, or several, which may end a sequence after any
+                token. They run on the host, and every step waits for them.
 
         Raises:
             InputError: an argument is out of range; the message says what is allowed.
@@ -111,21 +121,23 @@ class SpeculativeDecoder:
             input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
         )  # fmt: skip
-        count = len(batch.requests)
-        stats = self._new_stats(count)
+        count, stopping = len(batch.requests), _stopping(stopping_criteria, input_ids, batch)
+        stats, reasons = self._new_stats(count), ["length"] * len(batch.requests)
         tokens: list[list[int]] = [[] for _ in range(count)]
         logprobs: list[list[float]] = [[] for _ in range(count)]
         thought: list[Sequence[float]] = [()] * count
-        steps = self._run(batch, show=self.config.debug.progress, alone=True)
+        steps = self._run(batch, show=self.config.debug.progress, alone=True, stopping=stopping)
         with self._plain_mode(), contextlib.closing(steps):  # entered once, and not for every step
             for step in steps:
                 _count(stats, step, thought)
                 for output in step.outputs:
                     tokens[output.number] += output.tokens
                     logprobs[output.number] += output.logprobs
+                    if output.finish_reason is not None:
+                        reasons[output.number] = output.finish_reason
         new_tokens = _tensors(tokens, torch.int64)
         values = _tensors(logprobs, torch.float32) if batch.logprobs != "none" else None
-        return GenerateOutput(_pad(batch, new_tokens), new_tokens, values, stats)
+        return GenerateOutput(_pad(batch, new_tokens), new_tokens, values, stats, reasons)
 
     def stream(
         self,
@@ -140,6 +152,7 @@ class SpeculativeDecoder:
         min_p: PerSequence = None,
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
+        stopping_criteria: Criteria = None,
     ) -> Stream:
         """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step.
 
@@ -150,7 +163,7 @@ class SpeculativeDecoder:
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
         )  # fmt: skip
         stats = self._new_stats(len(batch.requests))
-        return Stream(self._chunks(batch, stats), stats)
+        return Stream(self._chunks(batch, stats, _stopping(stopping_criteria, input_ids, batch)), stats)
 
     def session(self, *, return_logprobs: bool | str = False) -> Session:
         """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
@@ -210,11 +223,13 @@ class SpeculativeDecoder:
         confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
         return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=confidence)
 
-    def _chunks(self, batch: Batch, stats: Stats) -> Generator[StreamChunk, None, None]:
+    def _chunks(self, batch: Batch, stats: Stats, stopping: Stopping | None) -> Generator[StreamChunk, None, None]:
         count = len(batch.requests)
         finished = [not request.has_room for request in batch.requests]
         thought: list[Sequence[float]] = [()] * count
-        with contextlib.closing(self._run(batch, show=False)) as steps:  # so that the state is free when this is closed
+        with contextlib.closing(
+            self._run(batch, show=False, stopping=stopping)
+        ) as steps:  # so that the state is free when this is closed
             for step in steps:
                 _count(stats, step, thought)
                 tokens: list[list[int]] = [[] for _ in range(count)]
@@ -225,7 +240,9 @@ class SpeculativeDecoder:
                 if step.ran:
                     yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
 
-    def _run(self, batch: Batch, *, show: bool | None, alone: bool = False) -> Generator[Step, None, None]:
+    def _run(
+        self, batch: Batch, *, show: bool | None, alone: bool = False, stopping: Stopping | None = None
+    ) -> Generator[Step, None, None]:
         """Decode all sequences of a batch, by their places in it, as many at a time as there is room for.
 
         ``show``: whether to show how many prompt tokens were run; None does so on a terminal. ``alone``: whether no
@@ -238,11 +255,12 @@ class SpeculativeDecoder:
         with contextlib.ExitStack() as stack:
             engine = stack.enter_context(self._engine(sizes, batch.logprobs, fair=False))
             progress = stack.enter_context(_progress(batch, show))
-            if alone:
+            if alone and stopping is None:
                 stack.enter_context(engine.active())
             for number in _longest_first(batch.requests):
                 engine.submit(number, batch.requests[number])
-            for step in self._run_steps(engine):
+            steps = self._run_steps(engine)
+            for step in steps if stopping is None else stopping.watch(engine, steps):
                 progress.advance(step.prompt_tokens)
                 for output in step.outputs:
                     if output.error is not None:
@@ -313,6 +331,11 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def _progress(batch: Batch, show: bool | None) -> Progress:
     return Progress("prefill", sum(request.prompt.numel() for request in batch.requests if request.has_room), show)
+
+
+def _stopping(given: Criteria, input_ids: Tensor | Sequence[Tensor], batch: Batch) -> Stopping | None:
+    criteria = read_criteria(given)
+    return Stopping(criteria, list(input_ids), batch.requests) if criteria else None
 
 
 def _longest_first(requests: Sequence[Request]) -> list[int]:

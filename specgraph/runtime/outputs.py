@@ -93,12 +93,15 @@ class GenerateOutput:
         new_tokens: one 1-D int64 tensor per sequence: the continuation alone, up to and including an EOS.
         logprobs: one 1-D float32 tensor per sequence beside ``new_tokens``, or None if not asked for.
         stats: counts and times.
+        finish_reasons: why each sequence ended: ``eos``, ``length`` (as asked, or the decoder's ``max_length``), or
+            ``stop`` for a stopping criterion.
     """
 
     sequences: Tensor
     new_tokens: list[Tensor]
     logprobs: list[Tensor] | None
     stats: Stats
+    finish_reasons: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

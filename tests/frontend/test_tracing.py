@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ def test_model_is_left_as_it_was(architecture: str) -> None:
     trace(model)
     assert (model.config.to_dict(), model.config._attn_implementation) == before
     assert model.training
-    assert all("forward" not in vars(module) for module in model.modules())
+    assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
+    pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         assert torch.equal(model.eval()(tokens).logits, expected)
 

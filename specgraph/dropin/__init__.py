@@ -1,0 +1,1 @@
+"""A compiled decoder behind the interface of transformers: what calls ``model.generate`` runs unchanged."""

@@ -1,0 +1,144 @@
+"""``attach``: ``model.generate`` decodes through a compiled decoder, and returns what it returned before.
+
+transformers' own ``generate`` still reads the arguments: it merges generation configs, counts lengths, finds pads, and
+makes the logits processors and stopping criteria of a call. Then it hands over to a decoding method, which a caller may
+name (``custom_generate``); here that is the decoder. So whatever transformers understands, or refuses, it still does,
+and :mod:`specgraph.dropin.prepared` reads what it has prepared.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specgraph.compiler.compile import compile_speculative
+from specgraph.config import ConfigLike
+from specgraph.drafters.base import DraftLike
+from specgraph.dropin.prepared import Prepared, add_stop_strings, check_arguments
+from specgraph.errors import InputError
+from specgraph.runtime.decoder import SpeculativeDecoder
+
+
+def attach(model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike | None = None) -> SpeculativeDecoder:
+    """Compile a model, and let its ``generate`` decode through the result, until :func:`detach`.
+
+    ``model.generate(...)`` and what calls it, such as ``pipeline("text-generation", model=model)``, return what they
+    returned before: a tensor, or transformers' output class. Greedy tokens are the same. What the decoder cannot do is
+    an :class:`InputError`. The model gets an attribute ``generate`` of its own; a copy of it, or what is pickled, has
+    the method of its class.
+
+    Args:
+        model: the target, as for :func:`specgraph.compile_speculative`, like the other two.
+        cfg: the configuration.
+        draft: a draft model or head.
+
+    Returns:
+        The decoder, which can also be called by itself.
+
+    Raises:
+        InputError: the model is attached already.
+        SpecgraphError: it cannot be compiled; the model is as it was.
+    """
+    if isinstance(vars(model).get("generate"), Attached):
+        raise InputError(f"This {type(model).__name__} is attached already; call specgraph.detach(model) first.")
+    decoder = compile_speculative(model, cfg, draft=draft)
+    vars(model)["generate"] = Attached(model, decoder)
+    return decoder
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Let ``model.generate`` be transformers' own again; nothing happens if it is."""
+    if isinstance(vars(model).get("generate"), Attached):
+        del vars(model)["generate"]
+
+
+class Attached:
+    """What stands in for ``model.generate``.
+
+    Attributes:
+        decoder: what decodes.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: SpeculativeDecoder) -> None:
+        self.decoder = decoder
+        self._model = model
+        original = _own_method(model)
+        self.__doc__, self.__signature__ = original.__doc__, inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate(...)``, with the arguments that it has.
+
+        A call that names a decoding method of its own (``custom_generate``) gets that one.
+
+        Raises:
+            InputError: the decoder does not do what is asked for; the message says what to do.
+            ValueError: transformers refuses an argument.
+        """
+        original: Callable[..., Any] = _own_method(self._model)
+        bound = self.__signature__.bind(*args, **kwargs)
+        if bound.arguments.get("custom_generate") is not None:
+            return original(*bound.args, **bound.kwargs)
+        check_arguments(self._model, bound.arguments)
+        # transformers hands these to its own decoding methods alone.
+        streamer = bound.arguments.pop("streamer", None)
+        add_stop_strings(bound.arguments)
+        bound.arguments["custom_generate"] = functools.partial(_decode, self.decoder, streamer)
+        return original(*bound.args, **bound.kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own_method(memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> Any:
+        return _own_method, (self._model,)
+
+
+def _own_method(model: PreTrainedModel) -> types.MethodType:
+    return types.MethodType(type(model).generate, model)
+
+
+def _decode(
+    decoder: SpeculativeDecoder, streamer: Any, model: PreTrainedModel, input_ids: Tensor, logits_processor: Any,
+    stopping_criteria: Any, generation_config: Any, **prepared: Any,
+) -> Any:  # fmt: skip
+    """A decoding method for ``generate``: int64 ``[B, S]``, or its output class.
+
+    Of what else transformers has ``prepared`` only the attention mask is of use, which is missing where nothing is
+    padding. A cache and positions are for its own forward pass.
+    """
+    call = Prepared(input_ids, logits_processor, stopping_criteria, generation_config)
+    call.check(model, decoder)
+    mask = prepared.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    options: dict[str, Any] = {
+        **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": call.eos_ids,
+        "stopping_criteria": call.host_criteria,
+    }  # fmt: skip
+    if streamer is None:
+        new_tokens = decoder.generate(input_ids, mask, **options).new_tokens
+    else:
+        new_tokens = _streamed(decoder.stream(input_ids, mask, **options), streamer, call)
+    return call.output(new_tokens)
+
+
+def _streamed(chunks: Any, streamer: Any, call: Prepared) -> list[Tensor]:
+    """The new tokens of every sequence, given to a streamer as transformers does: a column at a time."""
+    rows: list[list[int]] = [[] for _ in call.input_ids]
+    shown = 0
+    streamer.put(call.input_ids.cpu())
+    for chunk in chunks:
+        for row, new in zip(rows, chunk.tokens, strict=True):
+            row += new
+        ready = min((len(r) for r, ended in zip(rows, chunk.finished, strict=True) if not ended), default=None)
+        ready = max(map(len, rows)) if ready is None else ready
+        for column in range(shown, ready):
+            streamer.put(torch.tensor([row[column] if column < len(row) else call.pad_id for row in rows]))
+        shown = max(shown, ready)
+    streamer.end()
+    return [torch.tensor(row, dtype=torch.int64) for row in rows]

@@ -1,0 +1,82 @@
+"""Ends sequences where a caller's stopping criteria say so.
+
+Criteria run on the host, after a step was read and before the next one is enqueued. A sequence that stops is cancelled;
+what steps emit for it after that is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specgraph.errors import InputError
+from specgraph.runtime.engine import Engine
+from specgraph.runtime.requests import Request
+from specgraph.runtime.steps import Output, Step
+
+Criterion = Callable[[Tensor, Any], Any]
+"""As transformers' ``StoppingCriteria``: of the tokens int64 ``[1, S]`` of a sequence and of scores, which are always
+None here, whether it ends with the last of them."""
+
+
+def read_criteria(given: Any) -> list[Criterion]:
+    """The criteria that a caller gives: one, several, or None.
+
+    Raises:
+        InputError: something among them cannot be called.
+    """
+    # transformers' list of criteria can be called itself, but looks at a whole batch.
+    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    for criterion in several:
+        if not callable(criterion):
+            raise InputError(
+                f"stopping_criteria is a StoppingCriteria of transformers or a list of them, not {criterion!r}."
+            )
+    return several
+
+
+class Stopping:
+    """What a call's criteria see of its sequences.
+
+    A criterion is asked for every token, with the prompt as it was given and all new tokens up to this one, so a
+    sequence ends where it would without drafts.
+    """
+
+    def __init__(self, criteria: Sequence[Criterion], prompts: Sequence[Tensor], requests: Sequence[Request]) -> None:
+        """``prompts``: 1-D, as given, with padding."""
+        self._criteria = criteria
+        self._lengths = [prompt.numel() for prompt in prompts]
+        self._tokens = [_with_room(*pair) for pair in zip(prompts, requests, strict=True)]
+        self._stopped: set[int] = set()
+
+    def watch(self, engine: Engine, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps of an engine, in which a sequence ends when a criterion says so."""
+        for step in steps:
+            outputs = [output for output in step.outputs if output.number not in self._stopped]
+            yield replace(step, outputs=[self._cut(engine, output) for output in outputs])
+
+    def _cut(self, engine: Engine, output: Output) -> Output:
+        """An output up to the token at which a criterion ends the sequence, if one does."""
+        number = output.number
+        for count, token in enumerate(output.tokens, start=1):
+            length = self._lengths[number] = self._lengths[number] + 1
+            self._tokens[number][length - 1] = token
+            seen = self._tokens[number][:length].unsqueeze(0)
+            if not any(bool(torch.as_tensor(criterion(seen, None)).all()) for criterion in self._criteria):
+                continue
+            self._stopped.add(number)
+            if output.finish_reason is None:
+                engine.cancel(number)
+            last = count == len(output.tokens)
+            reason = output.finish_reason if last and output.finish_reason else "stop"
+            return output._replace(tokens=output.tokens[:count], logprobs=output.logprobs[:count], finish_reason=reason)
+        return output
+
+
+def _with_room(prompt: Tensor, request: Request) -> Tensor:
+    """A prompt with room for what its sequence adds at most."""
+    return torch.cat([prompt.cpu().long(), prompt.new_zeros(request.limit - request.prompt.numel()).cpu().long()])

@@ -1,0 +1,320 @@
+"""An attached model's ``generate`` beside the same model's before: the oracle is transformers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+from transformers.generation import (
+    BaseStreamer,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
+
+import specgraph
+from specgraph import ConfigError, InputError
+from tests.decoding import CONFIG
+from tests.models import VOCAB, ragged_prompts, shared_model
+
+PROMPTS = ragged_prompts((3, 17, 8))
+NEW = 12
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+def left_padded(prompts: list[Tensor], pad: int = 0) -> dict[str, Tensor]:
+    width = max(map(len, prompts))
+    rows = [torch.cat([p.new_full((width - len(p),), pad), p]) for p in prompts]
+    mask = [torch.cat([torch.zeros(width - len(p)), torch.ones(len(p))]).long() for p in prompts]
+    return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(mask)}
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w0", padding_side="left")
+
+
+def attached(model: PreTrainedModel, kind: str = "ngram", **extra: Any) -> PreTrainedModel:
+    """A copy, so that models that tests share stay as they are."""
+    own = copy.deepcopy(model)
+    specgraph.attach(own, {**CONFIG, "draft": {"kind": kind, "num_speculative_tokens": 3}, **extra})
+    return own
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def both(request: pytest.FixtureRequest, cached_traces: None) -> tuple[Any, Any]:
+    """A model as it is, and attached."""
+    model = shared_model(request.param, dtype=torch.float64)
+    return model, attached(model)
+
+
+@pytest.fixture(scope="module")
+def pair(cached_traces: None) -> tuple[Any, Any]:
+    model = shared_model("llama", dtype=torch.float64)
+    return model, attached(model)
+
+
+PADDED = left_padded(PROMPTS)
+ONE = {"input_ids": PROMPTS[1].unsqueeze(0)}
+CALLS: dict[str, dict[str, Any]] = {
+    "one prompt": {**ONE, "max_new_tokens": NEW},
+    "left padding": {**PADDED, "max_new_tokens": NEW},
+    "the default length": ONE,
+    "max_length": {**PADDED, "max_length": 25},
+    "several EOS ids": {**PADDED, "max_new_tokens": 40, "eos_token_id": [2, 7, 11, 50, 60, 61, 62]},
+    "its own pad id": {**PADDED, "max_new_tokens": 40, "eos_token_id": [7, 11, 50], "pad_token_id": 5},
+    "no EOS": {**PADDED, "max_new_tokens": NEW, "eos_token_id": None},
+    "a generation config": {**PADDED, "generation_config": GenerationConfig(max_new_tokens=7, eos_token_id=2)},
+    "several of a prompt": {**PADDED, "max_new_tokens": 5, "num_beams": 1, "num_return_sequences": 1},
+    "without a cache": {**ONE, "max_new_tokens": NEW, "use_cache": False},
+    "warpers that a greedy choice ignores": {
+        **ONE, "max_new_tokens": NEW, "logits_processor": LogitsProcessorList([TopKLogitsWarper(3)]),
+    },
+    "normalised scores": {**ONE, "max_new_tokens": NEW, "renormalize_logits": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_greedy_output_is_what_it_was(both: tuple[Any, Any], name: str) -> None:
+    model, own = both
+    options = {"do_sample": False, **CALLS[name]}
+    expected, actual = model.generate(**options), own.generate(**options)
+    assert torch.equal(actual, expected) and actual.dtype == expected.dtype and actual.device == expected.device
+    whole = {**options, "return_dict_in_generate": True}
+    assert type(own.generate(**whole)) is type(model.generate(**whole))
+    assert torch.equal(own.generate(**whole).sequences, expected)
+
+
+def test_the_first_argument_may_be_given_by_its_place(pair: tuple[Any, Any]) -> None:
+    model, own = pair
+    assert torch.equal(
+        own.generate(ONE["input_ids"], max_new_tokens=3), model.generate(ONE["input_ids"], max_new_tokens=3)
+    )
+
+
+def test_a_changed_generation_config_counts_from_the_next_call_on(pair: tuple[Any, Any]) -> None:
+    model, own = (copy.deepcopy(pair[0]), pair[1])
+    before = copy.deepcopy(own.generation_config)
+    try:
+        for each in (model, own):
+            each.generation_config.max_new_tokens, each.generation_config.eos_token_id = 9, [7, 50, 60]
+        assert torch.equal(own.generate(**PADDED), model.generate(**PADDED))
+    finally:
+        own.generation_config = before
+
+
+class Kept(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.got: list[list[Any]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("prompts", [ONE, PADDED], ids=["one prompt", "several"])
+def test_a_streamer_gets_what_it_got(pair: tuple[Any, Any], prompts: dict[str, Tensor]) -> None:
+    kept = []
+    for each in pair:
+        streamer = Kept()
+        each.generate(**prompts, streamer=streamer, max_new_tokens=30, eos_token_id=[2, 7, 11, 50, 60])
+        kept.append((streamer.got, streamer.ended))
+    assert kept[0] == kept[1] and kept[0][1] == 1
+
+
+def test_sampling_follows_torchs_seed_and_the_models_own_probabilities(pair: tuple[Any, Any]) -> None:
+    """Of two tokens that top-k leaves, each comes as often as their probabilities say."""
+    model, own = pair
+    count, options = 2000, {"do_sample": True, "top_k": 2, "temperature": 1.7, "max_new_tokens": 1}
+    torch.manual_seed(3)
+    first = own.generate(**ONE, **options, num_return_sequences=count)
+    torch.manual_seed(3)
+    assert torch.equal(own.generate(**ONE, **options, num_return_sequences=count), first)
+    assert first.shape == (count, ONE["input_ids"].shape[1] + 1)
+    with torch.no_grad():
+        top = model(ONE["input_ids"]).logits[0, -1].topk(2)
+    likely = float((top.values / 1.7).softmax(0)[0])
+    share = float((first[:, -1] == top.indices[0]).double().mean())
+    assert set(first[:, -1].tolist()) == set(top.indices.tolist())
+    assert abs(share - likely) < 4.5 * (likely * (1 - likely) / count) ** 0.5
+
+
+def test_warpers_of_the_caller_are_those_that_count(pair: tuple[Any, Any]) -> None:
+    warpers = LogitsProcessorList([TopKLogitsWarper(1)])
+    own = pair[1].generate(**PADDED, do_sample=True, top_k=0, logits_processor=warpers, max_new_tokens=NEW)
+    assert torch.equal(own, pair[0].generate(**PADDED, do_sample=False, max_new_tokens=NEW))
+
+
+TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples/models/tiny-math/target")
+"""Its first tokens are characters."""
+
+
+class After(StoppingCriteria):
+    """Ends a sequence behind some of the tokens, or where it is long."""
+
+    def __init__(self, tokens: list[int], length: int) -> None:
+        self.tokens, self.length = torch.tensor(tokens), length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens) | torch.tensor(input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stopping_criteria": StoppingCriteriaList([After([7, 11, 50, 94], 200)])},
+        {"stopping_criteria": StoppingCriteriaList([After([], 23), After([60, 61], 200)])},
+        {"max_time": 0.0},
+        {"stop_strings": ["4", "e", "q", "T", "}"], "tokenizer": TOKENIZER},
+        {"generation_config": GenerationConfig(stop_strings=[*"5fUr}"], max_new_tokens=40), "tokenizer": TOKENIZER},
+    ],
+    ids=["after a token", "at a length", "after a time", "stop strings", "a configuration's stop string"],
+)
+def test_stopping_criteria_end_what_they_ended(both: tuple[Any, Any], options: dict[str, Any]) -> None:
+    call = {**PADDED, "max_new_tokens": 40, "eos_token_id": 2, **options}
+    if "generation_config" in options:
+        del call["max_new_tokens"], call["eos_token_id"]
+    expected, actual = (each.generate(**copy.deepcopy(call)) for each in both)
+    assert torch.equal(actual, expected)
+    free = both[1].generate(**PADDED, max_new_tokens=40, eos_token_id=2)
+    assert not torch.equal(actual, free[:, : actual.shape[1]]) or actual.shape[1] < free.shape[1]
+
+
+def test_a_pipeline_returns_what_it_did(pair: tuple[Any, Any]) -> None:
+    tokenizer = word_tokenizer()
+    texts = [
+        pipeline("text-generation", model=each, tokenizer=tokenizer)(
+            ["w3 w4 w5", "w9 w8 w7 w6 w5"], batch_size=2, max_new_tokens=9, do_sample=False, return_full_text=False
+        )
+        for each in pair
+    ]
+    assert texts[0] == texts[1] and all(text[0]["generated_text"] for text in texts[0])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 3}, "beam search"),
+    "a penalty": ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+    "a processor": (
+        {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])},
+        "RepetitionPenaltyLogitsProcessor",
+    ),
+    "another order": (
+        {
+            "do_sample": True,
+            "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1), TopKLogitsWarper(5)]),
+        },
+        "TopKLogitsWarper",
+    ),
+    "more than the best": (
+        {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1, min_tokens_to_keep=3)])},
+        "MinPLogitsWarper",
+    ),
+    "stop strings without a tokenizer": ({"stop_strings": ["w7"]}, "tokenizer="),
+    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+    "an assistant": ({"assistant_model": "anything"}, "assistant_model="),
+    "guidance": ({"negative_prompt_ids": PROMPTS[0].unsqueeze(0)}, "negative_prompt_ids="),
+    "a cache": ({"past_key_values": ()}, "past_key_values="),
+    "positions": ({"position_ids": torch.arange(17).unsqueeze(0)}, "position_ids="),
+    "too much": ({"max_new_tokens": 100_000}, "100017 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_there_is_no_way_to_do_is_refused_by_name(pair: tuple[Any, Any], name: str) -> None:
+    model, own = pair
+    options, named = REFUSED[name]
+    with pytest.raises(InputError, match=named):
+        own.generate(**{**ONE, "max_new_tokens": 4, **options})
+    assert torch.equal(own.generate(**ONE, max_new_tokens=4), model.generate(**ONE, max_new_tokens=4))
+
+
+def test_transformers_own_refusals_stay(pair: tuple[Any, Any]) -> None:
+    for each in pair:
+        with pytest.raises(ValueError, match="not_an_argument"):
+            each.generate(**ONE, not_an_argument=3)
+
+
+def test_token_types_of_no_use_are_left_out(pair: tuple[Any, Any]) -> None:
+    model, own = pair
+    types = torch.zeros_like(ONE["input_ids"])
+    expected = model.generate(**ONE, max_new_tokens=4)
+    assert torch.equal(own.generate(**ONE, token_type_ids=types, max_new_tokens=4), expected)
+
+
+def test_token_types_that_a_model_reads_are_refused() -> None:
+    own = attached(shared_model("gpt2", dtype=torch.float64))
+    with pytest.raises(InputError, match="token_type_ids="):
+        own.generate(**ONE, token_type_ids=torch.zeros_like(ONE["input_ids"]), max_new_tokens=4)
+
+
+def test_a_method_that_a_call_names_is_used(pair: tuple[Any, Any]) -> None:
+    def silent(model: Any, input_ids: Tensor, **_: Any) -> Tensor:
+        return input_ids
+
+    assert torch.equal(pair[1].generate(**ONE, custom_generate=silent), ONE["input_ids"])
+
+
+@pytest.fixture
+def fresh() -> Iterator[PreTrainedModel]:
+    yield copy.deepcopy(shared_model("llama", dtype=torch.float64))
+
+
+def test_detach_gives_the_method_of_the_class_back(fresh: Any) -> None:
+    before = dict(vars(fresh))
+    decoder = specgraph.attach(fresh, CONFIG)
+    assert isinstance(decoder, specgraph.SpeculativeDecoder)
+    with pytest.raises(InputError, match="attached already"):
+        specgraph.attach(fresh, CONFIG)
+    specgraph.detach(fresh)
+    specgraph.detach(fresh)
+    assert vars(fresh).keys() == before.keys()
+    specgraph.attach(fresh, CONFIG)
+
+
+def test_a_model_that_cannot_be_compiled_is_left_alone(fresh: Any) -> None:
+    with pytest.raises(ConfigError):
+        specgraph.attach(fresh, {"draft": {"kind": "no such drafter"}})
+    assert "generate" not in vars(fresh)
+
+
+def test_copies_and_pickles_have_the_method_of_their_class(pair: tuple[Any, Any]) -> None:
+    model, own = pair
+    expected = model.generate(**ONE, max_new_tokens=4)
+    for other in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert other.generate.__self__ is other
+        assert torch.equal(other.generate(**ONE, max_new_tokens=4), expected)
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+    assert torch.equal(own.generate(**ONE, max_new_tokens=4), expected)
+
+
+def test_help_shows_the_arguments_of_transformers(pair: tuple[Any, Any]) -> None:
+    model, own = pair
+    assert inspect.signature(own.generate) == inspect.signature(model.generate)
+    assert own.generate.__doc__ == model.generate.__doc__
