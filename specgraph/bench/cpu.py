@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
+from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.config.groups import group_choices
@@ -136,8 +137,8 @@ def _contenders(model: PreTrainedModel, options: BenchConfig, config: Config) ->
         seconds, name = time.perf_counter() - begin, Path(draft).name
         assistant = name if decoder.config.draft.kind == "draft_model" else None
         if assistant is not None:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=model.dtype)
-            yield _Contender(f"{ASSISTED}, {name}", _peer(model, loaded.eval(), count), assistant)
+            loaded = load_causal_lm(draft, model.dtype, f"drafts={draft}")
+            yield _Contender(f"{ASSISTED}, {name}", _peer(model, loaded, count), assistant)
         yield _Contender(name, _ours(decoder, count), assistant, lossless, seconds)
 
 

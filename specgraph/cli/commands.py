@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
+from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
@@ -83,8 +84,8 @@ def _peers(
     """The same prompts by transformers' ``generate`` and, if the draft is a model, by its assisted generation."""
     peers = [decode_with_transformers(model, prompts, options, check_batch_size(options, config))]
     if config.draft.kind == "draft_model" and config.draft.model is not None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(config.draft.model, dtype=model.dtype)
-        assistant: PreTrainedModel = loaded.to(model.device).eval()
+        loaded: Any = load_causal_lm(config.draft.model, model.dtype, f"draft.model={config.draft.model}")
+        assistant: PreTrainedModel = loaded.to(model.device)
         peers.append(decode_with_transformers(model, prompts, options, 1, assistant))
     return peers
 
@@ -272,12 +273,8 @@ def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTra
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{key}={name} cannot be loaded as a causal LM: {_first_line(error)}") from error
-    model: PreTrainedModel = loaded.to(device).eval()
-    return model
+    model: Any = load_causal_lm(name, dtype, f"{key}={name}")
+    return cast(PreTrainedModel, model.to(device))
 
 
 def load_tokenizer(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ def read_prompts(prompt: str | None, path: str | None, template: str | None, lim
         raise InputError('Give either prompt="some text" or prompts=FILE (.txt or .jsonl), one of the two.')
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}.")
-    records = [_record(prompt)] if prompt is not None else list(itertools.islice(_read(Path(str(path))), limit))
+    try:
+        records = [_record(prompt)] if prompt is not None else list(itertools.islice(_read(Path(str(path))), limit))
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompts={path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
     if not records:
         raise InputError(f"prompts={path}: the file has no prompts.")
     return [_apply(template, record) for record in records]
@@ -67,8 +71,11 @@ def _apply(template: str | None, record: dict[str, Any]) -> str:
     if template is None:
         return str(record[FIELDS[0]])
     try:
-        return template.replace("\\n", "\n").format_map(record)
+        text = template.replace("\\n", "\n").format_map(record)
     except KeyError as error:
         raise InputError(f"template: there is no field {error}; there are {', '.join(record)}.") from None
     except (ValueError, IndexError, AttributeError) as error:
         raise InputError(f"template: {error}; write {{question}} for the text, and {{{{ for a brace.") from None
+    if not any(field for _, field, _, _ in string.Formatter().parse(template)):
+        raise InputError("template has no field, so all prompts would be the same; write {question} for the text.")
+    return text

@@ -42,6 +42,8 @@ def _build(name: str, options: Any) -> Pass:
         return _instantiate(name, options)
     cls = PASSES[name]
     valid = [f.name for f in dataclasses.fields(cls)]
+    if options and not valid:
+        raise ConfigError(f"passes.{name} has no options, got {', '.join(map(str, options))}; leave them out.")
     for option in options:
         if option not in valid:
             raise ConfigError(unknown_key(f"passes.{name}.{option}", [f"passes.{name}.{v}" for v in valid]))

@@ -120,7 +120,12 @@ def _limits(config: Config, target: TracedModel) -> Limits:
         raise ConfigError(
             f"max_length is {config.max_length}, but {name} is right for at most {known} positions; lower it."
         )
-    longest = config.max_length or known or FALLBACK_MAX_LENGTH
+    longest, drafts = config.max_length or known or FALLBACK_MAX_LENGTH, config.draft.num_speculative_tokens
+    if config.draft.kind != "none" and drafts >= longest:
+        raise ConfigError(
+            f"draft.num_speculative_tokens is {drafts}, but a sequence has at most {longest} tokens (max_length); ask "
+            "for fewer."
+        )
     return Limits(target.info.vocab_size, longest)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specgraph.config import Config
 from specgraph.drafters.none import NoDrafter
-from specgraph.errors import UnsupportedModelError
+from specgraph.errors import NumericsError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import ATTENTION, TracedModel, evaluating
 from specgraph.ir.graphs import calls
@@ -43,6 +43,7 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
 
     Raises:
         UnsupportedModelError: names the first hidden state that differs.
+        NumericsError: the model itself gives NaN.
     """
     windows = {n.kwargs["window"] for n in traced.body.graph.nodes if n.target is ATTENTION and n.kwargs.get("window")}
     wanted = max([2 * config.cache.block_size + 5, Tiling().piece + 5, *(w + 9 for w in windows)])
@@ -57,11 +58,24 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
             raise UnsupportedModelError(
                 f"{traced.info.name} does not run on {length} random tokens: {reason}"
             ) from error
+    _check_numbers(model, expected)
     for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         _compare(traced, index, ours, theirs)
     skipped = sorted(w for w in windows if w >= length)
     crossed = f"; sliding windows not crossed (debug.self_check_tokens): {skipped}" if skipped else ""
     return f"cached decoding of {traced.info.name} agrees with its own forward over {length} random tokens{crossed}"
+
+
+def _check_numbers(model: PreTrainedModel, states: list[Tensor]) -> None:
+    """Say where a NaN comes from, which no comparison could."""
+    if not any(bool(state.isnan().any()) for state in states):
+        return
+    broken = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
+    others = f" (and {len(broken) - 1} other parameters)" if len(broken) > 1 else ""
+    source = f"{broken[0]}{others} holds NaN" if broken else f"it overflows in {model.dtype}, since no weight holds NaN"
+    raise NumericsError(
+        f"{type(model).__name__}'s own forward pass gives NaN: {source}. Load the model again, or in another dtype."
+    )
 
 
 def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -> Tensor:

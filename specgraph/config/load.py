@@ -34,7 +34,8 @@ def load_config(given: ConfigLike = None) -> Config:
     """The defaults, overridden by what the user gave: a preset name, a YAML path, a mapping, or a ``Config``.
 
     In a mapping or a file, the name of a file may take the place of a group, as on the command line:
-    ``{"verify": "probabilistic"}`` takes ``conf/verify/probabilistic.yaml``.
+    ``{"verify": "probabilistic"}`` takes ``conf/verify/probabilistic.yaml``. So may keys be joined by dots:
+    ``{"draft.num_speculative_tokens": 3}``.
 
     Raises:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type or out of range, an unknown
@@ -43,6 +44,7 @@ def load_config(given: ConfigLike = None) -> Config:
     overlay = _read(given)
     chosen = {group: overlay.pop(group) for group in default_groups() if isinstance(overlay.get(group), str)}
     base = default_config(**chosen)
+    overlay = _nested(overlay)
     _take_own_drafter(overlay, base)
     table = _take_table(overlay)
     check_keys(overlay, base, Config)
@@ -57,6 +59,27 @@ def load_config(given: ConfigLike = None) -> Config:
         config.draft.num_speculative_tokens_by_load = table
     validate(config)
     return config
+
+
+def _nested(overlay: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``overlay`` with a mapping for every group of a key that is joined by dots.
+
+    Raises:
+        ConfigError: a value is given in both ways.
+    """
+    dotted = {key: value for key, value in overlay.items() if isinstance(key, str) and "." in key}
+    nested = {key: value for key, value in overlay.items() if key not in dotted}
+    for key, value in dotted.items():
+        node, (*groups, leaf) = nested, key.split(".")
+        for group in groups:
+            inner = node.get(group, {})
+            if not isinstance(inner, Mapping):
+                raise ConfigError(f"{key} is given beside {group}={inner!r}; leave one of them out.")
+            node[group] = node = dict(inner)
+        if leaf in node:
+            raise ConfigError(f"{key} is given twice; leave one of them out.")
+        node[leaf] = value
+    return nested
 
 
 def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:

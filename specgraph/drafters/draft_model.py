@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
@@ -108,10 +108,6 @@ def _check_model(target: Target, draft: Any) -> None:
 
 
 def _read_causal_lm(path: str | Path, info: ModelInfo) -> PreTrainedModel:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=info.dtype)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"The draft {str(path)!r} cannot be loaded as a causal LM: {reason}") from None
-    moved: PreTrainedModel = loaded.to(info.device).eval()
+    loaded: Any = load_causal_lm(path, info.dtype, f"The draft {str(path)!r}")
+    moved: PreTrainedModel = loaded.to(info.device)
     return moved

@@ -114,6 +114,11 @@ def _with_kind(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
         return config, given
     if isinstance(given, str | Path) and Path(given).exists():
         given = open_checkpoint(given, kind)
+    elif isinstance(given, str) and given in drafter_kinds():
+        raise ConfigError(
+            f"draft={given!r} is the name of a drafter, and a draft is a model, or the folder or name of a checkpoint; "
+            f"choose the drafter by the configuration, compile_speculative(model, {{'draft': {given!r}}})."
+        )
     return replace(config, draft=replace(config.draft, kind=_kind_of(given))), given
 
 

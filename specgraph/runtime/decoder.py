@@ -7,11 +7,13 @@ import itertools
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from specgraph.config import Config
+from specgraph.errors import InputError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.verify import LOSSLESS_RULES
@@ -202,6 +204,12 @@ class SpeculativeDecoder:
         from specgraph.dump import dump
 
         return dump(self.stages, Path(folder), report=self.report(), weights=weights)
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "A decoder cannot be pickled or copied: it holds compiled code and memory of its device. Compile the model "
+            "where a decoder is needed; threads can share one."
+        )
 
     def _make_step(self, mode: Mode) -> fx.GraphModule:
         """The step for one kind of log-probabilities and one K, without the sampling options that are off.

@@ -265,7 +265,13 @@ def read_limits(
 ) -> list[int]:
     """The length at which each sequence ends: as asked, else by the model's configuration, else 20 tokens on."""
     if max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is not None:
-        return [min(max_length, max(p.numel(), defaults.max_length)) for p in prompts]
+        for index, prompt in enumerate(prompts):
+            if prompt.numel() >= defaults.max_length:
+                raise InputError(
+                    f"Prompt {index} has {prompt.numel()} tokens, and the model's generation_config has "
+                    f"max_length={defaults.max_length}, which counts them; pass max_new_tokens, or shorten it."
+                )
+        return [min(max_length, defaults.max_length) for _ in prompts]
     count = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     counts = per_sequence("max_new_tokens", count, FALLBACK_NEW_TOKENS, len(prompts))
     for count in counts:

@@ -5,16 +5,20 @@ Every command has its help, its results and its refusals here, so the file is lo
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -379,6 +383,7 @@ MISTAKES = {
     "prompt=": "The prompt '' has no tokens; give it some text.",
     "template='{answer}'": "template: there is no field 'answer'; there are question, prompt.",
     "template='{'": "template: ",
+    "template='Say something.'": "template has no field, so all prompts would be the same; write {question} ",
 }  # fmt: skip
 
 
@@ -391,6 +396,70 @@ def test_a_mistake_gets_one_sentence(
     assert shown.err.startswith(f"error: {message}")
     assert shown.err.count("\n") == 1 and "HYDRA_FULL_ERROR" not in shown.err
     assert shown.out == ""
+
+
+def test_a_file_of_prompts_in_another_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.txt").write_bytes("one\nzwölf\n".encode("latin-1"))
+    assert main(["generate", "model=unused", "prompts=a.txt"]) == 2
+    assert capsys.readouterr().err == "error: prompts=a.txt: not UTF-8 at byte 6; save the file as UTF-8.\n"
+
+
+def _without(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _of_another_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:5].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "tensors are missing": (
+        _without,
+        "its files lack 2 tensors of a LlamaForCausalLM, such as model.layers.1.mlp.up",
+    ),
+    "a tensor of another shape": (
+        _of_another_shape,
+        "model.norm.weight is [5] in its files, and [32] by its config",
+    ),
+    "a truncated file": (_truncated, ""),
+    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors at all" * 99), ""),
+    "an empty file": (lambda folder: (folder / "model.safetensors").write_bytes(b""), ""),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ""),
+    "a damaged configuration": (lambda folder: (folder / "config.json").write_text("{"), ""),
+    "weights for a library that is not there": (_quantized, ""),
+}
+
+
+@pytest.mark.parametrize("key", ["model", "draft.model"])
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_model_gets_one_sentence(
+    damage: Callable[[Path], object], message: str, key: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("damaged").absolute()
+    shutil.copytree(model, folder)
+    damage(folder)
+    given = {"model": str(model), key: str(folder)}
+    kind = ["draft=draft_model"] if key != "model" else []
+    options = [f"{name}={value}" for name, value in given.items()]
+    assert main(["generate", "prompt=a", "debug.self_check=false", *kind, *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and shown.out == ""
+    assert "damaged" in shown.err and message in shown.err
 
 
 @pytest.mark.parametrize("command", ["generate", "dump"])

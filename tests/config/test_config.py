@@ -74,6 +74,15 @@ def test_yaml_file_mapping_and_dictconfig_are_the_same(tmp_path: Path) -> None:
     assert load_config(file).draft.num_speculative_tokens == 7
 
 
+def test_keys_may_be_joined_by_dots() -> None:
+    wanted = {"verify": "block", "draft": {"kind": "eagle3", "num_speculative_tokens": 7}, "cache": {"block_size": 8}}
+    given = {"verify": "block", "draft.num_speculative_tokens": 7, "draft": {"kind": "eagle3"}, "cache.block_size": 8}
+    assert load_config(given) == load_config(wanted)
+    assert load_config({"draft": "eagle3", "draft.num_speculative_tokens": 7}).draft.num_speculative_tokens == 7
+    assert load_config({"passes.fuse_verify": {}}) == load_config({"passes": {"fuse_verify": {}}})
+    assert given["draft"] == {"kind": "eagle3"}
+
+
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "empty.yaml") == load_config()
@@ -139,6 +148,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "null for a group": ({"cache": None}, f"cache is a group of keys ({CACHE_KEYS}), not None."),
     "text for a list": ({"pipeline": {"order": "a"}}, "pipeline.order is a list of texts, not 'a'."),
     "no text in a list": ({"pipeline": {"order": [1]}}, "pipeline.order is a list of texts; 1 in it is not one."),
+    "dots in an unknown key": ({"draft.num_spec": 3}, "Unknown configuration key 'draft.num_spec': did you mean "
+                               "'draft.num_speculative_tokens'?"),
+    "dots behind a value": ({"max_length.a": 3, "max_length": 4}, "max_length.a is given beside max_length=4; leave"),
+    "the same key twice": ({"draft.parallel": True, "draft": {"parallel": True}}, "draft.parallel is given twice; "),
     "unknown choice": ({"draft": "ngrm"}, "There is no draft=ngrm (did you mean 'ngram'?); draft is one of "),
     "unknown preset": ("stric", "Unknown preset 'stric' (did you mean 'strict'?); there are "),
     "no such file": ("missing.yaml", "There is no configuration file 'missing.yaml'."),

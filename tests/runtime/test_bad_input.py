@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,13 @@ from tests.models import VOCAB, make_model, ragged_prompts, shared_model
 
 PROMPTS = ragged_prompts()
 pytestmark = pytest.mark.usefixtures("cached_traces")
+
+
+def broken_llama() -> Any:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 3] = float("nan")
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +73,9 @@ BAD_CALLS: dict[str, tuple[Callable[[SpeculativeDecoder], object], str]] = {
     "values": (lambda d: d.generate(ONE, temperature=[1.0, 2.0]), "temperature has 2 values for 1 sequences"),
     "type": (lambda d: d.generate(ONE, temperature="hot"), "must be a number or one number per sequence, not str"),
     "seed": (lambda d: d.generate(ONE, seed=[1, 2]), "seed has 2 values for 1 sequences"),
+    "nan new tokens": (lambda d: d.generate(ONE, max_new_tokens=float("nan")), "max_new_tokens must be an integer"),
+    "pickle": (pickle.dumps, "A decoder cannot be pickled or copied"),
+    "deepcopy": (copy.deepcopy, "A decoder cannot be pickled or copied"),
     "max_new_tokens": (lambda d: d.generate(ONE, max_new_tokens=-1), "max_new_tokens must be an integer of at least 0"),
     "eos": (lambda d: d.generate(ONE, eos_token_id=VOCAB), f"eos_token_id {VOCAB} is not a token id"),
     "logprobs": (lambda d: d.generate(ONE, return_logprobs="all"), "return_logprobs is False, True, 'raw'"),
@@ -150,6 +162,13 @@ BAD_COMPILES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                    "insert_kv_cache: block_size must be at least 1, got 0"),
     "none with draft": (lambda: compiled(llama(), "none", draft=llama()), ConfigError, "but draft.kind is 'none'"),
     "length": (lambda: compiled(llama(), max_length=4096), ConfigError, "max_length is 4096, .* at most 128 positions"),
+    "drafts": (lambda: compiled(llama(), k=128), ConfigError, "num_speculative_tokens is 128, .* at most 128 tokens"),
+    "draft name": (lambda: specgraph.compile_speculative(llama(), draft="ngram"), ConfigError,
+                   "draft='ngram' is the name of a drafter.* compile_speculative.model, {'draft': 'ngram'}"),
+    "no option": (lambda: compiled(llama(), passes={"fuse_verify": {"foo": 1}}), ConfigError,
+                  "passes.fuse_verify has no options, got foo"),
+    "nan weights": (lambda: specgraph.compile_speculative(broken_llama()), NumericsError,
+                    r"own forward pass gives NaN: model.layers.1.mlp.down_proj.weight holds NaN"),
     "draft missing": (lambda: compiled(llama(), "draft_model"), ConfigError, "needs a model: pass draft="),
     "draft path": (lambda: specgraph.compile_speculative(llama(), draft="/nowhere"), ConfigError,
                    "'/nowhere' cannot be loaded as a causal LM"),
@@ -195,6 +214,16 @@ def test_nan_logits_are_an_error_and_the_decoder_recovers() -> None:
     with torch.no_grad():
         weight.copy_(kept)
     assert all(map(torch.equal, decoder.generate(PROMPTS, max_new_tokens=5).new_tokens, expected))
+
+
+def test_a_prompt_beyond_the_models_own_length_is_refused() -> None:
+    model = make_model("llama")
+    model.generation_config.max_length = 8
+    decoder = compiled(model)
+    assert len(decoder.generate([torch.arange(3, 10)]).new_tokens[0]) <= 1
+    with pytest.raises(InputError, match=r"Prompt 1 has 8 tokens, .* max_length=8, .* pass max_new_tokens"):
+        decoder.generate([torch.arange(3, 10), torch.arange(3, 11)])
+    assert len(decoder.generate([torch.arange(3, 11)], max_new_tokens=2).new_tokens[0]) <= 2
 
 
 @pytest.mark.parametrize(
