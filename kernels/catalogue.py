@@ -13,8 +13,10 @@ import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
+import specgraph.kernels.processors
 import specgraph.kernels.sampling.sample
 import specgraph.kernels.step
 import specgraph.kernels.step.block
 import specgraph.kernels.step.results
-import specgraph.kernels.verify  # noqa: F401
+import specgraph.kernels.verify
+import specgraph.kernels.verify.score  # noqa: F401

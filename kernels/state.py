@@ -26,7 +26,7 @@ class Buffer:
     Attributes:
         shape: numbers, and letters for what only a decoder knows: ``B`` sequences whose state is kept, ``b`` of them
             that a call runs, ``T`` rows of this call, ``M`` pages per sequence, ``N`` pages in all, ``S`` the longest
-            sequence, ``E`` EOS ids of a sequence.
+            sequence, ``E`` EOS ids of a sequence, ``W`` tokens of the words that a sequence has biases for.
         dtype: of its elements.
         fill: what a fresh or reset element holds.
         owner: whose it is. ``sequence``: each row is one sequence's, and is reset when a sequence starts there. A call

@@ -103,6 +103,11 @@ def draft_tokens(window: Tensor) -> Tensor:
     return window[:, 1:]
 
 
+def rows_before_last(hidden: Tensor) -> Tensor:
+    """The rows of ``hidden`` ``[B, T, H]`` whose next token stands in the window: ``[B, T - 1, H]``, contiguous."""
+    return hidden[:, :-1].contiguous()
+
+
 def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
     """Whether each sequence has a NaN among the logits ``[B, R, V]`` of its real, unforced rows: bool ``[B]``.
 
@@ -390,3 +395,8 @@ def advance_(
     torch.ops.specgraph.advance(
         next_window, start, num_rows, num_forced, emitted, num_emitted, drafts, max_length, eos_ids
     )
+
+
+def for_host(logits: Tensor) -> Tensor:
+    """A copy of logits ``[B, R, V]`` that the host may change, float32 at least: a step pauses behind it."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)

@@ -46,6 +46,8 @@ class Verify:
         acceptance_rate: the probability of ``synthetic``.
         draft_rows: int64 ``[B]``, the row of ``draft_logits`` that belongs to each sequence; -1 for a sequence without
             one, whose drafts are point masses. None: N is B, and sequence b has row b.
+        raw_logits: ``[B, R, V]`` of any float dtype: the logits before :mod:`specgraph.kernels.processors` changed
+            them, which ``raw`` log-probabilities are of. None: ``logits``.
     """
 
     logits: Tensor
@@ -67,6 +69,7 @@ class Verify:
     posterior_alpha: float = 0.3
     acceptance_rate: float = 0.7
     draft_rows: Tensor | None = None
+    raw_logits: Tensor | None = None
 
 
 class Verified(NamedTuple):
@@ -137,6 +140,12 @@ def _check_shapes(given: Verify) -> None:
         positions.dim() == 2 and positions.shape[0] == batch and positions.shape[1] == width,
         lambda: f"positions must be [B, K + 1] = {[batch, width]}, one per row, got {_shape(positions)}.",
     )
+    raw = given.raw_logits
+    if raw is not None:
+        require(
+            raw.shape == logits.shape,
+            lambda: f"raw_logits must have the shape of logits, {_shape(logits)}, got {_shape(raw)}.",
+        )
     require(positions.dtype == torch.int64, lambda: f"positions must be int64, got {positions.dtype}.")
     if given.draft_logits is not None:
         _check_draft_logits(given.draft_logits, batch if given.draft_rows is None else None)

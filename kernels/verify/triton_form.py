@@ -1,11 +1,11 @@
 """The Triton form of ``specgraph::verify``, for every rule and option, without a sort and without waiting for the host.
 
-Where the next token is the target's own sample (strict, typical, synthetic) it takes two launches. ``_scan_rows`` has a
+Where the next token is the target's own sample (strict, typical, synthetic) it takes two launches. ``scan_rows`` has a
 program per row and split of the vocabulary and leaves what :mod:`specgraph.kernels.sampling.scan` finds there and, on
 request, sums of exponentials. ``_finish`` has a program per sequence: it draws every row's token from that, accepts,
 and lays out tokens and log-probabilities as the reference does.
 
-``probabilistic`` and ``block`` take the sums of ``_scan_rows`` and go on in
+``probabilistic`` and ``block`` take the sums of ``scan_rows`` and go on in
 :mod:`specgraph.kernels.verify.triton_residual`. Top-k, top-p and min-p are floors that
 :mod:`specgraph.kernels.sampling.floors` finds first. Rows that cannot matter (padding, forced, inactive) are not read
 by the scans.
@@ -16,6 +16,7 @@ by the scans.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
 from specgraph.kernels.verify.arguments import Verified, Verify, check_block
+from specgraph.kernels.verify.raw_logprobs import raw_logprobs
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
     count_accepted,
@@ -66,7 +68,7 @@ _FEW_GROUPS = 1024
 
 
 @triton.jit(do_not_specialize=["count", "width"])
-def _scan_rows(
+def scan_rows(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, num_rows_ptr, num_forced_ptr, floors_ptr,
     found_ptr, stats_ptr, count, width, vocab, splits,
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
@@ -145,7 +147,7 @@ def _finish(
     if NOISE:
         seed = tl.load(seeds_ptr + batch, cache_modifier=".cg")
         place = tl.load(positions_ptr + batch * width + row, mask=needed, other=0, cache_modifier=".cg")
-    # The reads above are safe: ``_scan_rows`` waited for everything written before it, and only then let this kernel
+    # The reads above are safe: ``scan_rows`` waited for everything written before it, and only then let this kernel
     # start.
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -191,7 +193,7 @@ def _finish(
 
 def covers(given: Verify) -> bool:
     """Whether :func:`verify_triton` covers these dtypes. float64 takes the reference."""
-    return all(x is None or x.dtype in _HALF_OR_SINGLE for x in (given.logits, given.draft_logits))
+    return all(x is None or x.dtype in _HALF_OR_SINGLE for x in (given.logits, given.draft_logits, given.raw_logits))
 
 
 def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, warps: int = WARPS) -> Verified:
@@ -201,6 +203,10 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     in the last bits.
     """
     check_block(given)
+    if given.raw_logits is not None and given.logprobs == "raw":
+        verified = verify_triton(replace(given, raw_logits=None, logprobs="none"), split=split, tile=tile, warps=warps)
+        own = raw_logprobs(given.raw_logits, verified.emitted, given.num_rows, given.num_forced)
+        return verified._replace(logprobs=own)
     logits, draft_tokens, positions, rule, logprobs = (
         given.logits, given.draft_tokens, given.positions, given.rule, given.logprobs
     )  # fmt: skip
@@ -232,7 +238,7 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     }  # fmt: skip
     bounds = stats if floors is None else floors
     # Rules whose noise is keyed by the step draw in a later kernel. They need only the largest values of the rows here.
-    _scan_rows[(splits, count, batch)](
+    scan_rows[(splits, count, batch)](
         logits, temperature, noise, positions, num_rows, num_forced, bounds, found, stats, count, width,
         vocab, splits, RAW=raw, SCALED=scaled, NOISE=given.seeds is not None and not by_step, **common,
     )  # fmt: skip

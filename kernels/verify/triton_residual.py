@@ -60,7 +60,7 @@ The integers are the token of a row that is a point mass (or -1), whether the ro
 
 
 class Block(NamedTuple):
-    """The inputs of ``verify_triton``, made contiguous, and the results of ``_scan_rows``."""
+    """The inputs of ``verify_triton``, made contiguous, and the results of ``scan_rows``."""
 
     logits: Tensor
     draft_tokens: Tensor

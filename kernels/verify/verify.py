@@ -78,7 +78,8 @@ def verify_reference(given: Verify) -> Verified:
     weights = residual(processed, *drafts, num_accepted, given.num_forced, given.num_rows, rule=rule, **drawn)
     token = sample_next(weights, *noise, num_accepted, given.num_forced, rule=rule)
     emitted, num_emitted, accepted_rows = emit(given.draft_tokens, num_accepted, token, *rows)
-    logprobs = token_logprobs(logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
+    raw_logits = logits if given.raw_logits is None else given.raw_logits
+    logprobs = token_logprobs(raw_logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
     bad = nan_rows_reference(NanRows(logits, *rows, given.positions.shape[1]))
     return Verified(emitted, num_emitted, accepted_rows, logprobs, bad)
 

@@ -1,0 +1,108 @@
+"""What the ops that change logits know of each row: the tokens of the sequence before the token that the row gives.
+
+These are the tokens of the history before the window, and the window's own up to the row. Rows of logits may be fewer
+than the rows of the window: the ``R`` rows begin at row ``min(num_forced, T - R)``, as
+:mod:`specgraph.kernels.verify.verify` says.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import check_batch, require
+
+
+class HasContext(Protocol):
+    """The arguments that such ops share; :class:`~specgraph.kernels.processors.penalties.Penalise` describes them."""
+
+    logits: Tensor
+    history: Tensor
+    rows: Tensor
+    window: Tensor
+    start: Tensor
+    num_forced: Tensor
+
+
+def check_context(given: HasContext) -> None:
+    """Refuse shapes that do not fit.
+
+    Raises:
+        ValueError: names the argument, and what it must be.
+    """
+    logits, window = given.logits, given.window
+    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
+    require(window.dim() == 2 and given.history.dim() == 2, lambda: "window must be [B, T], history [N, S]")
+    fits = logits.shape[1] <= window.shape[1]
+    require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {window.shape[1]} rows")
+    for name in ("rows", "window", "start", "num_forced"):
+        check_batch(name, getattr(given, name), logits.shape[0])
+
+
+def first_rows(given: HasContext) -> Tensor:
+    """The row of the window ``[B]`` that the first row of logits belongs to."""
+    return given.num_forced.clamp(max=given.window.shape[1] - given.logits.shape[1])
+
+
+def starts(given: HasContext) -> Tensor:
+    """The position ``[B, 1]`` of the window's first token; 0 for no sequence."""
+    return torch.where(given.rows >= 0, given.start, 0).unsqueeze(1)
+
+
+def known_tokens(given: HasContext, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of the history and of the window side by side, their positions, and which of them are known by row
+    ``last`` ``[B]`` of the window; all ``[B, S + T]``."""
+    history, window = given.history[given.rows.clamp_min(0)], given.window
+    start = starts(given)
+    place = torch.arange(history.shape[1], device=window.device).expand(len(window), -1)
+    column = torch.arange(window.shape[1], device=window.device).expand(len(window), -1)
+    known = torch.cat([place < start, column <= last.unsqueeze(1)], dim=1)
+    return torch.cat([history, window], dim=1), torch.cat([place, start + column], dim=1), known
+
+
+def context_lengths(given: HasContext) -> Tensor:
+    """How many tokens of its sequence come before the token that each row gives, int64 ``[B, R]``."""
+    rows = torch.arange(given.logits.shape[1], device=given.logits.device)
+    return starts(given) + first_rows(given).unsqueeze(1) + rows + 1
+
+
+def by_position(given: HasContext) -> Tensor:
+    """The tokens of the history, and behind them those of the window, int64 ``[B, S + T]``: element ``i`` is the token
+    at position ``i``. What lies behind the window is not known."""
+    width = given.window.shape[1]
+    history = torch.nn.functional.pad(given.history[given.rows.clamp_min(0)], (0, width))
+    place = starts(given) + torch.arange(width, device=history.device)
+    return history.scatter(1, place.clamp(max=history.shape[1] - 1), given.window)
+
+
+@triton.jit
+def load_context(history_ptr, window_ptr, position, start, end, mask):
+    """The tokens at each ``position`` of a sequence whose window begins at ``start``; -1 outside of 0 to ``end``."""
+    inside = mask & (position >= 0) & (position < end)
+    old = tl.load(history_ptr + position, mask=inside & (position < start), other=-1)
+    new = tl.load(window_ptr + position - start, mask=inside & (position >= start), other=-1)
+    return tl.where(position < start, old, new)
+
+
+@triton.jit
+def row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width):
+    """Of row ``r`` of sequence ``b``: its row of the history, where its window begins, and how many tokens come before
+    the token that it gives."""
+    row = tl.load(rows_ptr + b)
+    start = tl.where(row >= 0, tl.minimum(tl.load(start_ptr + b), longest), 0).to(tl.int32)
+    first = tl.minimum(tl.load(num_forced_ptr + b).to(tl.int32), width - count)
+    return tl.maximum(row, 0), start, start + first + r + 1
+
+
+def copied(logits: Tensor) -> Tensor:
+    """A copy ``[B, R, V]`` that changed logits are written to: float32, or float64 for float64 logits."""
+    return torch.empty_like(
+        logits, dtype=torch.promote_types(logits.dtype, torch.float32), memory_format=torch.contiguous_format
+    ).copy_(logits)

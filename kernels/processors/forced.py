@@ -1,0 +1,153 @@
+"""``specgraph::force_tokens``: the first token of an empty beginning, or the last token of a sequence, is given.
+
+In a row whose token is forced, the logit of that token becomes 0 and all others become minus infinity. The token at
+position 1 may be forced, which is the one behind a prompt of a single token (a BOS), and so may the last token that a
+sequence has room for. Results are float32, or float64 for float64 logits.
+
+One launch has a program per row and tile of the vocabulary. The bits of a row depend on its own position alone.
+
+Source: ``ForcedBOSTokenLogitsProcessor`` and ``ForcedEOSTokenLogitsProcessor`` of transformers.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+
+TILE = 4096
+"""Logits of a program."""
+
+
+@dataclass(slots=True)
+class ForceTokens:
+    """Force the token at position 1, or the last one.
+
+    Args:
+        logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
+        start: int64 ``[B]``, the position of the window's first token.
+        num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
+        max_length: int64 ``[B]``, the length at which each sequence ends.
+        first, last: int64 ``[B]``, the token at position 1, and that at position ``max_length - 1``; -1 forces none.
+            None is -1 for all sequences. The last token has precedence.
+        width: ``T``, the number of rows of the window.
+
+    Returns:
+        ``[B, R, V]``, float32, or float64 for float64 logits.
+    """
+
+    logits: Tensor
+    start: Tensor
+    num_forced: Tensor
+    max_length: Tensor
+    first: Tensor | None
+    last: Tensor | None
+    width: int
+
+
+def force_tokens_reference(given: ForceTokens) -> Tensor:
+    """:class:`ForceTokens` in plain PyTorch."""
+    _check(given)
+    logits = given.logits.to(torch.promote_types(given.logits.dtype, torch.float32))
+    count, vocab = logits.shape[1:]
+    rows = torch.arange(count, device=logits.device)
+    position = (given.start + given.num_forced.clamp(max=given.width - count)).unsqueeze(1) + rows + 1
+    token = torch.full_like(position, -1)
+    if given.first is not None:
+        token = torch.where(position == 1, given.first.unsqueeze(1), token)
+    if given.last is not None:
+        ends = (position == given.max_length.unsqueeze(1) - 1) & (given.last >= 0).unsqueeze(1)
+        token = torch.where(ends, given.last.unsqueeze(1), token)
+    is_it = token.unsqueeze(2) == torch.arange(vocab, device=logits.device)
+    only = torch.zeros_like(logits).masked_fill_(~is_it, -float("inf"))
+    return torch.where((token >= 0).unsqueeze(2), only, logits)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _force_kernel(
+    out_ptr, logits_ptr, start_ptr, num_forced_ptr, max_length_ptr, first_ptr, last_ptr, count, width, vocab,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one row. The grid is (tiles, R, B)."""
+    r, b = tl.program_id(1), tl.program_id(2)
+    ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    at = (b * count + r).to(tl.int64) * vocab + ids
+    position = tl.load(start_ptr + b) + tl.minimum(tl.load(num_forced_ptr + b), width - count) + r + 1
+    token = position * 0 - 1
+    if first_ptr is not None:
+        token = tl.where(position == 1, tl.load(first_ptr + b), token)
+    if last_ptr is not None:
+        last = tl.load(last_ptr + b)
+        token = tl.where((position == tl.load(max_length_ptr + b) - 1) & (last >= 0), last, token)
+    x = tl.load(logits_ptr + at, mask=ids < vocab, other=0.0).to(tl.float32)
+    x = tl.where(token >= 0, tl.where(ids == token, 0.0, -float("inf")), x)
+    tl.store(out_ptr + at, x, mask=ids < vocab)
+
+
+def force_tokens_triton(given: ForceTokens) -> Tensor:
+    """:class:`ForceTokens` in one launch."""
+    logits, out = given.logits.contiguous(), _force_tokens_fake(given)
+    batch, count, vocab = logits.shape
+    if out.numel() == 0:
+        return out
+    rows = [part.contiguous() for part in (given.start, given.num_forced, given.max_length)]
+    tokens = [None if part is None else part.contiguous() for part in (given.first, given.last)]
+    _force_kernel[(triton.cdiv(vocab, TILE), count, batch)](
+        out, logits, *rows, *tokens, count, given.width, vocab, TILE=TILE, num_warps=4
+    )
+    return out
+
+
+def _check(given: ForceTokens) -> None:
+    logits = given.logits
+    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
+    fits = logits.shape[1] <= given.width
+    require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {given.width} rows")
+    for name in ("start", "num_forced", "max_length", "first", "last"):
+        values = getattr(given, name)
+        if values is not None:
+            check_batch(name, values, logits.shape[0])
+
+
+def _force_tokens_fake(given: ForceTokens) -> Tensor:
+    _check(given)
+    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
+
+
+FORCE_TOKENS = declare(
+    Op(
+        "force_tokens",
+        ForceTokens,
+        _force_tokens_fake,
+        triton_or_reference(
+            force_tokens_triton,
+            force_tokens_reference,
+            covers=lambda given: given.logits.dtype != torch.float64,
+            moves_only=True,
+        ),
+    )
+)
+
+
+def force_tokens(
+    logits: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, max_length: Tensor,
+    forced_bos_token_id: Tensor | None, forced_eos_token_id: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The function that step graphs call: :class:`ForceTokens` has the arguments. Without tokens, the logits as given.
+
+    ``window`` ``[B, T]`` says how many rows the window has.
+    """
+    tokens = (forced_bos_token_id, forced_eos_token_id)
+    if all(token is None for token in tokens):
+        return logits
+    changed: Tensor = torch.ops.specgraph.force_tokens(logits, start, num_forced, max_length, *tokens, window.shape[1])
+    return changed

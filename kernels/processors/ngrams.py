@@ -1,0 +1,174 @@
+"""``specgraph::ban_ngrams``: a token that would repeat an n-gram of its sequence is forbidden.
+
+For a row whose context is ``c`` ``[L]`` and an ``n`` of its sequence::
+
+    x[c[p]] = -inf      for every p with n - 1 <= p < L and c[p - k] == c[L - k] for all 0 < k < n
+
+``n = 1`` forbids every token that occurs, and ``n = 0`` nothing. The context of a row is made of the tokens before the
+window and those of the window up to the row. Results are float32, or float64 for float64 logits.
+
+Programs. One launch copies the logits. The second has programs for each row, which share the positions of its context.
+Each position looks at the tokens in front of it, as a lookup does (:mod:`specgraph.kernels.step.ngram`). All write the
+same value, so no order matters, and the bits of a row depend on its own context alone.
+
+Source: Paulus et al. 2017, arXiv 1705.04304, section 2.5; ``NoRepeatNGramLogitsProcessor`` of transformers.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.attention.tiles import loop_bound
+from specgraph.kernels.checks import check_batch
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.processors.context import (
+    by_position,
+    check_context,
+    context_lengths,
+    copied,
+    load_context,
+    row_context,
+)
+
+MOST = 256
+"""The largest ``n``."""
+TILE = 512
+"""Positions of a program at a time."""
+PROGRAMS = 1056
+"""All rows together are shared out to about this many programs: eight for each multiprocessor of an H200."""
+
+
+@dataclass(slots=True)
+class BanNgrams:
+    """Forbid tokens that would complete an n-gram that occurs already.
+
+    Args:
+        logits, history, rows, window, start, num_forced: as for
+            :class:`~specgraph.kernels.processors.penalties.Penalise`.
+        sizes: int64 ``[B]``, the ``n`` of each sequence, at most :data:`MOST`; 0 forbids nothing.
+
+    Returns:
+        ``[B, R, V]``, float32, or float64 for float64 logits.
+    """
+
+    logits: Tensor
+    history: Tensor
+    rows: Tensor
+    window: Tensor
+    start: Tensor
+    num_forced: Tensor
+    sizes: Tensor
+
+
+def ban_ngrams_reference(given: BanNgrams) -> Tensor:
+    """:class:`BanNgrams` in plain PyTorch, which never reads a value on the host."""
+    return _banned(given, min(MOST, given.history.shape[1] + given.window.shape[1]))
+
+
+def _banned(given: BanNgrams, longest: int) -> Tensor:
+    """``longest``: no ``n`` is larger."""
+    _check(given)
+    out, vocab = copied(given.logits), given.logits.shape[2]
+    context, length = by_position(given), context_lengths(given).unsqueeze(2)
+    place = torch.arange(context.shape[1], device=context.device)
+    n = given.sizes[:, None, None]
+    holds = (n > 0) & (place >= n - 1) & (place < length)
+    for back in range(1, longest):
+        wanted = context.gather(1, (length.squeeze(2) - back).clamp(0, context.shape[1] - 1)).unsqueeze(2)
+        equal = context.roll(back, 1).unsqueeze(1) == wanted
+        holds &= equal | (n <= back)
+    token = context.unsqueeze(1).expand_as(holds)
+    banned = torch.zeros(*out.shape[:2], vocab + 1, dtype=torch.int64, device=out.device)
+    inside = holds & (token >= 0) & (token < vocab)
+    banned.scatter_add_(2, torch.where(inside, token, vocab), inside.long())
+    return out.masked_fill_(banned[..., :vocab] > 0, -float("inf"))
+
+
+def ban_ngrams_cpu(given: BanNgrams) -> Tensor:
+    """:func:`ban_ngrams_reference` on the known tokens alone, since a CPU may look at values."""
+    known = max([1, *given.start.tolist()])
+    return _banned(replace(given, history=given.history[:, :known]), max([1, *given.sizes.tolist()]))
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _ban_kernel(
+    out_ptr, history_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, sizes_ptr, stride, longest, count, width,
+    vocab, TILE: tl.constexpr,
+):  # fmt: skip
+    """Every so many tiles of the context of one row. The grid is (parts, R, B)."""
+    part, r, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, start, length = row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width)
+    history, window = history_ptr + row * stride, window_ptr + b * width
+    n = tl.load(sizes_ptr + b).to(tl.int32)
+    tiles = tl.where(n > 0, (length + TILE - 1) // TILE, 0)
+    for tile in range(loop_bound(part), loop_bound(tiles), loop_bound(tl.num_programs(0))):
+        place = tile * TILE + tl.arange(0, TILE)
+        holds = (place >= n - 1) & (place < length)
+        for back in range(1, loop_bound(tl.minimum(n, length + 1))):
+            last = tl.full((TILE,), 0, tl.int32) + length - back
+            wanted = load_context(history, window, last, start, length, holds)
+            holds = holds & (load_context(history, window, place - back, start, length, holds) == wanted)
+        token = load_context(history, window, place, start, length, holds)
+        inside = holds & (token >= 0) & (token < vocab)
+        tl.store(out_ptr + (b * count + r).to(tl.int64) * vocab + token, -float("inf"), mask=inside)
+
+
+def ban_ngrams_triton(given: BanNgrams) -> Tensor:
+    """:class:`BanNgrams` in two launches."""
+    out, history, width = copied(given.logits), given.history, given.window.shape[1]
+    batch, count, vocab = out.shape
+    if out.numel() == 0:
+        return out
+    history = history if history.stride(1) == 1 else history.contiguous()
+    parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, PROGRAMS // (batch * count)))
+    context = [part.contiguous() for part in (given.rows, given.window, given.start, given.num_forced, given.sizes)]
+    _ban_kernel[(parts, count, batch)](
+        out, history, *context, history.stride(0), history.shape[1], count, width, vocab, TILE=TILE, num_warps=4
+    )
+    return out
+
+
+def _check(given: BanNgrams) -> None:
+    check_context(given)
+    check_batch("sizes", given.sizes, given.logits.shape[0])
+
+
+def _ban_ngrams_fake(given: BanNgrams) -> Tensor:
+    _check(given)
+    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
+
+
+BAN_NGRAMS = declare(
+    Op(
+        "ban_ngrams",
+        BanNgrams,
+        _ban_ngrams_fake,
+        with_cpu(
+            triton_or_reference(
+                ban_ngrams_triton, ban_ngrams_reference, covers=lambda given: given.logits.dtype != torch.float64
+            ),
+            ban_ngrams_cpu,
+        ),
+    )
+)
+
+
+def ban_ngrams(
+    logits: Tensor, history: Tensor, rows: Tensor, window: Tensor, start: Tensor, num_forced: Tensor,
+    no_repeat_ngram_size: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The function that step graphs call: :class:`BanNgrams` has the arguments. Without sizes, the logits as given."""
+    if no_repeat_ngram_size is None:
+        return logits
+    changed: Tensor = torch.ops.specgraph.ban_ngrams(
+        logits, history, rows, window, start, num_forced, no_repeat_ngram_size
+    )
+    return changed

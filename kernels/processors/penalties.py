@@ -1,0 +1,251 @@
+"""``specgraph::penalise``: the logits of tokens that occur in a sequence already are made smaller, or larger.
+
+For a row of logits ``x`` ``[V]``, let ``n`` be how often token ``t`` was generated before the token that the row gives,
+and let ``t`` occur if it is anywhere in the prompt or among these generated tokens. Then::
+
+    x[t] = x[t] * repetition if x[t] < 0 else x[t] / repetition      if t occurs
+    x[t] = x[t] - frequency * n
+    x[t] = x[t] - presence                                           if n > 0
+
+The rows of one window have different contexts. Row ``i`` of the window sees the tokens of the sequence up to the
+window's first token, and the drafts in columns 1 to ``i``, so that it gets the penalties that plain decoding would give
+it if these drafts are accepted. Results are float32, or float64 for float64 logits.
+
+Programs. One launch counts the tokens that all rows of a sequence have in common into a table ``[B, V]`` of integers
+that was filled with zeros. An entry holds the number of times that the token was generated, and a bit says whether the
+prompt has it. Both are written by integer atomics, which give the same table in any order. A second launch has a
+program per row and tile of the vocabulary. It adds the few drafts before its row and computes the new logits. A row of
+128,000 logits is 0.25 MB to read and 0.5 MB to write, and a table is 0.5 MB for each sequence.
+
+Each logit is computed alone, so the bits of a row do not depend on other rows, nor on the number of drafts.
+
+Sources: Keskar et al. 2019, arXiv 1909.05858, section 4.1, for the repetition penalty, where
+``RepetitionPenaltyLogitsProcessor`` of transformers is the form that treats negative logits; OpenAI's API reference
+(``frequency_penalty``, ``presence_penalty``) for the other two.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.attention.tiles import loop_bound
+from specgraph.kernels.checks import check_batch
+from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.processors.context import check_context, first_rows, known_tokens, starts
+
+TILE = 2048
+"""Logits, or tokens of the sequence, that a program reads at a time."""
+PROGRAMS = 528
+"""The programs that count tokens, for all sequences together: four for each multiprocessor of an H200."""
+IN_PROMPT = 1 << 30
+"""The bit of a table entry that says that the prompt has the token."""
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
+
+
+@dataclass(slots=True)
+class Penalise:
+    """Change the logits of tokens that occur in the context of each row.
+
+    Args:
+        logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
+        history: int64 ``[N, S]``, the tokens of each sequence; those before ``start`` are read.
+        rows: int64 ``[B]``, the row of ``history`` of each sequence, -1 for no sequence.
+        window: int64 ``[B, T]``, the tokens at positions ``start``, ``start + 1``, ...
+        start: int64 ``[B]``, the position of the window's first token.
+        num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
+        prompt_length: int64 ``[B]``; tokens at positions from here on were generated.
+        repetition: float ``[B]``, more than 0; 1 changes nothing. None is 1 for all sequences.
+        frequency, presence: float ``[B]``; 0 changes nothing. None is 0 for all sequences.
+
+    Returns:
+        ``[B, R, V]``, float32, or float64 for float64 logits.
+    """
+
+    logits: Tensor
+    history: Tensor
+    rows: Tensor
+    window: Tensor
+    start: Tensor
+    num_forced: Tensor
+    prompt_length: Tensor
+    repetition: Tensor | None
+    frequency: Tensor | None
+    presence: Tensor | None
+
+
+def penalise_reference(given: Penalise) -> Tensor:
+    """:class:`Penalise` in plain PyTorch, which never reads a value on the host."""
+    _check(given)
+    logits, vocab = given.logits, given.logits.shape[2]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    first = first_rows(given)
+    tokens, place, common = known_tokens(given, first)
+    generated = place >= given.prompt_length.unsqueeze(1)
+    # Everything that is no token of the vocabulary is counted in a column behind it, which nobody reads.
+    ids = torch.where(common & (tokens >= 0) & (tokens < vocab), tokens, vocab)
+    occurs, number = (torch.zeros(len(ids), vocab + 1, dtype=torch.int64, device=ids.device) for _ in range(2))
+    occurs.scatter_add_(1, ids, torch.ones_like(ids))
+    number.scatter_add_(1, ids, generated.long())
+    out = []
+    for row, x in enumerate(logits.to(wide).unbind(1)):
+        if row:
+            column = (first + row).unsqueeze(1)
+            token = given.window.gather(1, column)
+            token = torch.where((token >= 0) & (token < vocab), token, vocab)
+            occurs = occurs.scatter_add(1, token, torch.ones_like(token))
+            drafted = starts(given) + column >= given.prompt_length.unsqueeze(1)
+            number = number.scatter_add(1, token, drafted.long())
+        out.append(_penalised(given, x, occurs[:, :vocab] > 0, number[:, :vocab]))
+    return torch.stack(out, dim=1)
+
+
+def _penalised(given: Penalise, x: Tensor, occurs: Tensor, number: Tensor) -> Tensor:
+    """The formula, for logits ``[B, V]``, whether each token occurs, and how often it was generated."""
+    if given.repetition is not None:
+        penalty = given.repetition.to(x.dtype).unsqueeze(1)
+        x = torch.where(occurs, torch.where(x < 0, x * penalty, x / penalty), x)
+    if given.frequency is not None:
+        x = torch.where(number > 0, x - given.frequency.to(x.dtype).unsqueeze(1) * number.to(x.dtype), x)
+    if given.presence is not None:
+        x = torch.where(number > 0, x - given.presence.to(x.dtype).unsqueeze(1), x)
+    return x
+
+
+def penalise_cpu(given: Penalise) -> Tensor:
+    """:func:`penalise_reference` on the known tokens alone, since a CPU may look at values."""
+    longest = max([1, *given.start.tolist()])
+    return penalise_reference(
+        Penalise(given.logits, given.history[:, :longest], given.rows, given.window, given.start, given.num_forced,
+                 given.prompt_length, given.repetition, given.frequency, given.presence)
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _count_kernel(
+    table_ptr, history_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, prompt_length_ptr,
+    stride, longest, count, width, vocab, TILE: tl.constexpr,
+):  # fmt: skip
+    """Count the tokens that all rows of one sequence have in common. The grid is (parts, B)."""
+    part, b = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows_ptr + b)
+    start = tl.where(row >= 0, tl.minimum(tl.load(start_ptr + b), longest), 0).to(tl.int32)
+    prompt_length = tl.load(prompt_length_ptr + b).to(tl.int32)
+    end = start + tl.minimum(tl.load(num_forced_ptr + b).to(tl.int32), width - count) + 1
+    own, table = history_ptr + tl.maximum(row, 0) * stride, table_ptr + b.to(tl.int64) * vocab
+    for tile in range(loop_bound(part), loop_bound((end + TILE - 1) // TILE), loop_bound(tl.num_programs(0))):
+        place = tile * TILE + tl.arange(0, TILE)
+        token = tl.load(own + place, mask=place < start, other=-1)
+        in_window = (place >= start) & (place < end)
+        token = tl.where(in_window, tl.load(window_ptr + b * width + place - start, mask=in_window, other=-1), token)
+        known = (token >= 0) & (token < vocab)
+        tl.atomic_add(table + token, 1, mask=known & (place >= prompt_length), sem="relaxed")
+        tl.atomic_or(table + token, _IN_PROMPT, mask=known & (place < prompt_length), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _penalise_kernel(
+    out_ptr, logits_ptr, table_ptr, rows_ptr, window_ptr, start_ptr, num_forced_ptr, prompt_length_ptr,
+    repetition_ptr, frequency_ptr, presence_ptr, count, width, vocab, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one row. The grid is (tiles, R, B)."""
+    r, b = tl.program_id(1), tl.program_id(2)
+    ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = ids < vocab
+    at = (b * count + r).to(tl.int64) * vocab + ids
+    entry = tl.load(table_ptr + b.to(tl.int64) * vocab + ids, mask=inside, other=0)
+    x = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.minimum(tl.load(num_forced_ptr + b).to(tl.int32), width - count)
+    start = tl.where(tl.load(rows_ptr + b) >= 0, tl.load(start_ptr + b), 0)
+    prompt_length = tl.load(prompt_length_ptr + b)
+    for column in range(loop_bound(first + 1), loop_bound(first + r + 1)):
+        drafted = ids == tl.load(window_ptr + b * width + column)
+        more = tl.where(start + column >= prompt_length, entry + 1, entry | _IN_PROMPT)
+        entry = tl.where(drafted, more, entry)
+    number = entry & (_IN_PROMPT - 1)
+    if repetition_ptr is not None:
+        penalty = tl.load(repetition_ptr + b).to(tl.float32)
+        x = tl.where(entry != 0, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty + tl.zeros_like(x))), x)
+    if frequency_ptr is not None:
+        x = tl.where(number > 0, x - tl.load(frequency_ptr + b).to(tl.float32) * number.to(tl.float32), x)
+    if presence_ptr is not None:
+        x = tl.where(number > 0, x - tl.load(presence_ptr + b).to(tl.float32), x)
+    tl.store(out_ptr + at, x, mask=inside)
+
+
+def penalise_triton(given: Penalise) -> Tensor:
+    """:class:`Penalise` in a launch that fills a table with zeros, one that counts, and one that computes."""
+    logits, history = given.logits.contiguous(), given.history
+    batch, count, vocab = logits.shape
+    width, out = given.window.shape[1], _penalise_fake(given)
+    if out.numel() == 0:
+        return out
+    history = history if history.stride(1) == 1 else history.contiguous()
+    table = torch.zeros(batch, vocab, dtype=torch.int32, device=logits.device)
+    shared = [part.contiguous() for part in (given.rows, given.window, given.start, given.num_forced,
+                                             given.prompt_length)]  # fmt: skip
+    parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, PROGRAMS // batch))
+    _count_kernel[(parts, batch)](
+        table, history, *shared, history.stride(0), history.shape[1], count, width, vocab,
+        TILE=TILE, num_warps=4,
+    )  # fmt: skip
+    options = [None if part is None else part.contiguous() for part in (given.repetition, given.frequency,
+                                                                       given.presence)]  # fmt: skip
+    # Without contraction, a logit has the bits of the definition in PyTorch.
+    _penalise_kernel[(triton.cdiv(vocab, TILE), count, batch)](
+        out, logits, table, *shared, *options, count, width, vocab, TILE=TILE, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _check(given: Penalise) -> None:
+    check_context(given)
+    options = {"repetition": given.repetition, "frequency": given.frequency, "presence": given.presence}
+    for name, values in {"prompt_length": given.prompt_length, **options}.items():
+        if values is not None:
+            check_batch(name, values, given.logits.shape[0])
+
+
+def _penalise_fake(given: Penalise) -> Tensor:
+    _check(given)
+    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
+
+
+PENALISE = declare(
+    Op(
+        "penalise",
+        Penalise,
+        _penalise_fake,
+        with_cpu(
+            triton_or_reference(
+                penalise_triton, penalise_reference, covers=lambda given: given.logits.dtype != torch.float64
+            ),
+            penalise_cpu,
+        ),
+    )
+)
+
+
+def penalise(
+    logits: Tensor, history: Tensor, rows: Tensor, window: Tensor, start: Tensor, num_forced: Tensor,
+    prompt_length: Tensor, repetition_penalty: Tensor | None, frequency_penalty: Tensor | None,
+    presence_penalty: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The function that step graphs call: :class:`Penalise` has the arguments. Without a penalty, the logits as given.
+
+    A step whose requests use none of the penalties has no such node.
+    """
+    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
+    if all(penalty is None for penalty in penalties):
+        return logits
+    changed: Tensor = torch.ops.specgraph.penalise(
+        logits, history, rows, window, start, num_forced, prompt_length, *penalties
+    )
+    return changed

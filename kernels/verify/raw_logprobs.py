@@ -1,0 +1,105 @@
+"""Log-probabilities of emitted tokens under other logits than those that were verified, in Triton.
+
+Where a request changes the logits (:mod:`specgraph.kernels.processors`), verification draws from the changed ones, and
+its ``raw`` log-probabilities are those of the logits ``[B, R, V]`` before that. Two launches compute them. The first
+has a program per row and split of the vocabulary, and leaves the largest logit and the sum of exponentials there. The
+second has a program per sequence and writes the log-probabilities ``[B, T]``.
+
+The splits, the tiles and the functions are those of :mod:`specgraph.kernels.verify.triton_form`. So a row gets the same
+bits here as it gets there where no request changes logits, and they do not depend on other rows.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.sampling.gumbel import LOG2E, TILE, WARPS, aligned, split_size
+from specgraph.kernels.verify.rows import logprob, merge_sums, place_rows, split_largest, split_sums
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _sum_rows(
+    logits_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, count, width, vocab, splits, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest logit and the sum of exponentials of one split of one row. The grid is (splits, R, B)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    split, batch = tl.program_id(0), tl.program_id(2)
+    line = batch * count + tl.program_id(1)
+    num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
+    row = tl.minimum(num_forced, width - count) + tl.program_id(1)
+    if (row < num_rows) & (num_forced < num_rows) & (row >= num_forced):
+        row_ptr = logits_ptr + line.to(tl.int64) * vocab
+        at = line * splits + split
+        largest = split_largest(row_ptr, split * SPLIT, vocab, SPLIT, TILE)
+        tl.store(stats_ptr + at, largest)
+        largest = tl.where(largest > -float("inf"), largest, 0.0)
+        total, _ = split_sums(row_ptr, split * SPLIT, vocab, largest, 0.0, LOG2E, SPLIT, TILE, False)
+        tl.store(stats_ptr + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2) + at, total)
+
+
+@triton.jit(do_not_specialize=["count", "width", "area"])
+def _write(
+    logits_ptr, emitted_ptr, num_rows_ptr, num_forced_ptr, stats_ptr, logprobs_ptr, count, width, vocab, splits, area,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of every row of one sequence, and write its log-probabilities. The grid is (B,)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    batch, rows, ks = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, SPLITS)
+    row, needed, _, first, _, _ = place_rows(num_rows_ptr, num_forced_ptr, batch, count, width, ROWS)
+    token = tl.load(emitted_ptr + batch * width + row, mask=needed, other=-1)
+    wanted = needed & (token >= 0)
+    begin = width * 0
+    while begin < width:
+        column = begin + tl.arange(0, COLUMNS)
+        outside = (column < first) | (column >= first + count)
+        tl.store(logprobs_ptr + batch * width + column, 0.0, mask=(column < width) & outside)
+        begin += COLUMNS
+    line = (batch * count + rows).to(tl.int64)
+    at = line[:, None] * splits + ks[None, :]
+    known = wanted[:, None] & (ks[None, :] < splits)
+    x = tl.load(logits_ptr + line * vocab + token, mask=wanted, other=-float("inf")).to(tl.float32)
+    largest, total, _ = merge_sums(stats_ptr, at, known, area, 1, LOG2E)
+    value = logprob(x, largest, total, 1.0)
+    value = tl.where(largest == -float("inf"), tl.where(token == 0, 0.0, -float("inf")), value)
+    tl.store(logprobs_ptr + batch * width + row, tl.where(wanted, value, 0.0), mask=rows < count)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def raw_logprobs(logits: Tensor, emitted: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
+    """The log-softmax of ``logits`` ``[B, R, V]`` at the tokens ``emitted`` int64 ``[B, T]``, float32 ``[B, T]``.
+
+    ``num_rows`` and ``num_forced`` int64 ``[B]`` are those of the verification that emitted them. Forced tokens and
+    padding (-1) get 0.
+    """
+    batch, count, vocab = logits.shape
+    width = emitted.shape[1]
+    values = logits.new_empty((batch, width), dtype=torch.float32)
+    if batch == 0:
+        return values
+    logits, rows = aligned(logits), (num_rows.contiguous(), num_forced.contiguous())
+    split = split_size(vocab)
+    splits = triton.cdiv(vocab, split)
+    area = batch * count * splits
+    stats, pdl = logits.new_empty(2 * area, dtype=torch.float32), supports_pdl(logits.device)
+    options = {"PDL": pdl, "num_warps": WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
+    _sum_rows[(splits, count, batch)](
+        logits, *rows, stats, count, width, vocab, splits, SPLIT=split, TILE=TILE, **options
+    )  # fmt: skip
+    _write[(batch,)](
+        logits, emitted, *rows, stats, values, count, width, vocab, splits, area,
+        ROWS=triton.next_power_of_2(max(count, 2)), SPLITS=triton.next_power_of_2(max(splits, 2)),
+        COLUMNS=min(triton.next_power_of_2(width), 1024), **options,
+    )  # fmt: skip
+    return values

@@ -1,0 +1,220 @@
+"""``specgraph::score``: how probable given tokens are, with the bits that ``specgraph::verify`` reports for them.
+
+Row ``r`` of the logits ``[B, R, V]`` is the distribution of ``tokens[:, r]``. The op gives the log-softmax of the raw
+or of the processed logits at that token, and whether the token is the one that the logits prefer.
+
+On a GPU it takes two launches. The first is the scan that verification runs, with a program per row and split of the
+vocabulary. It leaves the largest logits and the sums of exponentials of every split, whose bits depend on the row and
+on the size of the vocabulary alone. In the second, each program merges the splits of a few rows with the functions that
+verification uses. So a token has the same log-probability whether it was drawn or given, and whatever other rows there
+are. float64 takes the reference.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW, TL_STREAM_TARGET
+from specgraph.kernels.sampling.floors import find_floors
+from specgraph.kernels.sampling.gumbel import NO_TOKEN, TILE, WARPS, aligned, exponent_scale, load_floors, split_size
+from specgraph.kernels.sampling.merge import row_tokens
+from specgraph.kernels.sampling.sample import clean_logits, process_logits
+from specgraph.kernels.sampling.scan import GROUP
+from specgraph.kernels.verify.rows import merge_sums, write_logprobs
+from specgraph.kernels.verify.triton_form import scan_rows
+
+KINDS = ("raw", "processed")
+ROWS = 2
+"""Rows that a program merges; the fewest, since there are many rows."""
+
+
+@dataclass(slots=True)
+class Score:
+    """Logits of ``B`` sequences, and the tokens whose log-probabilities are wanted.
+
+    Attributes:
+        logits: ``[B, R, V]`` raw logits of any float dtype.
+        tokens: int64 ``[B, K]`` with ``R - 1 <= K <= R``, ids from 0 to ``V - 1``. A row without a token is not read.
+        num_scored: int64 ``[B]``, how many of them are wanted, from the first on; at most K.
+        temperature, top_k, top_p, min_p: ``[B]`` as for :func:`~specgraph.kernels.sampling.sample.process_logits`, for
+            ``processed``, which needs at least the temperature.
+        logprobs: one of :data:`KINDS`, those of the raw or of the processed logits.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    num_scored: Tensor
+    temperature: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    logprobs: str = "raw"
+
+
+class Scored(NamedTuple):
+    """What scoring gives.
+
+    Attributes:
+        logprobs: float32 ``[B, K]``, 0 behind the wanted tokens.
+        is_greedy: bool ``[B, K]``, whether a token is the first with the largest of those logits; False behind them.
+        bad: bool ``[B]``, which sequences have a NaN among the logits of their wanted tokens.
+    """
+
+    logprobs: Tensor
+    is_greedy: Tensor
+    bad: Tensor
+
+
+def check(given: Score) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ValueError: names the argument, what it is and what it must be.
+    """
+    logits, tokens = given.logits, given.tokens
+    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], got {list(logits.shape)}.")
+    require(logits.dtype.is_floating_point, lambda: f"logits must be floating point, got {logits.dtype}.")
+    batch, rows, _ = logits.shape
+    require(
+        tokens.dim() == 2 and tokens.shape[0] == batch and rows - 1 <= tokens.shape[1] <= rows,
+        lambda: f"tokens must be [B, R] or [B, R - 1] for B = {batch} and R = {rows}, got {list(tokens.shape)}.",
+    )
+    require(tokens.dtype == torch.int64, lambda: f"tokens must be int64, got {tokens.dtype}.")
+    for name in ("num_scored", "temperature", "top_k", "top_p", "min_p"):
+        _check_vector(name, getattr(given, name), batch)
+    kinds = ", ".join(KINDS)
+    require(given.logprobs in KINDS, lambda: f"logprobs must be one of {kinds}; got {given.logprobs!r}.")
+    missing = given.logprobs == "processed" and given.temperature is None
+    require(not missing, lambda: "logprobs='processed' needs a temperature for every sequence.")
+
+
+def _check_vector(name: str, value: Tensor | None, batch: int) -> None:
+    fits = value is None or (value.dim() == 1 and value.shape[0] == batch)
+    require(fits, lambda: f"{name} must have one value per sequence, [{batch}], got {list(value.shape)}.")  # type: ignore[union-attr]
+
+
+def score_reference(given: Score) -> Scored:
+    """The definition of ``specgraph::score``."""
+    check(given)
+    count = given.tokens.shape[1]
+    logits = given.logits[:, :count]
+    if given.logprobs == "raw":
+        source = clean_logits(logits)
+    else:
+        assert given.temperature is not None  # ``check`` says so
+        source = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
+    wanted = torch.arange(count, device=logits.device) < given.num_scored.unsqueeze(1)
+    token = given.tokens.masked_fill(~wanted, 0)
+    values = source.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1).masked_fill(~wanted, 0.0)
+    is_greedy = (source.argmax(-1) == token) & wanted
+    return Scored(values.to(torch.float32), is_greedy, (logits.isnan().any(-1) & wanted).any(-1))
+
+
+@triton.jit(do_not_specialize=["count", "width", "tokens_stride", "area"])
+def _score_rows(
+    logits_ptr, tokens_ptr, num_scored_ptr, temperature_ptr, floors_ptr, found_ptr, stats_ptr, logprobs_ptr,
+    is_greedy_ptr, bad_ptr, count, width, tokens_stride, vocab, splits, area,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr,
+    RAW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of ``ROWS`` rows of one sequence, and write what they say of its tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    batch = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    needed = row < tl.load(num_scored_ptr + batch)
+    temperature = tl.load(temperature_ptr + batch).to(tl.float32)
+    given = tl.load(tokens_ptr + batch.to(tl.int64) * tokens_stride + row, mask=needed, other=0).to(tl.int32)
+    line = batch.to(tl.int64) * count + row
+    none = batch.to(tl.int64) * 0  # there is no noise
+    best, bad = row_tokens(
+        logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, none, row * none, row * none, found_ptr,
+        vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, False, False, FLOORED,
+    )  # fmt: skip
+    best = tl.where(best == NO_TOKEN, 0, best)
+    tl.store(bad_ptr + batch, bad.to(tl.uint8), mask=bad > 0)  # several programs may write, all of them this value
+    tl.store(is_greedy_ptr + batch * width + row, ((best == given) & needed).to(tl.uint8), mask=row < width)
+    at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
+    known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
+    floor = load_floors(floors_ptr, line, needed, FLOORED)
+    cold = temperature + tl.zeros((ROWS,), tl.float32) < TL_GREEDY_BELOW
+    point = tl.where(cold, best, -1)
+    if not RAW:
+        largest, _, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
+        point = tl.where(cold, best, tl.where(largest == -float("inf"), 0, -1))
+    write_logprobs(
+        logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, 0, width, width, vocab,
+        given, given, width, point, temperature, RAW,
+    )  # fmt: skip
+
+
+def covers(given: Score) -> bool:
+    """Whether :func:`score_triton` covers this dtype. float64 takes the reference."""
+    return given.logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def score_triton(given: Score) -> Scored:
+    """``specgraph::score`` for what :func:`covers` names."""
+    check(given)
+    batch, count, vocab = given.logits.shape
+    width = given.tokens.shape[1]
+    logprobs = given.logits.new_empty((batch, width), dtype=torch.float32)
+    is_greedy = torch.empty((batch, width), dtype=torch.uint8, device=logprobs.device)
+    bad = torch.zeros(batch, dtype=torch.uint8, device=logprobs.device)
+    results = Scored(logprobs, is_greedy.view(torch.bool), bad.view(torch.bool))
+    if batch == 0 or width == 0:
+        return results
+    logits, num_scored, raw = aligned(given.logits), given.num_scored.contiguous(), given.logprobs == "raw"
+    tokens = given.tokens if given.tokens.stride(1) == 1 else given.tokens.contiguous()
+    chosen = None if raw else given.temperature
+    temperature = logprobs.new_zeros(batch) if chosen is None else chosen.contiguous()
+    options = (None, None, None) if raw else (given.top_k, given.top_p, given.min_p)
+    split = split_size(vocab)
+    floors = find_floors(logits, temperature, *options, split=split)
+    splits = triton.cdiv(vocab, split)
+    area = batch * count * splits
+    found = torch.empty((3, area, TILE // GROUP.value), dtype=torch.int32, device=logits.device)
+    stats = logits.new_empty(4 * area, dtype=torch.float32)
+    pdl = supports_pdl(logits.device)
+    # The same options as for verification, so that the same expression gives the same bits.
+    common: dict[str, Any] = {
+        "SPLIT": split, "TILE": TILE, "FLOORED": floors is not None, "RAW": raw, "PDL": pdl, "num_warps": WARPS,
+        "enable_fp_fusion": False, **launch_options(pdl),
+    }  # fmt: skip
+    bounds = stats if floors is None else floors
+    forced = torch.zeros_like(num_scored)
+    scan_rows[(splits, count, batch)](
+        logits, temperature, num_scored, num_scored, num_scored, forced, bounds, found, stats, count, count, vocab,
+        splits, SCALED=not raw, NOISE=False, **common,
+    )  # fmt: skip
+    _score_rows[(triton.cdiv(width, ROWS), batch)](
+        logits, tokens, num_scored, temperature, bounds, found, stats, logprobs, is_greedy, bad, count, width,
+        tokens.stride(0), vocab, splits, area, ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
+    )  # fmt: skip
+    return results
+
+
+def _score_fake(given: Score) -> Scored:
+    check(given)
+    logits, tokens = given.logits, given.tokens
+    return Scored(
+        logits.new_empty(tokens.shape, dtype=torch.float32),
+        tokens.new_empty(tokens.shape, dtype=torch.bool),
+        tokens.new_empty(tokens.shape[:1], dtype=torch.bool),
+    )
+
+
+SCORE = declare(Op("score", Score, _score_fake, triton_or_reference(score_triton, score_reference, covers=covers)))
