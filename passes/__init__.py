@@ -13,6 +13,7 @@ from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.passes.lookup_first import LookupFirst
 from specgraph.passes.lower_kernels import LowerKernels
@@ -23,9 +24,9 @@ from specgraph.passes.share_weights import ShareWeights
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
-        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, LookupFirst, InsertVerify, FuseVerify, FuseStep,
-        ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, FewRows, CompileRemainder,
-        CaptureCudaGraph,
+        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, LookupFirst, InsertVerify, FuseVerify,
+        InsertProcessors, FuseStep, ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, FewRows,
+        CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

@@ -12,11 +12,12 @@ _COLUMNS = ("pass", "seconds", "matches", "nodes before", "nodes after", "near m
 
 
 def render_report(
-    stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = (), graphs: Sequence[str] = ()
-) -> str:
+    stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str] = (),
+    running: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Markdown: a table of all passes, followed by the notes and the near misses of each pass.
 
-    ``notes`` are about checks, and ``graphs`` about what was captured.
+    ``notes`` are about checks, and ``running`` about what was captured, and what waited for the host.
     """
     program = list(stages.values())[-1]
     drafter = program.drafter
@@ -30,7 +31,7 @@ def render_report(
         details += [f"- near miss at {miss.where}: {miss.reason}" for miss in report.result.near_misses]
         if details:
             lines += ["", f"## {report.name}", *details]
-    for title, remarks in (("checks", notes), ("CUDA graphs", graphs)):
+    for title, remarks in (("checks", notes), ("while running", running)):
         if remarks:
             lines += ["", f"## {title}", *(f"- {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n"

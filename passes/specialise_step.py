@@ -29,6 +29,7 @@ from specgraph.kernels.step import WRITES
 from specgraph.kernels.verify.arguments import LOGPROBS
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.index_rows import drop_unread, gathered
+from specgraph.passes.insert_processors import VERIFY, removable
 
 ABOUT_DRAFTS = (step.keep_confidence_, step.keep_point_mass_)
 """Functions that keep something about the next drafts, for which a step without drafts has no use."""
@@ -55,10 +56,12 @@ class SpecialiseStep(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""
-        notes = () if self.drafts is None else (_make_fewer(program, self.drafts),)
         left_out = {gathered(program, name) for name in self.unused if name in program.inputs}
         for node in program.graph.nodes:
             node.args = fx.map_arg(node.args, lambda arg: None if arg in left_out else arg)
+        # Before fewer drafts are made, since what a drafter reads of the tokens shows that it keeps them for itself.
+        _drop_processors(program)
+        notes = () if self.drafts is None else (_make_fewer(program, self.drafts),)
         drop_unread(program)
         given = [node for node in program.graph.nodes if "logprobs" in node.kwargs]
         for node in given:
@@ -66,6 +69,28 @@ class SpecialiseStep(Pass):
         without = ", ".join(sorted(node.name for node in left_out)) or "nothing left out"
         notes = (f"log-probabilities: {self.logprobs}; {without}", *notes)
         return PassResult(len(left_out) + len(given) + (self.drafts is not None), notes=notes)
+
+
+def _drop_processors(program: Program) -> None:
+    """Take out processors that no request asks for, and what only keeps up with what they alone read."""
+    for node in [node for node in program.graph.nodes if removable(node)]:
+        logits: fx.Node = node.args[0]
+        read = [given for given in node.all_input_nodes if given.op == "placeholder"]
+        node.replace_all_uses_with(logits)
+        program.graph.erase_node(node)
+        for state in read:
+            _drop_writers(program, state)
+    for node in calls(program.graph, VERIFY):
+        if node.kwargs.get("raw_logits") is node.args[0]:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "raw_logits"}
+
+
+def _drop_writers(program: Program, state: fx.Node) -> None:
+    """Erase the nodes that write ``state`` if nothing else reads it."""
+    writers = [user for user in state.users if state in written_by(user, WRITES) and not user.users]
+    if len(writers) == len(state.users):
+        for writer in writers:
+            program.graph.erase_node(writer)
 
 
 def _make_fewer(program: Program, count: int) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -44,21 +42,16 @@ def experts_hook(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_wei
     return weighted.view(rows, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
-@contextlib.contextmanager
-def hooked_experts(model: nn.Module) -> Iterator[None]:
-    """Route experts whose class is not in transformers' interface to :func:`experts_hook` while the context lasts.
+def hook_experts(model: nn.Module) -> None:
+    """Route experts whose class is not in transformers' interface to :func:`experts_hook`.
 
     They are recognised by their form: the arguments, the weights, and the function that combines gate and input, of
     classes that are in the interface.
     """
-    found: list[Any] = [module for module in model.modules() if _has_form(module)]
-    for experts in found:
-        experts.forward = MethodType(experts_hook, experts)
-    try:
-        yield
-    finally:
-        for experts in found:
-            del experts.forward
+    for module in model.modules():
+        if _has_form(module):
+            experts: Any = module
+            experts.forward = MethodType(experts_hook, experts)
 
 
 def _has_form(module: nn.Module) -> bool:

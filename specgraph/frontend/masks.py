@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from specgraph.errors import UnsupportedModelError
+from specgraph.ir.exporting import own_copy
 
 MaskFunction = Callable[..., Any]
 """A function of int64 tensors (batch, head, query, key) that says whether a query position may see a key position."""
@@ -115,22 +116,40 @@ def note_attention(mask: Tensor | None, window: int | None) -> bool:
     return calls is not None
 
 
-def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of one small forward pass of a hooked model, in order.
+_FAILURES = (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError)
+"""What a model's forward pass raises on arguments for which it was not made."""
+
+
+def attention_calls(model: PreTrainedModel, plain: PreTrainedModel) -> list[AttentionCall]:
+    """The attention calls of one small forward pass of a hooked model, in order. ``plain`` is the same without hooks.
 
     Raises:
-        UnsupportedModelError: the forward fails on a mask of the attention interface.
+        UnsupportedModelError: the forward fails on a mask of the attention interface, or without hooks as well.
     """
     tokens = torch.zeros(1, 3, dtype=torch.int64, device=next(model.parameters()).device)
     with _noting() as calls:
         try:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
-        except (TypeError, AttributeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        except _FAILURES as error:
+            _check_runs(plain, tokens)
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run with its masks left to the attention interface, so it builds or "
                 f"reads them by itself: {str(error).strip().splitlines()[0]}"
             ) from error
     return calls
+
+
+def _check_runs(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Refuse a model whose forward pass fails by itself, which then has nothing to do with hooks."""
+    try:
+        own_copy(model, shared=nn.Parameter).eval()(input_ids=tokens, use_cache=False)
+    except _FAILURES as error:
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+        mixed = f" Its weights are {' and '.join(dtypes)}; convert them to one dtype." if len(dtypes) > 1 else ""
+        raise UnsupportedModelError(
+            f"{type(model).__name__}'s own forward pass fails on {tokens.numel()} tokens: "
+            f"{str(error).strip().splitlines()[0].rstrip('.')}.{mixed}"
+        ) from error
 
 
 def check_masks(calls: Sequence[AttentionCall], name: str, max_positions: int | None = None) -> None:

@@ -11,21 +11,24 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import output_capturing
 
 import specgraph.kernels.attention.attention  # noqa: F401  (registers the op)
 from specgraph.errors import UnsupportedModelError
-from specgraph.frontend.experts import HOOK, hooked_experts
+from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.ir.devices import move_foreign_nodes
-from specgraph.ir.graphs import EXPORTING, export_module, functional, new_module, unlift
+from specgraph.ir.exporting import exporting, own_copy, replaced
+from specgraph.ir.graphs import export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 
+_Module = TypeVar("_Module", bound=nn.Module)
 ATTENTION = torch.ops.specgraph.attention.default
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
                        "output_router_logits", "position_embeddings", "is_causal", "dropout", "return_dict",
@@ -85,43 +88,20 @@ AttentionInterface.register(HOOK, attention_hook)
 AttentionMaskInterface.register(HOOK, mask_hook)
 
 
-@contextlib.contextmanager
-def hooked(model: nn.Module) -> Iterator[None]:
-    """Route a model's attention, masks and experts to the hooks above while the context lasts."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
-    before = [(c, getattr(c, "_attn_implementation", None), getattr(c, "_experts_implementation", None))
-              for c in configs]  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        stack.enter_context(fixed_rotary(model))
-        stack.enter_context(hooked_experts(model))
-        for config, attention, experts in before:
-            stack.callback(setattr, config, "_experts_implementation", experts)
-            stack.callback(setattr, config, "_attn_implementation", attention)
-        for config in configs:
+def hooked(model: _Module) -> _Module:
+    """A copy of a model in evaluation mode, whose attention, masks and experts go to the hooks above.
+
+    The copy has modules and configurations of its own, and the model's own tensors.
+    """
+    model = own_copy(model).eval()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
             config._attn_implementation = HOOK
             config._experts_implementation = HOOK
-        yield
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode while the context lasts; then every module is as it was.
-
-    transformers leaves hooks on a model that is asked for hidden states. With them it could not be pickled.
-    """
-    before = [(module, module.training, list(module._forward_hooks), set(vars(module))) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training, hooks, names in before:
-            module.training = training
-            for key in module._forward_hooks.keys() - hooks:
-                del module._forward_hooks[key]
-            for name in vars(module).keys() - names:
-                delattr(module, name)
+    fix_rotary(model)
+    hook_experts(model)
+    return model
 
 
 def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
@@ -136,25 +116,20 @@ def _rope_types(module: nn.Module) -> list[str]:
     return [types] if isinstance(types, str) else []
 
 
-@contextlib.contextmanager
-def fixed_rotary(model: nn.Module) -> Iterator[None]:
+def fix_rotary(model: nn.Module) -> None:
     """Fix length-dependent rotary embeddings to the frequencies that they have for short sequences.
 
     The switch to other frequencies cannot be traced, because it depends on the longest position of the call.
     ``max_positions`` keeps sequences below the length at which it happens.
     """
-    with contextlib.ExitStack() as stack:
-        for module in length_dependent_rotary(model):
-            rotary: Any = module
-            stack.callback(setattr, rotary, "rope_type", rotary.rope_type)
-            same = isinstance(rotary.rope_type, dict)
-            rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                original = getattr(rotary, name.replace("inv_freq", "original_inv_freq"), None)
-                if name.endswith("inv_freq") and "original" not in name and original is not None:
-                    stack.callback(setattr, rotary, name, buffer)
-                    setattr(rotary, name, original.to(buffer.device))
-        yield
+    for module in length_dependent_rotary(model):
+        rotary: Any = module
+        same = isinstance(rotary.rope_type, dict)
+        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            original = getattr(rotary, name.replace("inv_freq", "original_inv_freq"), None)
+            if name.endswith("inv_freq") and "original" not in name and original is not None:
+                setattr(rotary, name, original.to(buffer.device))
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -188,6 +163,15 @@ class _Forward(nn.Module):
         with _inputs_of(self.norm) as entered:
             out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **place)
         return (out.logits, *out.hidden_states, *entered[-1:])
+
+
+def _collecting() -> contextlib.AbstractContextManager[None]:
+    """A context in which a thread that exports collects the hidden states of its own forward pass alone.
+
+    transformers collects them in a variable of the context, and while something is compiled in one of the process,
+    since ``torch.compile`` could not trace the former. An export runs the model's code, and has no such need.
+    """
+    return replaced(output_capturing, "is_torchdynamo_compiling", lambda: False)
 
 
 @contextlib.contextmanager
@@ -238,9 +222,10 @@ def trace(model: PreTrainedModel) -> TracedModel:
     layers = int(config.num_hidden_layers)
     _check_layer_types(config, type(model).__name__)
     limit = max_positions(model)
-    with EXPORTING, hooked(model), torch.no_grad():
-        wrapper = _Forward(model)
-        calls = attention_calls(model)
+    with exporting(), _collecting(), torch.no_grad():
+        own = hooked(model)
+        wrapper = _Forward(own)
+        calls = attention_calls(own, model)
         _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions)
         check_masks(calls, type(model).__name__, limit)
         exported = functional(_export(wrapper, type(model).__name__))
@@ -261,8 +246,8 @@ def export_hooked(
 
     ``prefix`` is removed from the names of its tensors.
     """
-    with hooked(module), torch.no_grad():
-        graph = export_module(module, args, dims, name, prefix)
+    with torch.no_grad():
+        graph = export_module(hooked(module), args, dims, name, prefix)
     move_foreign_nodes(graph, args[0].device)
     return graph
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,10 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from specgraph.errors import UnsupportedModelError
-
-EXPORTING = threading.RLock()
-"""``torch.export`` keeps global state, so this lock admits one export at a time. It does not protect a model that
-another thread runs."""
+from specgraph.ir.exporting import exporting, own_copy
 
 
 def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
@@ -115,8 +111,8 @@ def export_module(
 
     ``prefix`` is removed from the names of its tensors.
     """
-    with EXPORTING:
-        exported = torch.export.export(module, args, dynamic_shapes=dims, strict=False)
+    with exporting():
+        exported = torch.export.export(own_copy(module), args, dynamic_shapes=dims, strict=False)
         unlifted = unlift(functional(exported), prefix)
     output = unlifted.graph.output_node()
     (outputs,) = output.args

@@ -25,7 +25,7 @@ from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 from specgraph.kernels.step import WRITES
 
-SIZES = {"B": 401_309, "b": 349_507, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479}
+SIZES = {"B": 401_309, "b": 349_507, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479, "W": 914_219}
 """What stands for each letter: primes that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
 NEAR = 64
 """Sizes up to this far from a letter's read as that letter plus or minus a number."""

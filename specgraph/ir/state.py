@@ -24,12 +24,13 @@ class HasInputs(Protocol):
 
 
 def allocate(program: HasInputs, sizes: Mapping[str, int], device: torch.device) -> State:
-    """Fresh tensors for every input of the step but ``window``; ``sizes`` gives the letters of shapes.
+    """Fresh tensors for every input of the step but ``window``; ``sizes`` gives the letters of shapes; ``b`` is
+    ``B``, and ``W`` is 1, unless they are given.
 
     The row index names all sequences, in order. A call that runs only some of them brings its own.
     """
     specs = {name: spec for name, spec in program.inputs.items() if name != WINDOW}
-    sizes = {"b": sizes["B"], **sizes}
+    sizes = {"b": sizes["B"], "W": 1, **sizes}
     state = {name: map_input(lambda b: b.allocate(sizes, device), spec) for name, spec in specs.items()}
     if ROWS in state:
         state[ROWS].copy_(torch.arange(sizes["b"], device=device))

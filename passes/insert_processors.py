@@ -1,0 +1,123 @@
+"""Puts what changes logits as a request asks for (penalties and the like) between the target's logits and verification.
+
+Each processor is one node. It reads the logits, the tokens of the sequence before the window, and the window, whose
+drafts complete the context of every row. So the row that verifies the third draft gets the penalties that plain
+decoding would give it behind the first two drafts, and what is emitted does not depend on what was drafted. Everything
+that read the logits reads the changed ones instead; only ``raw`` log-probabilities are still those of the target's own.
+
+What a request asks for is state of its sequence, as its temperature is. ``specialise_step`` takes the nodes out of the
+steps of requests that ask for nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from specgraph.drafters.lookup import HISTORY
+from specgraph.errors import PassError
+from specgraph.ir.graphs import calls, written_by
+from specgraph.ir.program import Program
+from specgraph.kernels import step, verify
+from specgraph.kernels.processors import PROCESSORS
+from specgraph.kernels.state import ROW_INDEX, ROWS, Buffer
+from specgraph.passes.base import Pass, PassResult
+
+VERIFY = torch.ops.specgraph.verify.default
+OPTIONS: dict[str, Buffer] = {
+    "repetition_penalty": Buffer(("B",), torch.float32, 1.0),
+    "frequency_penalty": Buffer(("B",), torch.float32),
+    "presence_penalty": Buffer(("B",), torch.float32),
+    "bias_tokens": Buffer(("B", "W"), fill=-1),
+    "bias_ends": Buffer(("B", "W")),
+    "bias_values": Buffer(("B", "W"), torch.float32),
+    "bias_until": Buffer(("B", "W")),
+    "no_repeat_ngram_size": Buffer(("B",)),
+    "forced_bos_token_id": Buffer(("B",), fill=-1),
+    "forced_eos_token_id": Buffer(("B",), fill=-1),
+}
+"""The state that holds what the requests ask for, with the values that change nothing."""
+STATE: dict[str, Buffer] = {**OPTIONS, "prompt_length": Buffer(("B",)), "history": HISTORY, ROWS: ROW_INDEX}
+"""The state that this pass adds, by the names of the parameters that read it."""
+
+
+@dataclass(frozen=True)
+class InsertProcessors(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "insert_processors"
+    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"processors"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite the step graph; the modules stay as they are."""
+        if "row_index" in program.facts:
+            raise PassError(f"{self.name} adds state that index_rows gathers; put it before index_rows.")
+        recorded = "history" in program.inputs
+        logits = changed = program.one("logits")
+        readers = [*logits.users]
+        state = {name: program.placeholder(name, buffer) for name, buffer in STATE.items()}
+        state |= {name: program.input(name) for name in ("window", "start", "num_forced", "max_length")}
+        for function in PROCESSORS:
+            with program.graph.inserting_before(first_of(program, readers)):
+                given = {name: changed if name == "logits" else state[name] for name in _parameters(function)}
+                changed = program.graph.call_function(function, tuple(given.values()))
+            changed.name = f"after_{function.__name__}"
+        for reader in readers:
+            read_changed(reader, logits, changed)
+        if not recorded:
+            _record(program, state)
+        return PassResult(len(PROCESSORS), notes=(f"{len(OPTIONS)} options of requests change logits",))
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def first_of(program: Program, nodes: list[fx.Node]) -> fx.Node:
+    """The one of ``nodes`` that runs first."""
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    return min(nodes, key=order.__getitem__)
+
+
+def read_changed(reader: fx.Node, logits: fx.Node, changed: fx.Node) -> None:
+    """Let a node read the changed logits in the place of ``logits``, but for raw log-probabilities."""
+    if reader.target is verify.token_logprobs:
+        return
+    reader.replace_input_with(logits, changed)
+    if reader.target is VERIFY:
+        reader.kwargs = {**reader.kwargs, "raw_logits": reader.kwargs.get("raw_logits", logits)}
+
+
+def _record(program: Program, state: dict[str, Any]) -> None:
+    """Keep the tokens of every sequence, where no drafter does so."""
+    (advance,) = calls(program.graph, step.advance_)
+    with program.graph.inserting_before(advance):
+        program.graph.call_function(
+            step.record_accepted_,
+            (state["history"], state["window"], program.one("emitted"), state["start"], program.one("num_emitted"),
+             state[ROWS]),
+        ).name = "recorded"  # fmt: skip
+
+
+def kept_for_processors(program: Program) -> bool:
+    """Whether the tokens of sequences are kept, and nothing but processors reads them."""
+    if "history" not in program.inputs:
+        return False
+    history = program.input("history")
+    readers = [user for user in history.users if history not in written_by(user, step.WRITES)]
+    return bool(readers) and all(user.target in PROCESSORS for user in readers)
+
+
+def removable(node: fx.Node) -> bool:
+    """Whether a processor has no option of a request left, so that it gives its logits as they are."""
+    options = PROCESSORS.get(node.target)  # type: ignore[arg-type]
+    if options is None:
+        return False
+    given = dict(zip(_parameters(node.target), node.args, strict=True))  # type: ignore[arg-type]
+    return all(given[name] is None for name in options)

@@ -1,0 +1,121 @@
+"""Lets the host change logits in the middle of a step: the step of requests with processors that are Python.
+
+Behind the last processor of the step graph stands one more node, whose result the host may change in place before
+verification reads it. :func:`halves` cuts the step there. The two halves are run, or captured, one after the other, and
+the host works between them: what it needs to know, the tokens so far and the drafts, it knows before the first half
+begins. Log-probabilities that are ``raw`` stay those of the target's own logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.errors import PassError
+from specgraph.ir.graphs import calls, new_module
+from specgraph.ir.program import Program
+from specgraph.kernels import step
+from specgraph.kernels.processors import PROCESSORS
+from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.insert_processors import first_of, read_changed
+
+
+@dataclass(frozen=True)
+class PauseStep(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "pause_step"
+    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"paused"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Add the node; the modules and the state stay as they are."""
+        logits = _last_processor(program.one("logits"))
+        readers = [*logits.users]
+        with program.graph.inserting_before(first_of(program, readers)):
+            changed = program.graph.call_function(step.for_host, (logits,))
+        changed.name = "for_host"
+        for reader in readers:
+            read_changed(reader, logits, changed)
+        return PassResult(1, expected=1)
+
+
+def _last_processor(logits: fx.Node) -> fx.Node:
+    """The node with the logits as all processors of the step leave them."""
+    for user in logits.users:
+        if user.target in PROCESSORS and user.args[0] is logits:
+            return _last_processor(user)
+    return logits
+
+
+class PausedStep(torch.nn.Module):
+    """A step in two halves.
+
+    Attributes:
+        before: gives a dictionary with everything that the second half needs, and with ``for_host``, the logits float32
+            ``[B, R, V]`` that the host may change, and ``logits``, the target's own.
+        after: takes this dictionary as ``kept`` beside the inputs of the step.
+    """
+
+    def __init__(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def begin(self, **given: Any) -> dict[str, Any]:
+        """Run the first half on the inputs of the step."""
+        kept: dict[str, Any] = self.before(**given)
+        return kept
+
+    def finish(self, kept: dict[str, Any], **given: Any) -> tuple[Tensor, ...]:
+        """Run the second half, and give what the step returns."""
+        result: tuple[Tensor, ...] = self.after(kept=kept, **given)
+        return result
+
+
+def halves(whole: fx.GraphModule, logits: str) -> PausedStep:
+    """Cut a step behind ``for_host``; ``logits`` is the name of the node with the target's own logits.
+
+    Raises:
+        PassError: there is no such place, or several.
+    """
+    found = [*calls(whole.graph, step.for_host)]
+    if len(found) != 1:
+        raise PassError(f"A step pauses behind its node for_host, and this one has {len(found)}.")
+    nodes = [*whole.graph.nodes]
+    first = nodes[: nodes.index(found[0]) + 1]
+    second = nodes[len(first) :]
+    behind = {*second}
+    inputs = [node for node in first if node.op == "placeholder"]
+    wanted = [n for n in first if n.op != "placeholder" and (n.name == logits or not behind.isdisjoint(n.users))]
+    return PausedStep(
+        _first_half(whole, first, found[0], wanted), _second_half(whole, second, found[0], inputs, wanted)
+    )
+
+
+def _first_half(whole: fx.GraphModule, nodes: list[fx.Node], pause: fx.Node, wanted: list[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    own: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        own[node] = graph.node_copy(node, own.__getitem__)
+    graph.output({_key(node, pause): own[node] for node in wanted})
+    return new_module(whole, graph, "before")
+
+
+def _second_half(
+    whole: fx.GraphModule, nodes: list[fx.Node], pause: fx.Node, inputs: list[fx.Node], wanted: list[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    own = {node: graph.node_copy(node) for node in inputs}
+    kept = graph.placeholder("kept")
+    for node in wanted:
+        own[node] = graph.call_method("__getitem__", (kept, _key(node, pause)))
+    for node in nodes:
+        own[node] = graph.node_copy(node, own.__getitem__)
+    return new_module(whole, graph, "after")
+
+
+def _key(node: fx.Node, pause: fx.Node) -> str:
+    return "for_host" if node is pause else node.name

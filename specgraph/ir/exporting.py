@@ -1,0 +1,128 @@
+"""Lets one thread export a module while others run theirs.
+
+``torch.export`` changes what belongs to the whole process, and its changes would reach every other thread:
+
+- It puts fake tensors into the parameters of the module that it exports. So what is exported is :func:`own_copy`, of
+  which no other thread knows. The copy also leaves the caller's modules and configurations as they are.
+- ``torch.fx`` replaces ``__call__`` and ``__getattr__`` of ``torch.nn.Module``, and would record the calls of other
+  threads. :func:`exporting` lets the replacements work in its own thread alone.
+- A flag says that the process is compiling. transformers asks for it, and leaves out what a compiler does not
+  understand. :func:`exporting` lets it be seen in its own thread alone.
+
+One thread at a time exports, and none does while ``torch.compile`` compiles in another one: both undo their
+replacements in the order in which they made them, which no two threads could keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import _symbolic_trace
+
+_EXPORTING = threading.RLock()
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """For as long as the context lasts, this thread may export, and no other thread notices."""
+    # This import takes a second, and torch.export makes it anyway.
+    from torch._dynamo.convert_frame import compile_lock
+
+    with _EXPORTING, compile_lock, contextlib.ExitStack() as stack:
+        patcher = _symbolic_trace._Patcher
+        stack.enter_context(replaced(patcher, "patch_method", _patching_here(patcher.patch_method)))
+        for name in ("is_compiling", "is_exporting"):
+            here = _only_here(getattr(torch.compiler, name), lambda: False)
+            stack.enter_context(replaced(torch.compiler, name, here))
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """``new`` is the function ``name`` of a module or class for as long as the context lasts."""
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _only_here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` in this thread, and ``elsewhere`` in all others."""
+    here = threading.get_ident()
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == here else elsewhere)(*args, **kwargs)
+
+    return chosen
+
+
+def _patching_here(patch: Callable[..., None]) -> Callable[..., None]:
+    """A method of ``torch.fx`` that replaces another method of a class, for this thread alone."""
+
+    def patch_method(self: Any, cls: type, name: str, new: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        patch(self, cls, name, _only_here(new, getattr(cls, name)), *args, **kwargs)
+
+    return patch_method
+
+
+def own_copy(module: _Module, shared: type[Tensor] = Tensor) -> _Module:
+    """The same module made of objects of its own, with the same tensors.
+
+    Submodules, configurations, hooks and whatever else the modules hold are copied, so that nothing done to the copy
+    reaches the module, except for values that are written into its tensors. What cannot be copied is shared.
+
+    ``shared`` is the class of the tensors that are not copied. A copy that shares only its parameters may run a forward
+    pass that writes into buffers, as some rotary embeddings do.
+    """
+    modules = [*module.modules()]
+    copies: dict[int, Any] = {id(one): object.__new__(type(one)) for one in modules}
+    for one in modules:
+        held = itertools.chain(one._parameters.values(), one._buffers.values(), vars(one).values())
+        copies |= {id(tensor): tensor for tensor in held if isinstance(tensor, shared)}
+    for one in modules:
+        copies[id(one)].__dict__.update({name: _copied(value, copies) for name, value in vars(one).items()})
+    own: _Module = copies[id(module)]
+    return own
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """What a module holds, made of objects of its own. ``copies`` has those that exist, by the id of the original."""
+    if id(value) in copies:
+        return copies[id(value)]
+    # A compiled function runs the module that it was made of, so the copy gets the function that was compiled.
+    value = getattr(value, "_torchdynamo_orig_callable", value)
+    if isinstance(value, FunctionType) and value.__closure__:
+        return _copied_function(value, copies)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _copied(item, copies)) for key, item in value.items())
+    try:
+        return copy.deepcopy(value, copies)
+    except Exception:
+        return value
+
+
+def _copied_function(function: FunctionType, copies: dict[int, Any]) -> FunctionType:
+    """The same function around copies of what it holds, such as the method that it stands in for."""
+    theirs = function.__closure__ or ()
+    cells = tuple(CellType() for _ in theirs)
+    own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    own.__kwdefaults__, own.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+    copies[id(function)] = own
+    for cell, their in zip(cells, theirs, strict=True):
+        with contextlib.suppress(ValueError):  # the cell is empty
+            cell.cell_contents = _copied(their.cell_contents, copies)
+    return own
