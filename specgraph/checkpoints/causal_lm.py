@@ -9,26 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from specgraph.checkpoints.files import open_files
 from specgraph.errors import ConfigError
 
-_DAMAGED = (
+DAMAGED = (
     OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, EOFError, SafetensorError,
-    pickle.UnpicklingError,
+    pickle.UnpicklingError, StrictDataclassError,
 )  # fmt: skip
 """What transformers and the readers of weight files raise for files that are missing, damaged or of another kind."""
 
 
-def load_causal_lm(name: str | Path, dtype: torch.dtype | str, what: str) -> PreTrainedModel:
+def load_causal_lm(
+    name: str | Path, dtype: torch.dtype | str, what: str, trust_remote_code: bool = False
+) -> PreTrainedModel:  # fmt: skip
     """A causal LM in evaluation mode, on the CPU.
 
     Args:
         name: the folder or name of a model.
         dtype: that of its weights; ``auto`` is the checkpoint's own.
         what: names it in errors, such as ``model=...``.
+        trust_remote_code: whether to run code that comes with the model.
 
     Raises:
         ConfigError: it cannot be loaded, or its files lack a tensor, which transformers would fill at random.
@@ -36,14 +41,40 @@ def load_causal_lm(name: str | Path, dtype: torch.dtype | str, what: str) -> Pre
     try:
         with _silent_report():
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-    except _DAMAGED as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{what} cannot be loaded as a causal LM: {reason}.") from error
+                name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+    except DAMAGED as error:
+        raise not_loaded(what, name, error) from error
     _check_complete(loaded, report, what)
     model: PreTrainedModel = loaded.eval()
     return model
+
+
+def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
+    """The error that says why a model cannot be loaded, by its files if these are damaged, else in transformers' words.
+
+    Args:
+        what: as for :func:`load_causal_lm`.
+        name: the folder or name of the model.
+        error: what transformers raised.
+    """
+    reason = f"{why_not_loaded(error)}."
+    if Path(name).is_dir():
+        try:
+            open_files(name)
+        except ConfigError as damage:
+            reason = str(damage)
+    return ConfigError(f"{what} cannot be loaded as a causal LM: {reason}")
+
+
+def why_not_loaded(error: Exception) -> str:
+    """The reason that transformers gives why a model or a tokenizer cannot be loaded, without its full stop."""
+    text = str(error).strip() or type(error).__name__
+    if "trust_remote_code" in text:
+        return "it comes with code of its own; read that code, and if you trust it, set trust_remote_code=true"
+    first, *others = [line.strip() for line in text.splitlines() if line.strip()]
+    return (f"{first} {others[0]}" if first.endswith(":") and others else first).rstrip(".")
 
 
 @contextlib.contextmanager

@@ -13,12 +13,14 @@ MAX_PADDING = 1024
 """How many rows an embedding may have beyond the entries of its tokenizer, as padding to a round number."""
 
 
-def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> str:
     """Refuse a draft model in which token ids stand for other tokens than in the target.
 
     If both models were loaded from a folder with a tokenizer, their vocabularies are compared entry by entry. Otherwise
     their configurations are compared: the EOS ids, and the vocabulary sizes, which may differ by a padding of up to
     ``MAX_PADDING`` rows (Qwen2.5 has 151936 and 152064 with the same tokenizer).
+
+    Returns a line for the report, which says what was compared.
 
     Raises:
         UnsupportedModelError: says what differs.
@@ -29,7 +31,7 @@ def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> Non
         differing = _first_difference(ours, theirs)
         if differing:
             raise UnsupportedModelError(f"The draft's tokenizer differs from the target's: {differing}. {advice}")
-        return
+        return "the draft has the target's tokenizer, entry by entry"
     configs: list[Any] = [model.config.get_text_config() for model in (target, draft)]
     sizes = [int(config.vocab_size) for config in configs]
     if abs(sizes[0] - sizes[1]) > MAX_PADDING:
@@ -39,6 +41,12 @@ def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> Non
     ends = [_ids(config.eos_token_id) for config in configs]
     if ends[0] and ends[1] and not ends[0] & ends[1]:
         raise UnsupportedModelError(f"The draft's EOS is {sorted(ends[1])}, the target's {sorted(ends[0])}. {advice}")
+    without = "neither model" if ours is theirs else "the target" if ours is None else "the draft"
+    verb = "was" if ours is theirs else "was not"
+    return (
+        f"the tokenizers were not compared, because {without} {verb} loaded from a folder with one; only the sizes of "
+        "the vocabularies and the EOS ids were. A draft of another tokenizer would be slow, and no token would be wrong"
+    )
 
 
 def _ids(value: int | list[int] | None) -> set[int]:

@@ -47,22 +47,22 @@ def choose_lowering(name: str, device: torch.device | str, dtype: torch.dtype | 
     if _is_fast(device, dtype):
         return "gpu", "the target is on a GPU"
     missing = missing_for_inductor()
-    return ("eager", missing) if missing is not None else ("inductor", f"there is a C++ compiler, {_compiler()}")
+    return ("eager", missing) if missing is not None else ("inductor", f"there is a C++ compiler, {compiler()}")
 
 
 def missing_for_inductor() -> str | None:
     """What ``torch.compile`` lacks on this machine to compile for a CPU, as a reason; None if it lacks nothing."""
     if os.environ.get(DISABLED) == "1":
         return f"{DISABLED}=1 switches torch.compile off"
-    if shutil.which(_compiler()) is None:
-        return f"there is no C++ compiler ({_compiler()}); install one, or name one in the environment variable CXX"
+    if shutil.which(compiler()) is None:
+        return f"there is no C++ compiler ({compiler()}); install one, or name one in the environment variable CXX"
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         return f"a C++ compiler needs Python.h, which is not in {headers}; install the headers of Python (python3-dev)"
     return None
 
 
-def _compiler() -> str:
+def compiler() -> str:
     """The C++ compiler that Inductor calls."""
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 

@@ -96,6 +96,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     passes: dict[str, Any] = field(default_factory=dict)
+    """The options of every pass, as passes.NAME.OPTION."""
     lowering: LoweringConfig = field(default_factory=LoweringConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     numerics: str = "bitwise"

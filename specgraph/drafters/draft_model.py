@@ -68,13 +68,14 @@ class DraftModelDrafter(ChainDrafter):
     @classmethod
     def make(cls, options: DraftModelConfig, target: Target, given: Any) -> Draft:
         """Trace the draft model. A model that is given by path or name is loaded in the target's dtype first."""
-        mask, parallel, notes = options.mask_token_id, False, ()
+        mask, parallel = options.mask_token_id, False
+        notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
             mask, parallel = given.mask_token_id if mask is None else mask, given.parallel
-            given, notes = given.path, (given.about,)  # type: ignore[assignment]
+            given, notes = given.path, (given.about,)
         if isinstance(given, str | Path):
             given = _read_causal_lm(given, target.info)
-        _check_model(target, given)
+        notes = (*notes, _check_model(target, given))
         traced = trace(given)
         if mask is not None and not 0 <= mask < traced.info.input_ids:
             raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
@@ -95,16 +96,20 @@ def _is_causal_lm(config: Mapping[str, Any]) -> bool:
     return "model_type" in config and (not listed or any("CausalLM" in name or "LMHead" in name for name in listed))
 
 
-def _check_model(target: Target, draft: Any) -> None:
-    """Refuse a draft that is not a causal LM with the target's tokenizer, on the target's device."""
+def _check_model(target: Target, draft: Any) -> str:
+    """Refuse a draft that is not a causal LM with the target's tokenizer, on the target's device.
+
+    Returns a line for the report.
+    """
     try:
         check_is_causal_lm(draft)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"draft: {error}") from None
-    check_same_tokenizer(target.model, draft)
+    compared = check_same_tokenizer(target.model, draft)
     device = next(draft.parameters()).device
     if device != target.info.device:
         raise ConfigError(f"The draft is on {device}, the target on {target.info.device}; move one of them.")
+    return compared
 
 
 def _read_causal_lm(path: str | Path, info: ModelInfo) -> PreTrainedModel:

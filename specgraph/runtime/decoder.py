@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
+import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from transformers import PreTrainedModel
 
 from specgraph.config import Config
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.verify import LOSSLESS_RULES
-from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report
-from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.progress import Progress
-from specgraph.runtime.defaults import GenerationDefaults
+from specgraph.runtime.collect import Collector
+from specgraph.runtime.defaults import LiveDefaults
 from specgraph.runtime.engine import Engine, Policy
+from specgraph.runtime.grammar import Grammars
+from specgraph.runtime.modes import plain_mode
 from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
 from specgraph.runtime.pages import num_pages
+from specgraph.runtime.pause import HostTime
 from specgraph.runtime.prompt_shapes import Overhead
-from specgraph.runtime.reading import Reader
+from specgraph.runtime.reading import Call, Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
 from specgraph.runtime.runner import Runners
+from specgraph.runtime.score import Cuts, ScoreOutput, Scoring, read_scoring
 from specgraph.runtime.session import Session
 from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
-from specgraph.runtime.stopping import Criterion, Stopping, read_criteria
-from specgraph.runtime.workspace import Mode
+from specgraph.runtime.stopping import Criterion, Stopping
+from specgraph.runtime.streaming import Columns
+from specgraph.runtime.text import Tokenizers, encode_chats, encode_texts
+from specgraph.runtime.variants import Variants
+from specgraph.runtime.watch import Watch
 
 Criteria = Criterion | Sequence[Criterion] | None
 SESSION_EOS_IDS = 8
 """For how many EOS ids a sequence of a session has room, unless the model has more."""
+SESSION_BIAS_TOKENS = 256
+"""For how many tokens of words with a bias a sequence of a session has room."""
 
 
 class SpeculativeDecoder:
@@ -58,8 +65,9 @@ class SpeculativeDecoder:
         stages: Mapping[str, Program],
         reports: Sequence[StageReport],
         config: Config,
-        defaults: GenerationDefaults,
+        model: PreTrainedModel,
         limits: Limits,
+        watch: Watch,
         notes: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -68,11 +76,11 @@ class SpeculativeDecoder:
         self._reports = list(reports)
         self._notes = list(notes)
         self._program = list(self.stages.values())[-1]
-        self._reader = Reader(defaults, limits)
-        self._callbacks = list(callbacks)
-        self._lock = threading.Lock()
-        self._steps: dict[Mode, fx.GraphModule] = {}
-        self._compiled = self._program.compile_modules()
+        token_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        tokenizers, grammars = Tokenizers(model), Grammars(limits.vocab_size)
+        self._reader = Reader(LiveDefaults(model), limits, watch, tokenizers, grammars, token_types)
+        self._variants = Variants(self._program, self.stages, self._reports, list(callbacks))
+        self._host_time = HostTime()
         num_parameters = sum(tensor.numel() for tensor in self._program.tensors())
         self._overhead = Overhead.of(num_parameters, self._program.target.device.type)
         self._runners = Runners(self._program, config.max_batch_size, config.cache)
@@ -84,8 +92,8 @@ class SpeculativeDecoder:
 
     def generate(
         self,
-        input_ids: Tensor | Sequence[Tensor],
-        attention_mask: Tensor | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
         *,
         max_new_tokens: PerSequence = None,
         eos_token_id: EosIds = None,
@@ -96,11 +104,13 @@ class SpeculativeDecoder:
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
         stopping_criteria: Criteria = None,
+        **others: Any,
     ) -> GenerateOutput:
         """Continue every prompt until an EOS, ``max_new_tokens`` or the decoder's ``max_length``.
 
         Args:
-            input_ids: int ``[B, S]``, padded on the left or right, or a list of 1-D tensors of any lengths.
+            input_ids: int ``[B, S]``, padded on the left or right, or a list of 1-D tensors or lists of any lengths, or
+                what a tokenizer returns.
             attention_mask: ``[B, S]``, nonzero where ``input_ids`` is not padding.
             max_new_tokens: tokens to add at most; None takes the model's generation_config, or 20 as transformers does.
             eos_token_id: one id or several that end a sequence; the model's if None, none if an empty list.
@@ -114,37 +124,36 @@ class SpeculativeDecoder:
                 ``"processed"`` for that of the processed ones.
             stopping_criteria: one of transformers' ``StoppingCriteria``, or several, which may end a sequence after any
                 token. They run on the host, and every step waits for them.
+            others: arguments of transformers' ``generate``: ``generation_config`` (what it leaves out is the model's,
+                as that is now), ``do_sample`` (False is greedy, whatever the temperature), ``max_length``, which counts
+                prompt and padding, ``num_return_sequences``, ``pad_token_id``, ``stop_strings`` with their
+                ``tokenizer``, ``max_time`` and a ``streamer``. What changes logits on the device: the attributes of
+                :class:`~specgraph.runtime.processing.Processing`, one value or a list with one per sequence. What the
+                host does, while every step waits for it: ``logits_processor``, ``prefix_allowed_tokens_fn``,
+                ``json_schema``, ``regex`` or ``grammar`` (of Lark, with the tokenizer), ``output_scores`` and
+                ``output_logits``. What concerns a cache or an assistant is accepted and changes nothing;
+                :mod:`specgraph.runtime.arguments` lists what is refused, and why.
 
         Raises:
-            InputError: an argument is out of range; the message says what is allowed.
+            InputError: an argument is out of range, unknown or not supported; the message says what is allowed.
             NumericsError: the target's logits were NaN.
         """
-        batch = self._reader.batch(
-            input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
+        call = self._reader.call(
+            input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
+            stopping_criteria=stopping_criteria,
         )  # fmt: skip
-        count, stopping = len(batch.requests), _stopping(stopping_criteria, input_ids, batch)
-        stats, reasons = self._new_stats(count), ["length"] * len(batch.requests)
-        tokens: list[list[int]] = [[] for _ in range(count)]
-        logprobs: list[list[float]] = [[] for _ in range(count)]
-        thought: list[Sequence[float]] = [()] * count
-        steps = self._run(batch, show=self.config.debug.progress, alone=True, stopping=stopping)
-        with self._plain_mode(), contextlib.closing(steps):  # entered once, and not for every step
+        collector = Collector(call, self._new_stats(len(call.batch.requests)))
+        # The mode is entered once, and not for every step.
+        with self._plain_mode(), contextlib.closing(self._run(call, self.config.debug.progress, alone=True)) as steps:
             for step in steps:
-                _count(stats, step, thought)
-                for output in step.outputs:
-                    tokens[output.number] += output.tokens
-                    logprobs[output.number] += output.logprobs
-                    if output.finish_reason is not None:
-                        reasons[output.number] = output.finish_reason
-        new_tokens = _tensors(tokens, torch.int64)
-        values = _tensors(logprobs, torch.float32) if batch.logprobs != "none" else None
-        return GenerateOutput(_pad(batch, new_tokens), new_tokens, values, stats, reasons)
+                collector.add(step)
+        return collector.output()
 
     def stream(
         self,
-        input_ids: Tensor | Sequence[Tensor],
-        attention_mask: Tensor | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
         *,
         max_new_tokens: PerSequence = None,
         eos_token_id: EosIds = None,
@@ -155,17 +164,51 @@ class SpeculativeDecoder:
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
         stopping_criteria: Criteria = None,
+        **others: Any,
     ) -> Stream:
         """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step.
 
         ``stats`` of what is returned has the counts so far.
         """
-        batch = self._reader.batch(
-            input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
+        call = self._reader.call(
+            input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
+            stopping_criteria=stopping_criteria,
         )  # fmt: skip
-        stats = self._new_stats(len(batch.requests))
-        return Stream(self._chunks(batch, stats, _stopping(stopping_criteria, input_ids, batch)), stats)
+        collector = Collector(call, self._new_stats(len(call.batch.requests)))
+        return Stream(self._chunks(call, collector), collector.stats)
+
+    def text(self, prompts: str | Sequence[str], *, tokenizer: Any = None, **options: Any) -> Any:
+        """Continue a text, or each of a list: the new text, or a list of them, without special tokens.
+
+        Args:
+            prompts: what is to be continued.
+            tokenizer: the model's; None loads it from where the model came from.
+            options: as for :meth:`generate`.
+
+        Raises:
+            InputError: as :meth:`generate`, or there is no tokenizer.
+        """
+        several = not isinstance(prompts, str)
+        own = self._reader.tokenizers.get(tokenizer)
+        new = self._texts(own, encode_texts(own, prompts if several else [prompts]), options)
+        return new if several else new[0]
+
+    def chat(self, messages: Sequence[Any], *, tokenizer: Any = None, **options: Any) -> Any:
+        """Answer a conversation, or each of a list: the text of the answer, or a list of them.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, or a list of such conversations.
+            tokenizer: the model's, with a chat template; None loads it from where the model came from.
+            options: as for :meth:`generate`.
+
+        Raises:
+            InputError: as :meth:`generate`, or there is no tokenizer or no chat template.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        own = self._reader.tokenizers.get(tokenizer)
+        new = self._texts(own, encode_chats(own, messages if several else [messages]), options)
+        return new if several else new[0]
 
     def session(self, *, return_logprobs: bool | str = False) -> Session:
         """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
@@ -184,6 +227,36 @@ class SpeculativeDecoder:
         engine = stack.enter_context(self._engine(self._session_sizes(), logprobs, fair=True))
         return Session(engine, self._reader, self._step, stack.close, logprobs=logprobs != "none")
 
+    def score(
+        self, sequences: Any, attention_mask: Any = None, *, start: PerSequence = None, logprobs: str = "raw",
+        temperature: PerSequence = None, top_k: PerSequence = None, top_p: PerSequence = None,
+        min_p: PerSequence = None,
+    ) -> ScoreOutput:  # fmt: skip
+        """The log-probabilities of given tokens, bit for bit those that :meth:`generate` reports for them.
+
+        With ``numerics: bitwise`` on a GPU these bits depend on a token and those before it alone: neither on the batch
+        and on how sequences are cut into chunks, nor on the drafter. See :mod:`specgraph.runtime.score`.
+
+        Args:
+            sequences: prompts with what follows them, as :meth:`generate` takes prompts. Without a mask, pad ids at the
+                ends of a tensor count as padding, so a list is safer.
+            attention_mask: ``[B, S]``, nonzero where ``sequences`` are not padding.
+            start: the place of the first token to score, padding not counted, such as the length of the prompt: one for
+                all sequences, or for each. None is 1, the second token, since the first has no probability.
+            logprobs: ``"raw"`` or ``"processed"``, as ``return_logprobs`` of :meth:`generate`.
+            temperature, top_k, top_p, min_p: for ``"processed"``, as for :meth:`generate`.
+
+        Raises:
+            InputError: an argument is out of range; the message says what is allowed.
+            NumericsError: the target's logits were NaN.
+        """
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        requests, starts, pass_ = read_scoring(self._reader, sequences, attention_mask, start, logprobs, **sampling)
+        sizes = sizes_for(requests, self.config.max_batch_size, self._runners.block_size)
+        cuts = Cuts(self._overhead.prompt, self.config.cache.prefill_chunk, self._program.target.vocab_size)
+        with self._plain_mode(), self._runners.lend(sizes) as runner:
+            return Scoring(runner, self._variants.scoring(pass_), cuts).run(requests, starts)
+
     def forget_prefixes(self) -> None:
         """Share no page any more that an earlier call of ``generate`` or ``stream`` has filled.
 
@@ -194,7 +267,8 @@ class SpeculativeDecoder:
 
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
-        return render_report(self.stages, self._reports, self._notes, self._runners.describe())
+        last = [*self._runners.describe(), *self._host_time.describe()]
+        return render_report(self.stages, self._reports, self._notes, last)
 
     def dump(self, folder: str | Path, *, weights: bool | None = None) -> Path:
         """Write one numbered folder per pass with runnable Python, and ``report.md``. See :func:`specgraph.dump.dump`.
@@ -211,64 +285,47 @@ class SpeculativeDecoder:
             "where a decoder is needed; threads can share one."
         )
 
-    def _make_step(self, mode: Mode) -> fx.GraphModule:
-        """The step for one kind of log-probabilities and one K, without the sampling options that are off.
-
-        It is a stage like the others: verified, reported and dumped.
-        """
-        with self._lock:
-            if mode not in self._steps:
-                pass_ = SpecialiseStep(*mode)
-                stages, reports = run_passes(self._program, [pass_], self._callbacks)
-                self.stages[unique(pass_.name, self.stages)] = program = stages[pass_.name]
-                self._reports += reports
-                self._steps[mode] = program.executable(self._compiled)
-            return self._steps[mode]
-
     def _new_stats(self, batch: int) -> Stats:
         steps: list[list[int]] = [[] for _ in range(batch)]
         says = CONFIDENCE in self._program.inputs
         confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
         return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=confidence)
 
-    def _chunks(self, batch: Batch, stats: Stats, stopping: Stopping | None) -> Generator[StreamChunk, None, None]:
-        count = len(batch.requests)
-        finished = [not request.has_room for request in batch.requests]
-        thought: list[Sequence[float]] = [()] * count
-        with contextlib.closing(
-            self._run(batch, show=False, stopping=stopping)
-        ) as steps:  # so that the state is free when this is closed
-            for step in steps:
-                _count(stats, step, thought)
-                tokens: list[list[int]] = [[] for _ in range(count)]
-                logprobs: list[list[float]] = [[] for _ in range(count)]
-                for output in step.outputs:
-                    tokens[output.number], logprobs[output.number] = [*output.tokens], [*output.logprobs]
-                    finished[output.number] |= output.finish_reason is not None
-                if step.ran:
-                    yield StreamChunk(tokens, list(finished), None if batch.logprobs == "none" else logprobs)
+    def _texts(self, tokenizer: Any, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+        new_tokens = self.generate(prompts, tokenizer=tokenizer, **options).new_tokens
+        return [tokenizer.decode(new, skip_special_tokens=True) for new in new_tokens]
 
-    def _run(
-        self, batch: Batch, *, show: bool | None, alone: bool = False, stopping: Stopping | None = None
-    ) -> Generator[Step, None, None]:
-        """Decode all sequences of a batch, by their places in it, as many at a time as there is room for.
+    def _chunks(self, call: Call, collector: Collector) -> Generator[StreamChunk, None, None]:
+        with contextlib.closing(self._run(call, show=False)) as steps:  # so that the state is free when this is closed
+            for step in steps:
+                chunk = collector.chunk(step)
+                if step.ran:
+                    yield chunk
+
+    def _run(self, call: Call, show: bool | None, *, alone: bool = False) -> Generator[Step, None, None]:
+        """Decode all sequences of a call, by their places in it, as many at a time as there is room for.
 
         ``show``: whether to show how many prompt tokens were run; None does so on a terminal. ``alone``: whether no
-        code of others runs between two steps.
+        code of others runs between two steps, but for criteria and streamers.
         """
-        if not any(request.has_room for request in batch.requests):
+        alone = alone and not call.criteria and call.streamer is None
+        with contextlib.closing(self._decode(call, show, alone=alone)) as steps:
+            yield from steps if call.streamer is None else Columns(call.streamer, call.batch).watch(steps)
+
+    def _decode(self, call: Call, show: bool | None, *, alone: bool) -> Generator[Step, None, None]:
+        requests = call.batch.requests
+        if not any(request.has_room for request in requests):
             return
-        rows = min(self.config.max_batch_size, len(batch.requests))
-        sizes = sizes_for(batch.requests, rows, self._runners.block_size)
+        sizes = sizes_for(requests, min(self.config.max_batch_size, len(requests)), self._runners.block_size)
         with contextlib.ExitStack() as stack:
-            engine = stack.enter_context(self._engine(sizes, batch.logprobs, fair=False))
-            progress = stack.enter_context(_progress(batch, show))
-            if alone and stopping is None:
+            engine = stack.enter_context(self._engine(sizes, call.batch.logprobs, fair=False))
+            progress = stack.enter_context(_progress(call.batch, show))
+            if alone:
                 stack.enter_context(engine.active())
-            for number in _longest_first(batch.requests):
-                engine.submit(number, batch.requests[number])
+            for number in _longest_first(requests):
+                engine.submit(number, requests[number])
             steps = self._run_steps(engine)
-            for step in steps if stopping is None else stopping.watch(engine, steps):
+            for step in Stopping(call.criteria, call.batch).watch(engine, steps) if call.criteria else steps:
                 progress.advance(step.prompt_tokens)
                 for output in step.outputs:
                     if output.error is not None:
@@ -288,8 +345,9 @@ class SpeculativeDecoder:
         """Room for the longest sequences in every row, before memory is looked at."""
         rows, longest = self.config.max_batch_size, self._reader.limits.max_length
         pages = num_pages(longest, self._runners.block_size)
-        ids = max(SESSION_EOS_IDS, len(self._reader.defaults.eos_ids))
-        return {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids}
+        ids = max(SESSION_EOS_IDS, len(self._reader.read_defaults().eos_ids))
+        sizes = {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids}
+        return sizes | {"W": SESSION_BIAS_TOKENS}
 
     @contextlib.contextmanager
     def _engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool) -> Iterator[Engine]:
@@ -298,7 +356,7 @@ class SpeculativeDecoder:
             runner = self._runners.take(sizes)
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
         policy = Policy(self.config.cache.prefill_chunk, fair, self._drafts_by_load())
-        engine = Engine(runner, self._make_step, policy, self._overhead, logprobs, always_draws)
+        engine = Engine(runner, self._variants.step, policy, self._overhead, logprobs, always_draws, self._host_time)
         try:
             yield engine
         finally:
@@ -315,35 +373,8 @@ class SpeculativeDecoder:
         return plain_mode(self._program.target.device)
 
 
-def plain_mode(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Neither autocast, nor inference mode, nor gradients: a caller's modes must not change tokens or the state.
-
-    ``device`` is the current one inside: kernels are launched there, whichever GPU the caller has chosen. Nothing is
-    entered where all of this is so already, since that takes a tenth as long.
-    """
-    changed = torch.is_inference_mode_enabled() or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)
-    elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
-    return _entered_plain_mode(device) if changed or elsewhere else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _entered_plain_mode(device: torch.device) -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), current(device):
-        yield
-
-
-def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """``device`` as the current GPU, if it is one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def _progress(batch: Batch, show: bool | None) -> Progress:
     return Progress("prefill", sum(request.prompt.numel() for request in batch.requests if request.has_room), show)
-
-
-def _stopping(given: Criteria, input_ids: Tensor | Sequence[Tensor], batch: Batch) -> Stopping | None:
-    criteria = read_criteria(given)
-    return Stopping(criteria, list(input_ids), batch.requests) if criteria else None
 
 
 def _longest_first(requests: Sequence[Request]) -> list[int]:
@@ -352,37 +383,3 @@ def _longest_first(requests: Sequence[Request]) -> list[int]:
     So the last to end do not end alone. No token depends on the order.
     """
     return sorted(range(len(requests)), key=lambda n: requests[n].prompt.numel() - requests[n].limit)
-
-
-def _count(stats: Stats, step: Step, thought: list[Sequence[float]]) -> None:
-    """Add a step. ``thought`` is the confidence in the drafts that each sequence verifies in its next one."""
-    stats.steps += step.ran
-    stats.reused_tokens += step.reused_tokens
-    if step.decoding:
-        stats.decode_seconds += step.seconds
-    else:
-        stats.prefill_seconds += step.seconds
-    for number, tokens, _, decoding, confidence, *_ in step.outputs:
-        if decoding:
-            stats.emitted_per_step[number].append(len(tokens))
-            if stats.confidence:
-                stats.confidence[number].append([*thought[number][: step.drafts]])
-        thought[number] = confidence
-
-
-def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor]:
-    """A 1-D tensor for each row."""
-    flat = torch.tensor([*itertools.chain.from_iterable(rows)], dtype=dtype, device="cpu")
-    return [row.clone() for row in torch.split(flat, [*map(len, rows)])]
-
-
-def _pad(batch: Batch, new_tokens: list[Tensor]) -> Tensor:
-    """Prompt and continuation of every sequence in one tensor."""
-    parts = [
-        (request.prompt.new_full((left,), batch.pad_id), request.prompt, new)
-        for left, request, new in zip(batch.left_padding, batch.requests, new_tokens, strict=True)
-    ]
-    # One call each for all sequences: there may be thousands.
-    flat = torch.cat([*itertools.chain.from_iterable(parts)])
-    rows = [*torch.split(flat, [sum(map(len, part)) for part in parts])]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=batch.pad_id)

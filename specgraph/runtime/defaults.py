@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from specgraph.errors import UnsupportedModelError
-
-# Name -> the values that leave decoding as it is. What is not here does not change the tokens.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
-    "sequence_bias": (None, {}),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "penalty_alpha": (None, 0.0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "top_h": (None,),
-    "diversity_penalty": (None, 0.0),
-    "guidance_scale": (None, 1.0),
-    "dola_layers": (None,),
-    "watermarking_config": (None,),
-    "stop_strings": (None, []),
-}
+from specgraph.errors import InputError, UnsupportedModelError
+from specgraph.runtime.arguments import PROCESSING, REFUSED, asks_for
 
 
 @dataclass(frozen=True)
@@ -52,47 +25,97 @@ class GenerationDefaults:
     top_k: int
     top_p: float
     min_p: float
+    num_return_sequences: int = 1
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None
+    """Seconds after which every sequence ends."""
+    processing: Mapping[str, Any] = field(default_factory=dict)
+    """What changes logits, by the names of its options, whether tokens are drawn or not."""
+    wanted: tuple[bool, bool] = (False, False)
+    """Whether the output has scores, and logits."""
 
 
-def read_generation_config(model: PreTrainedModel) -> GenerationDefaults:
-    """The defaults of a model.
+def read_generation_config(
+    model: PreTrainedModel, given: GenerationConfig | None = None, do_sample: bool | None = None,
+    overridden: Collection[str] = (),
+) -> GenerationDefaults:  # fmt: skip
+    """The defaults of a model, as its ``generation_config`` is now, or of a configuration that is ``given``.
 
-    Sampling options count only where ``do_sample`` is set, as in transformers; else the default is greedy.
+    What the given one leaves out is the model's, as in transformers. Sampling options count only where ``do_sample`` is
+    set, as in transformers; else the default is greedy.
+
+    Args:
+        model: the target.
+        given: a caller's configuration.
+        do_sample: a caller's choice, which counts before those of the configurations.
+        overridden: names that a caller gives as arguments, so that the configuration does not count.
 
     Raises:
-        UnsupportedModelError: the configuration asks for a logits processor that specgraph does not have.
+        UnsupportedModelError: the model's configuration asks for something that specgraph does not have.
+        InputError: so does the given one, or it is no configuration.
     """
-    config: Any = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
-    wanted = {n: getattr(config, n, None) for n, off in _UNSUPPORTED.items() if getattr(config, n, None) not in off}
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise InputError(f"generation_config is a GenerationConfig of transformers, not {type(given).__name__}.")
+    own: Any = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
+    values = _values(own) | ({} if given is None else _values(given))
+    wanted = [n for n in REFUSED if n in values and n not in overridden and asks_for(n, values[n])]
     if wanted:
-        listed = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
-        raise UnsupportedModelError(
-            f"{type(model).__name__}'s generation_config asks for {listed}, which specgraph does not support and will "
-            f"not ignore. Set it off on model.generation_config if you can do without."
+        listed = ", ".join(f"{name}={values[name]!r}" for name in wanted)
+        whose = f"{type(model).__name__}'s generation_config" if given is None else "This generation_config"
+        raise (UnsupportedModelError if given is None else InputError)(
+            f"{whose} asks for {listed}, which specgraph does not support and will not ignore. Set it off on "
+            f"{'model.' if given is None else 'the '}generation_config if you can do without."
         )
-    sample = bool(getattr(config, "do_sample", False))
-
+    sample = bool(values.get("do_sample", False) if do_sample is None else do_sample)
     # What a sampling model's configuration leaves out has a default of transformers' own (top_k = 50, for one).
     common: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)() if sample else {}
-
-    def option(name: str, off: float) -> float:
-        value = getattr(config, name, None) if sample else None
-        value = common.get(name) if value is None else value
-        return off if value is None else value
-
-    temperature = option("temperature", 1.0 if sample else 0.0)
-    new_tokens = getattr(config, "max_new_tokens", None)
-    eos, text = config.eos_token_id, model.config.get_text_config()
-    eos = eos if eos is not None else getattr(text, "eos_token_id", None)
-    pad = config.pad_token_id if config.pad_token_id is not None else getattr(text, "pad_token_id", None)
-    ids = () if eos is None else (int(eos),) if isinstance(eos, int) else tuple(int(e) for e in eos)
+    sampling = {**common, **values} if sample else {}
+    text: Any = model.config.get_text_config()
+    eos, pad = (values.get(n, getattr(text, n, None)) for n in ("eos_token_id", "pad_token_id"))
+    strings = values.get("stop_strings") or ()
     return GenerationDefaults(
-        eos_ids=ids,
+        eos_ids=() if eos is None else (int(eos),) if isinstance(eos, int) else tuple(int(e) for e in eos),
         pad_id=pad,
-        max_new_tokens=new_tokens,
-        max_length=getattr(config, "max_length", None),
-        temperature=float(temperature),
-        top_k=int(option("top_k", 0)),
-        top_p=float(option("top_p", 1.0)),
-        min_p=float(option("min_p", 0.0)),
+        max_new_tokens=values.get("max_new_tokens"),
+        max_length=values.get("max_length"),
+        temperature=float(sampling.get("temperature", 1.0) if sample else 0.0),
+        top_k=int(sampling.get("top_k", 0)),
+        top_p=float(sampling.get("top_p", 1.0)),
+        min_p=float(sampling.get("min_p", 0.0)),
+        num_return_sequences=int(values.get("num_return_sequences", 1)),
+        stop_strings=(strings,) if isinstance(strings, str) else tuple(strings),
+        max_time=values.get("max_time"),
+        processing={name: values.get(name) for name in PROCESSING},
+        wanted=(bool(values.get("output_scores")), bool(values.get("output_logits"))),
     )
+
+
+def _values(config: GenerationConfig) -> dict[str, Any]:
+    """What a configuration sets."""
+    return {name: value for name, value in vars(config).items() if value is not None}
+
+
+class LiveDefaults:
+    """The defaults of a model, read again whenever its ``generation_config`` has changed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UnsupportedModelError, as :func:`read_generation_config` does."""
+        self._model = model
+        self._seen = self._look()
+        self._defaults = read_generation_config(model)
+
+    def __call__(
+        self, given: GenerationConfig | None = None, do_sample: bool | None = None, overridden: Collection[str] = ()
+    ) -> GenerationDefaults:
+        """The defaults of a call; see :func:`read_generation_config`."""
+        if given is not None or do_sample is not None or not REFUSED.keys().isdisjoint(overridden):
+            return read_generation_config(self._model, given, do_sample, overridden)
+        if (seen := self._look()) != self._seen:
+            self._defaults, self._seen = read_generation_config(self._model), seen
+        return self._defaults
+
+    def _look(self) -> dict[str, Any]:
+        """What the configuration sets now. Lists are copied, since they may be changed in place."""
+        config = getattr(self._model, "generation_config", None)
+        values = {} if config is None else vars(config)
+        return {name: [*v] if isinstance(v, list) else v for name, v in values.items() if v is not None}

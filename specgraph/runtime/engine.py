@@ -14,20 +14,19 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
 
-from torch import fx
-
-from specgraph.errors import InputError, NumericsError
-from specgraph.runtime.cuda_graphs import Results
-from specgraph.runtime.pages import Reservation, known_tokens, num_pages
+from specgraph.errors import InputError
+from specgraph.runtime.pages import known_tokens, num_pages
+from specgraph.runtime.pause import HostTime, Pause, Paused
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.prompt_shapes import Overhead, group_size
 from specgraph.runtime.requests import Request
-from specgraph.runtime.runner import Runner
+from specgraph.runtime.runner import Runner, StepModule
+from specgraph.runtime.sequences import Running, UnderWay, not_a_number
 from specgraph.runtime.state import Entering, stop
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.workspace import Mode
@@ -57,38 +56,6 @@ class Policy:
         return self.drafts.get(max((key for key in self.drafts if key <= max(count, 1)), default=0))
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """A sequence on its way: waiting without a row, then in one, then ended."""
-
-    number: int
-    request: Request
-    row: int = -1
-    reserved: Reservation = field(default_factory=Reservation)
-    new_tokens: list[int] = field(default_factory=list)
-    started: bool = False
-    ended: bool = False
-    room: int = 0
-    """The most tokens that may be missing when the steps under way are done."""
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """A step that the device may still be running.
-
-    Attributes:
-        sequences: those that it runs, in the order of its entries.
-        forced: how many next tokens each of them is given; empty in a decode step.
-        going_on: those whose prompt is not at its end with this step.
-    """
-
-    results: Results
-    sequences: list[_Sequence]
-    forced: list[int] = field(default_factory=list)
-    going_on: frozenset[_Sequence] = frozenset()
-    prompt_tokens: int = 0
-
-
 class Engine:
     """Sequences in the rows of a runner's state.
 
@@ -96,8 +63,8 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, make_step: Callable[[Mode], fx.GraphModule], policy: Policy, overhead: Overhead,
-        logprobs: str = "none", always_draws: bool = False,
+        self, runner: Runner, make_step: Callable[[Mode], StepModule], policy: Policy, overhead: Overhead,
+        logprobs: str = "none", always_draws: bool = False, host_time: HostTime | None = None,
     ) -> None:  # fmt: skip
         """``make_step`` gives the variant of the step for a mode, and ``overhead`` what these steps cost.
 
@@ -106,17 +73,18 @@ class Engine:
         self._runner, self._make_step, self._policy = runner, make_step, policy
         self._logprobs, self._always_draws = logprobs, always_draws
         self.pages = runner.pages
+        self._host_time = host_time or HostTime()
         self._free_rows = list(range(runner.sizes["B"]))
-        self._waiting: deque[_Sequence] = deque()
+        self._waiting: deque[Running] = deque()
         self._cancelled: deque[int] = deque()
         self._ended: list[Output] = []
-        self._running: dict[int, _Sequence] = {}
+        self._running: dict[int, Running] = {}
         """By row."""
-        self._decoding: set[_Sequence] = set()
+        self._decoding: set[Running] = set()
         self._overhead = overhead
         self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt)
         self._num_ended = self._num_decode_steps = 0
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
         self._last_was_wide = False
@@ -134,7 +102,7 @@ class Engine:
         """
         self._check(request)
         with self._lock:
-            self._waiting.append(_Sequence(number, request))
+            self._waiting.append(Running(number, request))
 
     def cancel(self, number: int) -> None:
         """End a sequence before its time; nothing happens if it has ended, or never was."""
@@ -182,12 +150,17 @@ class Engine:
                 self._under_way.clear()
                 return None
             going = self._going()
-            if self._prefill.pending() or going:
+            lag = self._lag()
+            if (self._prefill.pending() or going) and len(self._under_way) <= lag:
                 with self._runner.active():
                     self._under_way.append(self._enqueue(going))
-                if len(self._under_way) <= self._runner.lag:
+                if len(self._under_way) <= lag:
                     continue
             return self._read(self._under_way.popleft())
+
+    def _lag(self) -> int:
+        """How many steps may be under way: none where the host must know what the last one emitted."""
+        return 0 if any(s.request.host for s in self._running.values()) else self._runner.lag
 
     def _check(self, request: Request) -> None:
         sizes, needed = self._runner.sizes, num_pages(request.limit, self.pages.block_size)
@@ -196,6 +169,17 @@ class Engine:
                 f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
                 f"{min(sizes['N'], sizes['M'])}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
             )
+        missing = sorted(request.processing.used() - {*self._runner.state})
+        if missing:
+            raise InputError(
+                f"A sequence asks for {', '.join(missing)}, which this step has no nodes for; compile with "
+                "insert_processors in pipeline.order."
+            )
+        if (tokens := request.processing.num_bias_tokens) > sizes["W"]:
+            raise InputError(
+                f"A sequence has biases for words of {tokens} tokens, and there is room for {sizes['W']}; give fewer, "
+                "or use generate, which makes room."
+            )
         if len(request.eos_ids) > sizes["E"]:
             raise InputError(
                 f"A sequence has {len(request.eos_ids)} EOS ids, and there is room for {sizes['E']}; give fewer."
@@ -203,7 +187,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Let sequences in from the front of the queue, as long as there are rows and pages for them."""
-        entering: list[_Sequence] = []
+        entering: list[Running] = []
         with self._lock:
             if self._decoding and not self._policy.fair:  # nobody watches, so all together is what counts
                 ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
@@ -218,10 +202,10 @@ class Engine:
         if entering:
             self._begin_with(entering)
 
-    def _seat(self, sequence: _Sequence) -> bool:
+    def _seat(self, sequence: Running) -> bool:
         """Give a sequence a row and pages, unless it ends at once; False if it has to wait for them."""
         if not sequence.request.has_room:
-            self._ended.append(Output(sequence.number, finish_reason="length"))
+            self._ended.append(Output(sequence.number, finish_reason=sequence.request.limit_reason))
             return True
         reserved = self.pages.reserve(sequence.request.prompt, sequence.request.limit) if self._free_rows else None
         if reserved is None:
@@ -230,7 +214,7 @@ class Engine:
         self._running[sequence.row] = sequence
         return True
 
-    def _begin_with(self, entering: list[_Sequence]) -> None:
+    def _begin_with(self, entering: list[Running]) -> None:
         self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
         begins = [s.reserved.num_shared * self.pages.block_size for s in entering]
         with self._runner.active():
@@ -245,9 +229,10 @@ class Engine:
         unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
         self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
 
-    def _choose_mode(self, drafts: int | None) -> None:
-        """Run the variant of the step for these options and so many drafts."""
-        mode = Mode(self._logprobs, self._unused, drafts)
+    def _choose_mode(self, drafts: int | None, waiting: Sequence[Running]) -> None:
+        """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
+        paused = any(sequence.request.host for sequence in waiting)
+        mode = Mode(self._logprobs, self._unused, drafts, paused)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -255,35 +240,49 @@ class Engine:
     def _unused_by(self, request: Request) -> frozenset[str]:
         """State that a request can do without: options that are off, and its seed if no noise is drawn."""
         draws = self._always_draws or request.sampling.temperature > 0
-        return request.sampling.unused() | (frozenset() if draws else {"seeds"})
+        return request.unused() | (frozenset() if draws else {"seeds"})
 
-    def _enqueue(self, going: list[_Sequence]) -> _UnderWay:
+    def _enqueue(self, going: list[Running]) -> UnderWay:
         """One more step: over a chunk of the prompts, or over what the last steps laid out for those ``going`` on."""
         turn = self._policy.fair and going and self._last_was_wide
         self._last_was_wide = bool(self._prefill.pending()) and not turn
         if self._last_was_wide:
             return self._enqueue_prompts()
         self._num_decode_steps += 1
-        self._choose_mode(self._policy.drafts_of(len(going)))
+        self._choose_mode(self._policy.drafts_of(len(going)), going)
         for sequence in going:
             sequence.room -= 1
-        return _UnderWay(self._runner.decode([s.row for s in going]), going)
+        pause = self._pause(going)
+        return UnderWay(self._runner.decode([s.row for s in going], pause), going, pause=pause)
 
-    def _going(self) -> list[_Sequence]:
+    def _pause(
+        self, sequences: Sequence[Running], forced: Sequence[int] = (), going_on: Container[Running] = ()
+    ) -> Pause | None:
+        """What the host has to do in a step over these entries, which are ``forced`` if it is one over prompts."""
+        own = [(entry, s) for entry, s in enumerate(sequences) if s.request.host and s not in going_on]
+        if not own:
+            return None
+        drafts = repeat([]) if forced else self._runner.drafts([s.row for _, s in own])
+        given = forced or [0] * len(sequences)
+        parts = zip(own, drafts, strict=False)
+        return Pause([Paused(n, s.request, s.new_tokens, known, given[n]) for (n, s), known in parts], self._host_time)
+
+    def _going(self) -> list[Running]:
         """The sequences of a decode step, by their rows.
 
         A step gives each of them a token at least. So one whose room will be filled by steps under way is left out.
         """
         return sorted([s for s in self._decoding if s.room > 0], key=_row)
 
-    def _enqueue_prompts(self) -> _UnderWay:
+    def _enqueue_prompts(self) -> UnderWay:
         most = self._policy.chunk
         chunk = self._prefill.chunk(min(most, BESIDE) if self._policy.fair and self._decoding else most)
-        self._choose_mode(None)
-        results = self._runner.wide(chunk)
         pending = {*self._prefill.pending()}
         sequences = [self._running[row] for row in chunk.rows]
         going_on = frozenset(s for s in sequences if s.row in pending)
+        self._choose_mode(None, [s for s in sequences if s not in going_on])
+        pause = self._pause(sequences, chunk.forced, going_on)
+        results = self._runner.wide(chunk, pause)
         # Whoever shares these pages runs behind this step.
         for sequence in sequences:
             if sequence in going_on:
@@ -292,7 +291,7 @@ class Engine:
             sequence.started = True
             sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
             self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return _UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens)
+        return UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause)
 
     def _cancel(self) -> None:
         """End what is to be cancelled, whether it waits or runs."""
@@ -306,7 +305,7 @@ class Engine:
         self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
         self._halt([s for s in found if s.row >= 0])
 
-    def _halt(self, sequences: list[_Sequence]) -> None:
+    def _halt(self, sequences: list[Running]) -> None:
         """Stop sequences that could go on, on the device, too."""
         if sequences:
             with self._runner.active():
@@ -314,7 +313,7 @@ class Engine:
         for sequence in sequences:
             self._leave(sequence)
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: Running) -> None:
         """Free the row and the pages of a sequence that has ended."""
         sequence.ended = True
         self._num_ended += 1
@@ -326,7 +325,7 @@ class Engine:
         del self._running[sequence.row]
         bisect.insort(self._free_rows, sequence.row)
 
-    def _read(self, under_way: _UnderWay) -> Step:
+    def _read(self, under_way: UnderWay) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
         read = under_way.results.read(len(under_way.sequences), logprobs=self._logprobs != "none")
         decoding, going_on = not under_way.forced, under_way.going_on
@@ -344,26 +343,24 @@ class Engine:
                 before = max(0, len(tokens) + given - emitted)
                 tokens, logprobs = tokens[before:], logprobs[before:]
             sequence.new_tokens += tokens
+            if under_way.pause and sequence not in going_on:
+                for processor in sequence.request.host:
+                    processor.emitted(len(tokens))
             reason = None
             if not left and sequence not in going_on:
-                reason = "eos" if tokens and tokens[-1] in sequence.request.eos_ids else "length"
+                request = sequence.request
+                reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
             outputs.append(Output(sequence.number, tokens, logprobs, decoding and emitted > 0, confidence, reason))
         if broken:
             self._halt(broken)
             self.pages.forget()  # nobody shall find a NaN there
-        outputs += [Output(s.number, finish_reason="error", error=_not_a_number(s.number)) for s in broken]
+        outputs += [Output(s.number, finish_reason="error", error=not_a_number(s.number)) for s in broken]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.results.width - 1
-        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused)
+        waited = None if under_way.pause is None else under_way.pause.seconds
+        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
 
 
 _row = attrgetter("row")
-
-
-def _not_a_number(number: int) -> NumericsError:
-    return NumericsError(
-        f"The target's logits are NaN in sequence {number}. Check the weights and the dtype; the decoder itself is "
-        "still usable."
-    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Stats:
     """Tokens of prompts that need not be run, since an earlier sequence began with them."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    host_steps: int = 0
+    """Steps that waited for processors, structure or scores, which are the host's."""
+    host_seconds: float = 0.0
+    """How long the host was at work in these steps."""
     confidence: list[list[list[float]]] = field(default_factory=list)
     """For every sequence, what the drafter thought of the drafts that each of its decode steps verified: for each draft
     the probability that it is accepted if those before it are. An empty list for drafters that do not say."""
@@ -83,34 +88,75 @@ class Stats:
         return sum(self._counts())
 
 
-@dataclass
-class GenerateOutput:
+_SHOWN = ("sequences", "new_tokens", "logprobs", "stats", "finish_reasons")
+
+
+class GenerateOutput(tuple[Tensor, ...]):
     """The result of ``generate``.
+
+    Its length, its items and ``shape`` are those of ``sequences``, so that a tokenizer's ``batch_decode``, and code
+    that expects the tensor that transformers returns, take it as it is.
 
     Attributes:
         sequences: int64 ``[B, S]``, prompt and continuation, padded on the right with the pad id (and on the left as
-            given, for left-padded prompts).
+            given, for left-padded prompts), on the device of the prompts.
         new_tokens: one 1-D int64 tensor per sequence: the continuation alone, up to and including an EOS.
         logprobs: one 1-D float32 tensor per sequence beside ``new_tokens``, or None if not asked for.
         stats: counts and times.
-        finish_reasons: why each sequence ended: ``eos``, ``length`` (as asked, or the decoder's ``max_length``), or
-            ``stop`` for a stopping criterion.
+        finish_reasons: why each sequence ended: ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
+            what was asked), or ``stop`` for a stop string or a stopping criterion.
+        scores: for every new token float32 ``[B, V]``, what it was drawn from; None if not asked for.
+        logits: for every new token float32 ``[B, V]``, the target's own; None if not asked for.
     """
 
     sequences: Tensor
     new_tokens: list[Tensor]
     logprobs: list[Tensor] | None
     stats: Stats
-    finish_reasons: list[str] = field(default_factory=list)
+    finish_reasons: list[str]
+    scores: tuple[Tensor, ...] | None
+    logits: tuple[Tensor, ...] | None
+
+    def __new__(
+        cls, sequences: Tensor, new_tokens: list[Tensor], logprobs: list[Tensor] | None, stats: Stats,
+        finish_reasons: Sequence[str] = (), scores: tuple[Tensor, ...] | None = None,
+        logits: tuple[Tensor, ...] | None = None,
+    ) -> Self:  # fmt: skip
+        self = super().__new__(cls, sequences.unbind())
+        self.sequences, self.new_tokens, self.logprobs, self.stats = sequences, new_tokens, logprobs, stats
+        self.finish_reasons, self.scores, self.logits = list(finish_reasons), scores, logits
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[B, S]``."""
+        return self.sequences.shape
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.sequences[index]
+
+    def __repr__(self) -> str:
+        return f"GenerateOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
+
+    def __reduce__(self) -> Any:
+        return GenerateOutput, tuple(getattr(self, name) for name in (*_SHOWN, "scores", "logits"))
 
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step emitted: for every sequence the new ids (a possibly empty list) and whether it has ended."""
+    """What one step emitted.
+
+    Attributes:
+        tokens: the new ids of every sequence, a possibly empty list.
+        finished: whether it has ended.
+        logprobs: one number beside each new id; None if not asked for.
+        finish_reasons: as for ``generate``; None while a sequence goes on.
+    """
 
     tokens: list[list[int]]
     finished: list[bool]
     logprobs: list[list[float]] | None
+    finish_reasons: list[str | None] = field(default_factory=list)
 
 
 class Stream(Iterator[StreamChunk]):

@@ -8,7 +8,9 @@ page stays when its last sequence ends, until it is needed for something else; t
 time goes first.
 
 Rows of a drafter's cache depend on a few tokens that follow, too (``Drafter.lookahead``), so these belong to what a
-page is known by. Shared pages are never written: a sequence runs its own rows only, from the first that is not shared.
+page is known by. A page that was filled without a drafter, as scoring does, has another name, which only those look for
+who run no drafter either. Shared pages are never written: a sequence runs its own rows only, from the first that is not
+shared.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from torch import Tensor
 Key = tuple[int, bytes]
 """What a page is known by: the serial number of the page before it (0 for none), and its tokens with those behind it
 that its rows depend on."""
+
+
+_TARGET_ONLY = b"target only"
+"""Stands behind the tokens in the name of a page that holds no rows of the drafter's."""
 
 
 def num_pages(length: int, block_size: int) -> int:
@@ -52,6 +58,7 @@ class PagePool:
     Attributes:
         count: how many there are, free or not.
         block_size: the tokens of a page.
+        lookahead: how many tokens behind a page have to be known, so that it can be shared.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class PagePool:
         ``lookahead``: how many tokens behind it a row may depend on. ``reuse``: whether pages are shared at all.
         ``weights``: what else decides about the rows of a page.
         """
-        self.count, self.block_size, self._lookahead, self._reuse = count, block_size, lookahead, reuse
+        self.count, self.block_size, self.lookahead, self._reuse = count, block_size, max(1, lookahead), reuse
         self._weights = [tensor for tensor in weights if not tensor.is_inference()]
         """Tensors made in inference mode do not count how often they are written."""
         self._free = list(range(count - 1, -1, -1))
@@ -81,12 +88,12 @@ class PagePool:
         """How many pages nobody has."""
         return len(self._free) + len(self._idle)
 
-    def reserve(self, prompt: Tensor, length: int) -> Reservation | None:
+    def reserve(self, prompt: Tensor, length: int, *, target_only: bool = False) -> Reservation | None:
         """The pages of a sequence that begins with ``prompt`` (1-D int64) and grows to ``length`` tokens.
 
-        None if there are not enough now.
+        None if there are not enough now. ``target_only``: whether pages without a drafter's rows will do.
         """
-        shared, needed = self._find(prompt), num_pages(length, self.block_size)
+        shared, needed = self._find(prompt, target_only), num_pages(length, self.block_size)
         if needed - len(shared) > self.num_free - sum(self._users[page] == 0 for page in shared):
             return None
         for page in shared:
@@ -96,13 +103,16 @@ class PagePool:
             self._users[page] += 1
         return Reservation(pages, len(shared), self._epoch)
 
-    def offer(self, reservation: Reservation, tokens: Tensor) -> None:
-        """Let others share those pages that the verified ``tokens`` (1-D int64) of a sequence have filled."""
+    def offer(self, reservation: Reservation, tokens: Tensor, *, target_only: bool = False) -> None:
+        """Let others share those pages that the verified ``tokens`` (1-D int64) of a sequence have filled.
+
+        ``target_only``: whether they hold no rows of the drafter's.
+        """
         if reservation.epoch != self._epoch:
             return
         before = 0
-        for page, own in zip(reservation.pages, self._filled(tokens), strict=False):
-            key = (before, own)
+        for page, own in zip(reservation.pages, self.filled(tokens), strict=False):
+            key = self._key(before, own, target_only)
             if key not in self._known:
                 self._unname(page)  # the page before it was forgotten, so nobody finds it under its old name
                 self._serial += 1
@@ -139,24 +149,29 @@ class PagePool:
         self._names.clear()
         self._epoch += 1
 
-    def _find(self, prompt: Tensor) -> list[int]:
+    def _key(self, before: int, own: bytes, target_only: bool) -> Key:
+        """What a page is known by, or would be. One with a drafter's rows serves those without a drafter, too."""
+        whole = (before, own)
+        return whole if whole in self._known or not target_only else (before, own + _TARGET_ONLY)
+
+    def _find(self, prompt: Tensor, target_only: bool) -> list[int]:
         """The known pages that ``prompt`` begins with."""
         pages: list[int] = []
         before = 0
-        for own in self._filled(prompt):
-            page = self._known.get((before, own))
+        for own in self.filled(prompt):
+            page = self._known.get(self._key(before, own, target_only))
             if page is None:
                 break
             pages.append(page)
             before = self._names[page][0]
         return pages
 
-    def _filled(self, tokens: Tensor) -> list[bytes]:
-        """The tokens of every page whose rows follow from ``tokens``, with those behind it.
+    def filled(self, tokens: Tensor) -> list[bytes]:
+        """The tokens of every page whose rows follow from ``tokens``, with those behind it; none if none are shared.
 
         There is one at least, since the last token of a prompt must be run.
         """
-        behind = max(1, self._lookahead)
+        behind = self.lookahead
         if not self._reuse or tokens.numel() < self.block_size + behind:
             return []
         # Bytes are cut, and not tensors, because that is done three times for every sequence.

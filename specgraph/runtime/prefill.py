@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specgraph.runtime.prompt_shapes import num_together
+from specgraph.runtime.prompt_shapes import MOST_ROWS, num_together
 
 
 class Chunk(NamedTuple):
@@ -35,21 +35,27 @@ class Prefill:
     if the padding costs less than a step of its own (:func:`~specgraph.runtime.prompt_shapes.num_together`).
     """
 
-    def __init__(self, width: int, rows: int, overhead: int) -> None:
+    def __init__(self, width: int, rows: int, overhead: int, most_rows: int = MOST_ROWS) -> None:
         """``width`` is the number of rows of a decode step, which no window is narrower than; ``rows`` is the number of
-        sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows."""
-        self._width, self._rows, self._overhead = width, rows, overhead
+        sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows`` is
+        the most rows of a step of several sequences."""
+        self._width, self._rows, self._overhead, self._most_rows = width, rows, overhead, most_rows
         self._prompts: dict[int, Tensor] = {}
         self._done: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
 
-    def add(self, row: int, prompt: Tensor, done: int = 0) -> None:
-        """The sequence in ``row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run."""
-        self._prompts[row], self._done[row] = prompt, done
+    def add(self, row: int, prompt: Tensor, done: int = 0, end: int | None = None) -> None:
+        """The sequence in ``row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
+
+        Neither need those from ``end`` on, of which the first is given as the next token of the row before it.
+        """
+        self._prompts[row], self._done[row], self._ends[row] = prompt, done, prompt.numel() if end is None else end
 
     def drop(self, row: int) -> None:
         """What is left of the prompt in ``row``, if anything is, is not wanted any more."""
         self._prompts.pop(row, None)
         self._done.pop(row, None)
+        self._ends.pop(row, None)
 
     def pending(self) -> list[int]:
         """The rows that still have prompt tokens to run, in the order in which they came."""
@@ -58,7 +64,8 @@ class Prefill:
     def chunk(self, most: int) -> Chunk:
         """The next wide window; call it while sequences are pending.
 
-        It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it.
+        It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it. (There is one
+        more column if a token behind the rest is given.)
         """
         rows = self._together(most)
         counts = [self._next_rows(row, most) for row in rows]
@@ -76,15 +83,16 @@ class Prefill:
 
     def _advance(self, row: int, count: int) -> None:
         self._done[row] += count
-        if self._done[row] == self._prompts[row].numel():
+        if self._done[row] == self._ends[row]:
             self.drop(row)
 
     def _next_rows(self, row: int, most: int) -> int:
-        left = self._prompts[row].numel() - self._done[row]
+        left = self._ends[row] - self._done[row]
         return left if left <= most else max(1, most - 1)
 
     def _together(self, most: int) -> list[int]:
         """The pending sequences of the next window: those with the most rows to run."""
         waiting = sorted(self.pending(), key=lambda row: self._next_rows(row, most), reverse=True)
-        taken = num_together([self._next_rows(row, most) for row in waiting], self._rows, self._overhead)
+        widths = [self._next_rows(row, most) for row in waiting]
+        taken = num_together(widths, self._rows, self._overhead, self._most_rows)
         return sorted(waiting[:taken])

@@ -75,16 +75,17 @@ def group_size(rows: int, width: int, ends: float, overhead: Overhead) -> int:
     return max(1, min(rows // 2, round(math.sqrt(2 * rows * ends * factor))))
 
 
-def num_together(widths: Sequence[int], most: int, overhead: int) -> int:
+def num_together(widths: Sequence[int], most: int, overhead: int, most_rows: int = MOST_ROWS) -> int:
     """How many sequences share the next prompt step, the widest first, so that all steps together cost the least.
 
-    There are at most ``MOST_ROWS`` rows in a step, except for a sequence by itself. Of more than ``FORESEEN``
+    There are at most ``most_rows`` rows in a step, except for a sequence by itself. Of more than ``FORESEEN``
     sequences, only the widest are looked at.
 
     Args:
         widths: the rows of each sequence that waits, in descending order; there is at least one.
         most: the number of sequences for which there is room.
         overhead: what a prompt step costs besides its rows (:class:`Overhead`).
+        most_rows: as above.
     """
     widths = widths[:FORESEEN]
     taken, cost = 0, [0] * (len(widths) + 1)  # what all steps cost for the sequences from each place on
@@ -93,7 +94,7 @@ def num_together(widths: Sequence[int], most: int, overhead: int) -> int:
         for count in _counts(len(widths) - begin):
             among = entries(count, most)
             rows = among * padded_width(widths[begin], among)
-            if rows <= MOST_ROWS or count == 1:
+            if rows <= most_rows or count == 1:
                 options.append((overhead + rows + cost[begin + count], -count))
         cost[begin], taken = min(options)
     return -taken  # by the last, which begins with the first sequence; of equal costs, with as many as possible

@@ -2,77 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from specgraph.errors import InputError
-from specgraph.runtime.defaults import GenerationDefaults
+from specgraph.runtime.arguments import STRUCTURE, check_names
+from specgraph.runtime.defaults import GenerationDefaults, LiveDefaults
+from specgraph.runtime.grammar import Grammars
+from specgraph.runtime.host import Allowed, HostProcessor, PythonProcessors, read_processors
+from specgraph.runtime.processing import ARGUMENTS
+from specgraph.runtime.processing_options import Sequences, read_processing
 from specgraph.runtime.requests import (
     Batch,
     EosIds,
+    Lengths,
     Limits,
     PerSequence,
     Request,
     check_prompts,
+    is_number,
     read_eos,
+    read_ids,
     read_limits,
     read_logprobs,
     read_prompts,
     read_sampling,
+    whole,
 )
+from specgraph.runtime.scores import Recorder, Wanted
+from specgraph.runtime.stopping import Criterion, read_criteria, stop_criteria
+from specgraph.runtime.text import Tokenizers
+from specgraph.runtime.watch import Watch
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of ``generate`` or ``stream`` asks for.
+
+    Attributes:
+        batch: its sequences.
+        criteria: what else than EOS and length ends them, asked on the host.
+        streamer: one of transformers' streamers, or None.
+        wanted: which logits the output has.
+    """
+
+    batch: Batch
+    criteria: Sequence[Criterion]
+    streamer: Any
+    wanted: Wanted
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What holds where a caller says nothing, and what a decoder can take."""
+    """What holds where a caller says nothing, what a decoder can take, and whether it can run at all.
 
-    defaults: GenerationDefaults
+    Attributes:
+        read_defaults: the model's, as they are when it is called.
+        limits: the decoder's.
+        watch: says whether the model is still the one that was compiled.
+        tokenizers: the model's.
+        grammars: what compiles them.
+        reads_token_types: whether the model's forward pass takes ``token_type_ids``, which the compiled one does not.
+    """
+
+    read_defaults: LiveDefaults
     limits: Limits
+    watch: Watch
+    tokenizers: Tokenizers
+    grammars: Grammars
+    reads_token_types: bool = False
 
-    def batch(
-        self, input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None = None, *,
-        max_new_tokens: PerSequence = None, eos_token_id: EosIds = None, seed: PerSequence = None,
-        return_logprobs: bool | str = False, **sampling: PerSequence,
-    ) -> Batch:  # fmt: skip
-        """A checked call of ``generate``.
+    def call(
+        self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
+        eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
+        stopping_criteria: Any = None, **sampling: PerSequence,
+    ) -> Call:  # fmt: skip
+        """A checked call of ``generate``; ``others`` are transformers' arguments.
 
         Raises:
-            InputError: an argument is out of range; the message says what is allowed.
+            InputError: an argument is out of range, unknown or not supported, or the model was changed since it was
+                compiled; the message says what is allowed.
         """
-        defaults, limits = self.defaults, self.limits
-        eos_ids = read_eos(eos_token_id, defaults.eos_ids, limits.vocab_size, _count(input_ids))
-        prompts, left = read_prompts(input_ids, attention_mask, defaults.pad_id, sum(eos_ids, ()))
-        check_prompts(prompts, limits)
-        ends = read_limits(prompts, max_new_tokens, defaults, limits.max_length)
-        options = read_sampling(len(prompts), seed=seed, **self._sampling(sampling))
-        pad_id = defaults.pad_id if defaults.pad_id is not None else (*eos_ids[0], 0)[0]
-        parts = zip(prompts, ends, options, eos_ids, strict=True)
-        return Batch([Request(*part) for part in parts], left, pad_id, read_logprobs(return_logprobs))
+        self.watch.check()
+        input_ids, attention_mask, others = unpack(input_ids, attention_mask, others)
+        check_names(others)
+        self._check_token_types(others)
+        do_sample = _flag("do_sample", others.get("do_sample"))
+        defaults = self.read_defaults(others.get("generation_config"), do_sample, others.keys())
+        copies = _copies(others.get("num_return_sequences"), defaults)
+        count = _count(input_ids) * copies
+        eos_ids = read_eos(eos_token_id, defaults.eos_ids, self.limits.vocab_size, count)
+        pad_id = _pad_id(others.get("pad_token_id"), defaults, eos_ids, self.limits.vocab_size)
+        known_pad = pad_id if others.get("pad_token_id") is not None else defaults.pad_id
+        prompts = read_prompts(input_ids, attention_mask, known_pad, sum(eos_ids, ()))
+        check_prompts(prompts.prompts, self.limits)
+        prompts = prompts.repeat(copies)
+        ends = read_limits(prompts, _lengths(max_new_tokens, others, defaults), self.limits.max_length)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        chosen = {n: getattr(defaults, n) if sampling.get(n) is None else sampling[n] for n in names}
+        if do_sample is False:
+            chosen["temperature"] = 0.0
+        options = read_sampling(len(ends), seed=seed, **chosen)
+        greedy = [option.temperature == 0 for option in options]
+        if do_sample and any(greedy):
+            raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
+        if copies > 1 and all(greedy):
+            raise InputError(
+                f"num_return_sequences={copies} would give equal sequences, since decoding is greedy; pass "
+                "do_sample=True or a temperature, or leave it out."
+            )
+        known = Sequences([given.numel() for given in prompts.given], eos_ids, self.limits.vocab_size)
+        processing = read_processing(known, others, defaults.processing)
+        hosts = self._hosts(others, defaults, eos_ids)
+        parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, strict=True)
+        requests = [Request(p, end, own, eos, capped, *more) for p, (end, capped), own, eos, *more in parts]
+        device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
+        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device)
+        criteria = _criteria(stopping_criteria, others, defaults)
+        return Call(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults))
+
+    def batch(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Batch:
+        """The sequences of a call without arguments of transformers; see :meth:`call`."""
+        return self.call(input_ids, attention_mask, {}, **options).batch
 
     def one(
         self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
-        seed: int | None = None, **sampling: Any,
+        seed: int | None = None, processing: Mapping[str, Any], **sampling: Any,
     ) -> Request:  # fmt: skip
         """A checked call of ``submit``, whose seed is used as it is.
 
+        ``processing`` is what changes logits, or the structure.
+
         Raises:
-            InputError: as for :meth:`batch`.
+            InputError: as for :meth:`call`.
         """
-        if not isinstance(prompt, Tensor):
-            prompt = _ids(prompt)
-        if prompt.dim() != 1:
-            raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not a tensor of {prompt.dim()} dims.")
         seeds = None if seed is None else [seed]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
-        return self.batch([prompt], **options, **sampling).requests[0]
+        check_names(processing, ARGUMENTS | STRUCTURE | {"tokenizer"})
+        return self.call([_one_prompt(prompt)], None, processing, **options, **sampling).batch.requests[0]
 
-    def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
-        names = ("temperature", "top_k", "top_p", "min_p")
-        return {n: getattr(self.defaults, n) if given.get(n) is None else given[n] for n in names}
+    def _hosts(
+        self, others: Mapping[str, Any], defaults: GenerationDefaults, eos_ids: Sequence[tuple[int, ...]]
+    ) -> list[tuple[HostProcessor, ...]]:
+        """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
+        functions = read_processors(others.get("logits_processor"))
+        allowed = others.get("prefix_allowed_tokens_fn")
+        if allowed is not None and not callable(allowed):
+            raise InputError(f"prefix_allowed_tokens_fn is a function of a place and tokens, not {allowed!r}.")
+        wanted = read_wanted(others, defaults)
+        grammars = self.grammars.read(others, lambda: self.tokenizers.get(others.get("tokenizer")), eos_ids)
+        hosts = []
+        for place, grammar in enumerate(grammars):
+            own: list[HostProcessor] = [PythonProcessors(functions)] if functions else []
+            own += [Allowed(allowed, place)] if allowed is not None else []
+            own += [grammar] if grammar is not None else []
+            own += [Recorder(wanted)] if any(wanted) else []
+            hosts.append(tuple(own))
+        return hosts
+
+    def _check_token_types(self, others: Mapping[str, Any]) -> None:
+        if self.reads_token_types and others.get("token_type_ids") is not None:
+            raise InputError("token_type_ids is not supported (the model was compiled without them); leave it out.")
+
+
+def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Prompts, their mask and all other arguments, from what a tokenizer gives and where transformers has its own.
+
+    A tokenizer's output may stand for the prompts, ``inputs`` is another name for them, and a configuration may come
+    second, as in transformers.
+
+    Raises:
+        InputError: there are no prompts, or two kinds of them.
+    """
+    others = dict(others)
+    if isinstance(attention_mask, GenerationConfig):
+        others["generation_config"], attention_mask = attention_mask, None
+    inputs = others.pop("inputs", None)
+    if input_ids is not None and inputs is not None:
+        raise InputError("input_ids and inputs are two names of the same argument; give one of them.")
+    input_ids = inputs if input_ids is None else input_ids
+    if isinstance(input_ids, Mapping):  # a tokenizer's BatchEncoding is one
+        encoded = dict(input_ids)
+        input_ids = encoded.pop("input_ids", None)
+        given = encoded.pop("attention_mask", None)
+        attention_mask = given if attention_mask is None else attention_mask
+        others = encoded | others
+    if input_ids is None:
+        raise InputError("There is no prompt; give input_ids, as [B, S] or as a list of 1-D tensors.")
+    return _tensor(input_ids), _tensor(attention_mask), others
+
+
+def _tensor(value: Any) -> Any:
+    """An array of NumPy as a tensor; anything else as it is."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype != object else value
 
 
 def _count(input_ids: Any) -> int:
@@ -81,8 +210,61 @@ def _count(input_ids: Any) -> int:
     return len(input_ids) if sized else 0
 
 
-def _ids(prompt: Sequence[int]) -> Tensor:
-    try:
-        return torch.tensor(prompt, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {type(prompt).__name__}.") from error
+def _one_prompt(prompt: Any) -> Tensor:
+    if isinstance(prompt, Tensor) and prompt.dim() != 1:
+        raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not a tensor of {prompt.dim()} dims.")
+    return read_ids(prompt)
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{name} is True, False or None, not {value!r}.")
+    return value
+
+
+def _copies(given: Any, defaults: GenerationDefaults) -> int:
+    copies = whole("num_return_sequences", defaults.num_return_sequences if given is None else given)
+    if copies < 1:
+        raise InputError(f"num_return_sequences must be at least 1, got {copies}.")
+    return copies
+
+
+def _pad_id(given: Any, defaults: GenerationDefaults, eos_ids: Sequence[tuple[int, ...]], vocab_size: int) -> int:
+    """What stands behind a sequence that has ended: the pad id, else the first EOS, as in transformers."""
+    if given is None:
+        return defaults.pad_id if defaults.pad_id is not None else (*(eos_ids[0] if eos_ids else ()), 0)[0]
+    pad_id = whole("pad_token_id", given.item() if isinstance(given, Tensor) and given.numel() == 1 else given)
+    if not 0 <= pad_id < vocab_size:
+        raise InputError(f"pad_token_id {pad_id} is not a token id; ids are 0 to {vocab_size - 1}.")
+    return pad_id
+
+
+def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: GenerationDefaults) -> Lengths:
+    """How long sequences become. A caller's ``max_new_tokens`` comes first, then its ``max_length``."""
+    if max_new_tokens is not None:
+        return Lengths(max_new_tokens, None)
+    if others.get("max_length") is not None:
+        return Lengths(None, others["max_length"])
+    return Lengths(defaults.max_new_tokens, defaults.max_length)
+
+
+def _criteria(given: Any, others: Mapping[str, Any], defaults: GenerationDefaults) -> list[Criterion]:
+    strings, seconds = others.get("stop_strings"), others.get("max_time")
+    strings = defaults.stop_strings if strings is None else strings
+    seconds = defaults.max_time if seconds is None else seconds
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
+        raise InputError(f"max_time must be a number of seconds above 0, got {seconds!r}.")
+    seconds = None if seconds == math.inf else seconds
+    return [*read_criteria(given), *stop_criteria(strings, others.get("tokenizer"), seconds)]
+
+
+def read_wanted(others: Mapping[str, Any], defaults: GenerationDefaults) -> Wanted:
+    """Which logits the output shall have."""
+    given = (_flag(f"output_{name}", others.get(f"output_{name}")) for name in Wanted._fields)
+    return Wanted(*(own if value is None else value for value, own in zip(given, defaults.wanted, strict=True)))
+
+
+def _streamer(given: Any) -> Any:
+    if given is not None and not (callable(getattr(given, "put", None)) and callable(getattr(given, "end", None))):
+        raise InputError(f"streamer has put() and end(), as transformers' streamers have; {given!r} has not.")
+    return given

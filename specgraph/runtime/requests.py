@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgraph.errors import InputError
-from specgraph.runtime.defaults import GenerationDefaults
+from specgraph.runtime.host import HostProcessor
+from specgraph.runtime.processing import Processing
 
 PerSequence = float | int | Sequence[float] | Sequence[int] | Tensor | None
 EosIds = int | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
@@ -53,17 +54,34 @@ class Request:
         prompt: 1-D int64 on the CPU, without padding.
         limit: the length at which it ends at the latest, prompt included.
         eos_ids: the ids that end it.
+        capped: whether it was to become longer than the decoder's ``max_length``.
+        processing: what changes its logits.
+        given: the prompt with its padding, 1-D int64 on the CPU.
+        host: what the host does with its logits in every step. They are of this request alone.
     """
 
     prompt: Tensor
     limit: int
     sampling: Sampling
     eos_ids: tuple[int, ...] = ()
+    capped: bool = False
+    processing: Processing = field(default_factory=Processing)
+    given: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    host: tuple[HostProcessor, ...] = ()
+
+    def unused(self) -> frozenset[str]:
+        """Options that are off, by the names of the state."""
+        return self.sampling.unused() | self.processing.unused()
 
     @property
     def has_room(self) -> bool:
         """Whether it can grow by a token."""
         return self.limit > self.prompt.numel()
+
+    @property
+    def limit_reason(self) -> str:
+        """The finish reason of a sequence that reaches its limit."""
+        return "max_length" if self.capped else "length"
 
 
 @dataclass(frozen=True)
@@ -71,37 +89,81 @@ class Batch:
     """One ``generate`` call.
 
     Attributes:
-        left_padding: pad ids before each prompt, as given; the output keeps them.
+        left_padding: how many ids stand before each prompt as it was given; the output keeps them.
         logprobs: ``none``, ``raw`` or ``processed``.
+        device: where prompts were, and where the output goes.
     """
 
     requests: list[Request]
     left_padding: list[int]
     pad_id: int
     logprobs: str
+    device: torch.device
+
+
+class Prompts(NamedTuple):
+    """Prompts as ``given``, 1-D with their padding, and without it, and how much of that was on the left."""
+
+    given: list[Tensor]
+    prompts: list[Tensor]
+    left_padding: list[int]
+
+    def repeat(self, copies: int) -> Prompts:
+        """So many of each, side by side."""
+        places = [place for place in range(len(self.prompts)) for _ in range(copies)]
+        given, prompts = ([part[place] for place in places] for part in (self.given, self.prompts))
+        return Prompts(given, prompts, [self.left_padding[place] for place in places])
 
 
 def read_prompts(
-    input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None, pad_id: int | None, eos_ids: Sequence[int]
-) -> tuple[list[Tensor], list[int]]:
-    """Prompts without padding, and how much padding each had on its left.
+    input_ids: Tensor | Sequence[Tensor], attention_mask: Any, pad_id: int | None, eos_ids: Sequence[int]
+) -> Prompts:
+    """Prompts with and without padding.
 
-    ``input_ids`` is int ``[B, S]`` or a list of 1-D tensors. Without a mask, pad ids count as padding where the pad id
-    is not also an EOS, as in transformers.
+    ``input_ids`` is int ``[B, S]`` or a list of 1-D tensors or lists of ids, and the mask is of the same form. Without
+    a mask, pad ids of a tensor count as padding where the pad id is not also an EOS, as in transformers.
     """
     if isinstance(input_ids, Tensor) and input_ids.dim() == 2:
-        mask = _mask(input_ids, attention_mask, pad_id, eos_ids)
-        prompts = [_integers(row[keep]) for row, keep in zip(input_ids.cpu(), mask, strict=True)]
-        return prompts, [int(row.long().argmax()) if row.any() else 0 for row in mask]
+        ids = _integers(_on_host("input_ids", input_ids))
+        mask = _mask(ids, attention_mask, pad_id, eos_ids)
+        left = [int(row.long().argmax()) if row.any() else 0 for row in mask]
+        return Prompts([*ids], [row[keep] for row, keep in zip(ids, mask, strict=True)], left)
     if isinstance(input_ids, Tensor):
         raise InputError(f"input_ids must be [B, S] or a list of 1-D tensors, not a tensor of {input_ids.dim()} dims.")
-    if not isinstance(input_ids, Sequence):
+    if not isinstance(input_ids, Sequence) or isinstance(input_ids, str):
         raise InputError(f"input_ids must be [B, S] or a list of 1-D tensors, not {type(input_ids).__name__}.")
-    if attention_mask is not None:
+    rows = [_integers(read_ids(row)) for row in input_ids]
+    if attention_mask is None:
+        return Prompts(rows, rows, [0] * len(rows))
+    if isinstance(attention_mask, Tensor) or len(attention_mask) != len(rows):
         raise InputError("attention_mask goes with a padded [B, S] tensor; a list of 1-D tensors needs none.")
-    if not all(isinstance(row, Tensor) and row.dim() == 1 for row in input_ids):
-        raise InputError("input_ids must be [B, S] or a list of 1-D tensors of token ids.")
-    return [_integers(row.cpu()) for row in input_ids], [0] * len(input_ids)
+    each = [
+        read_prompts(row.unsqueeze(0), torch.as_tensor(mask).reshape(1, -1), pad_id, eos_ids)
+        for row, mask in zip(rows, attention_mask, strict=True)
+    ]
+    return Prompts(rows, [one.prompts[0] for one in each], [one.left_padding[0] for one in each])
+
+
+def read_ids(row: Any) -> Tensor:
+    """A prompt on the CPU, from a 1-D tensor or a list of ids."""
+    if isinstance(row, Tensor):
+        ids = _on_host("input_ids", row)
+    else:
+        try:
+            ids = torch.tensor(row, device="cpu", dtype=_dtype_of(row))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {type(row).__name__}.") from error
+    if ids.dim() != 1:
+        raise InputError(
+            "input_ids must be [B, S] or a list of 1-D tensors or lists of token ids; for a single prompt, put it into "
+            "a list."
+        )
+    return ids
+
+
+def _dtype_of(row: Any) -> torch.dtype | None:
+    """The dtype of a list; one without items would be of floats."""
+    return torch.int64 if isinstance(row, Sequence) and not row else None
 
 
 def _mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None, eos_ids: Sequence[int]) -> Tensor:
@@ -114,12 +176,21 @@ def _mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None, eos_id
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
         given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise InputError(f"attention_mask is {given}, but must be a tensor {list(ids.shape)} like input_ids.")
-    mask = attention_mask.cpu() != 0
+    mask = _on_host("attention_mask", attention_mask) != 0
+    if attention_mask.is_floating_point() and bool(attention_mask.isnan().any()):
+        raise InputError("attention_mask holds NaN; it is 0 at padding and 1 elsewhere.")
     borders = (mask[:, 1:] != mask[:, :-1]).sum(1)
     left_and_right = (borders == 2) & ~mask[:, 0]
     if bool(((borders > 1) & ~left_and_right).any()):
         raise InputError("attention_mask has a hole inside a prompt; padding must be on the left or on the right.")
     return mask
+
+
+def _on_host(name: str, tensor: Tensor) -> Tensor:
+    if tensor.is_meta or tensor.layout != torch.strided:
+        what = "on the device meta, where tensors hold no values" if tensor.is_meta else f"of {tensor.layout}"
+        raise InputError(f"{name} is {what}; give a dense tensor on a CPU or a GPU.")
+    return tensor.cpu()
 
 
 def _integers(row: Tensor) -> Tensor:
@@ -251,7 +322,7 @@ def _eos_ids(plain: Any, default: tuple[int, ...], vocab_size: int) -> tuple[int
     """The EOS ids of one sequence."""
     if plain is None:
         return default
-    if not is_number(plain) and not isinstance(plain, Sequence):
+    if not is_number(plain) and (not isinstance(plain, Sequence) or isinstance(plain, str)):
         raise InputError(f"eos_token_id must be a token id or a list of them, not {_kind(plain)}.")
     ids = [whole("eos_token_id", i) for i in ([plain] if is_number(plain) else plain)]
     for token in ids:
@@ -260,24 +331,40 @@ def _eos_ids(plain: Any, default: tuple[int, ...], vocab_size: int) -> tuple[int
     return tuple(ids)
 
 
-def read_limits(
-    prompts: Sequence[Tensor], max_new_tokens: PerSequence, defaults: GenerationDefaults, max_length: int
-) -> list[int]:
-    """The length at which each sequence ends: as asked, else by the model's configuration, else 20 tokens on."""
-    if max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is not None:
-        for index, prompt in enumerate(prompts):
-            if prompt.numel() >= defaults.max_length:
-                raise InputError(
-                    f"Prompt {index} has {prompt.numel()} tokens, and the model's generation_config has "
-                    f"max_length={defaults.max_length}, which counts them; pass max_new_tokens, or shorten it."
-                )
-        return [min(max_length, defaults.max_length) for _ in prompts]
-    count = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-    counts = per_sequence("max_new_tokens", count, FALLBACK_NEW_TOKENS, len(prompts))
+class Lengths(NamedTuple):
+    """How long sequences become: by so many new tokens, or up to a length that counts the prompt and its padding."""
+
+    max_new_tokens: PerSequence
+    max_length: PerSequence
+
+
+def read_limits(prompts: Prompts, asked: Lengths, longest: int) -> list[tuple[int, bool]]:
+    """The length at which each sequence ends, and whether that is only because ``longest`` is less than was asked."""
+    ends = (_ends_by_length if asked.max_new_tokens is None and asked.max_length is not None else _ends)(prompts, asked)
+    return [(min(longest, end), end > longest) for end in ends]
+
+
+def _ends(prompts: Prompts, asked: Lengths) -> list[int]:
+    counts = per_sequence("max_new_tokens", asked.max_new_tokens, FALLBACK_NEW_TOKENS, len(prompts.prompts))
     for count in counts:
         if not math.isfinite(count) or int(count) != count or count < 0:
             raise InputError(f"max_new_tokens must be an integer of at least 0, got {count!r}.")
-    return [min(max_length, p.numel() + int(n)) for p, n in zip(prompts, counts, strict=True)]
+    return [prompt.numel() + int(count) for prompt, count in zip(prompts.prompts, counts, strict=True)]
+
+
+def _ends_by_length(prompts: Prompts, asked: Lengths) -> list[int]:
+    """Padding counts as in transformers, so that all sequences of a padded batch get as many new tokens."""
+    lengths = per_sequence("max_length", asked.max_length, 0, len(prompts.prompts))
+    ends = []
+    for index, (given, prompt, length) in enumerate(zip(prompts.given, prompts.prompts, lengths, strict=True)):
+        if whole("max_length", length) <= given.numel():
+            padding = ", padding included" if given.numel() > prompt.numel() else ""
+            raise InputError(
+                f"Prompt {index} has {given.numel()} tokens{padding}, and max_length={length} counts them; pass "
+                "max_new_tokens, or shorten it."
+            )
+        ends.append(prompt.numel() + int(length) - given.numel())
+    return ends
 
 
 def read_logprobs(value: bool | str | None) -> str:

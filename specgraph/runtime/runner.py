@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -28,13 +29,18 @@ from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_count
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
+from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
 from specgraph.runtime.memory import most_pages
 from specgraph.runtime.pages import PagePool
+from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.prompt_shapes import entries, padded_width
 from specgraph.runtime.state import Entering, Entrance, load_block, load_chunk, padded_block, staged, uploaded
-from specgraph.runtime.workspace import PATIENCE, Captured, Mode, Shape, Workspace, bucket, room
+from specgraph.runtime.workspace import PATIENCE, Captured, Kept, Mode, Shape, Workspace, bucket, room
+
+StepModule = fx.GraphModule | PausedStep
+"""A step, or one that pauses for the host."""
 
 
 class Runner:
@@ -55,7 +61,7 @@ class Runner:
     ) -> None:  # fmt: skip
         """``admit`` begins sequences in ``state``, as :meth:`Entrance.admit` does. ``least`` is the smallest number of
         sequences in a call; inactive ones make up for what is missing."""
-        self._step: fx.GraphModule | None = None
+        self._step: StepModule | None = None
         self._mode = Mode()
         self._least = least
         self.state = state
@@ -80,7 +86,7 @@ class Runner:
         with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
 
-    def use(self, mode: Mode, step: fx.GraphModule) -> None:
+    def use(self, mode: Mode, step: StepModule) -> None:
         """Run ``step`` from now on, the variant of ``mode``."""
         self._step, self._mode = step, mode
         if mode.drafts is not None:
@@ -94,13 +100,28 @@ class Runner:
         drafts = self._mode.drafts
         return int(self.state["next_window"].shape[1]) if drafts is None else drafts + 1
 
-    def wide(self, chunk: Chunk) -> Results:
-        """A step over a window of prompt tokens."""
-        return self._send(self._call(*load_chunk(self.state, chunk, self._least)))
+    def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
+        """A step over a window of prompt tokens. A step that pauses is given what the host does meanwhile."""
+        return self._send(self._call(*self.load(chunk), pause))
 
-    def decode(self, rows: Sequence[int]) -> Results:
+    def load(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Set the row counts of a chunk's sequences, and give its row index and its windows, both on the device."""
+        return load_chunk(self.state, chunk, self._least)
+
+    def run(self, step: fx.GraphModule, rows: Tensor, window: Tensor) -> Any:
+        """What a variant of the step returns that is run as it is, whatever is captured."""
+        return step(window=window, **{**self.state, ROWS: rows})
+
+    def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """A step of the sequences ``rows``, over the windows that their last steps have laid out."""
-        return self._send(self._decode(self._upload(rows, max(len(rows), self._least))))
+        index = self._upload(rows, max(len(rows), self._least))
+        return self._send(self._call(index, self._window(index), pause))
+
+    def drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        """What the next decode step verifies of the sequences ``rows``. Waits for the steps before it."""
+        index = self._upload(rows, len(rows))
+        drafts: list[list[int]] = self.state["next_window"][index, 1 : self.width].tolist()
+        return drafts
 
     def close(self) -> None:
         """Wait for what is under way; the state is free then."""
@@ -111,14 +132,26 @@ class Runner:
         index = torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64, device="cpu")
         return uploaded(index, device)
 
-    def _decode(self, rows: Tensor) -> Tensor:
+    def _window(self, rows: Tensor) -> Tensor:
+        """The windows that their last steps have laid out for sequences."""
         (window,) = gather_state(rows, [self.state["next_window"]], [0])
-        return self._call(rows, window[:, : self.width].contiguous())
+        return window[:, : self.width].contiguous()
 
-    def _call(self, rows: Tensor, window: Tensor) -> Tensor:
-        """Run the step, and pack what it returns with the number of rows of the next one, which is 0 at the end."""
+    def _call(self, rows: Tensor, window: Tensor, pause: Pause | None = None) -> Tensor:
+        """Run the step, and pack what it returns."""
         assert self._step is not None, "Runner.use comes first"
-        emitted, num_emitted, logprobs, bad = self._step(window=window, **{**self.state, ROWS: rows})
+        if not isinstance(self._step, PausedStep):
+            return self._pack(self.run(self._step, rows, window), rows)
+        given = {"window": window, **self.state, ROWS: rows}
+        kept = self._step.begin(**given)
+        if pause is not None:
+            pause.prepare()
+            pause.apply(kept["for_host"], kept["logits"], window.shape[1])
+        return self._pack(self._step.finish(kept, **given), rows)
+
+    def _pack(self, results: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        """What a step returns with the number of rows of the next one, which is 0 at the end."""
+        emitted, num_emitted, logprobs, bad = results
         state = self.state
         return pack_results(
             emitted, num_emitted, logprobs, bad, state["num_rows"], self.width, rows, state.get(CONFIDENCE)
@@ -142,34 +175,75 @@ class GraphRunner(Runner):
         self.space = space
         self._running: dict[tuple[Mode, int], list[int]] = {}
 
-    def wide(self, chunk: Chunk) -> Results:
+    def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
         count = entries(len(chunk.rows), self.space.sizes["B"])
         width = padded_width(chunk.block.shape[1] - 3, count)
-        graph = self._graph(Shape(self._mode, count, width), GraphRunner._wide)
+        shape = Shape(self._mode, count, width)
+        first, second = self._graphs(shape, GraphRunner._load, pause)
         block = padded_block(chunk.block, count, width)
-        graph.given.copy_(staged(block, graph.given.device), non_blocking=True)
-        graph.replay()
-        return self._send(graph.packed)
+        first.given.copy_(staged(block, first.given.device), non_blocking=True)
+        return self._replay(shape, first, second, pause)
 
-    def decode(self, rows: Sequence[int]) -> Results:
+    def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """Replay; the results are overwritten by the next replay, so they are sent before it."""
         count = entries(len(rows), self.space.sizes["B"])
-        graph = self._graph(Shape(self._mode, count), GraphRunner._decode)
+        shape = Shape(self._mode, count)
+        first, second = self._graphs(shape, GraphRunner._lay_out, pause)
         if self._running.get((self._mode, count)) != rows:
-            graph.given.copy_(self._upload(rows, count))
+            first.given.copy_(self._upload(rows, count))
             self._running[self._mode, count] = list(rows)
-        graph.replay()
-        return self._send(graph.packed)
+        return self._replay(shape, first, second, pause)
 
-    def _graph(self, shape: Shape, function: Callable[[GraphRunner, Tensor], Tensor]) -> Captured:
+    def _replay(self, shape: Shape, first: Captured, second: Captured | None, pause: Pause | None) -> Results:
+        first.replay()
+        if pause is None or second is None:
+            return self._send(first.packed)
+        pause.prepare()
+        kept = self.space.kept[shape]
+        pause.apply(kept.values["for_host"], kept.values["logits"], kept.window.shape[1])
+        second.replay()
+        return self._send(second.packed)
+
+    def _graphs(self, shape: Shape, read: ReadInput, pause: Pause | None) -> tuple[Captured, Captured | None]:
+        """The graph of a shape, and that of the second half of a step that pauses."""
+        first, behind = self._graph(shape, read), shape._replace(half=2)
+        if pause is None:
+            return first, None
+        if not self.space.has(behind):
+            # What the second half is captured over must be defined. The input of the first names no sequence yet.
+            first.replay()
+        return first, self._graph(behind, read)
+
+    def _graph(self, shape: Shape, read: ReadInput) -> Captured:
+        """The graph of a shape. ``read`` turns its input into row index and window."""
         assert self._step is not None, "Runner.use comes first"
         # A graph keeps the step and the width with which it was captured; so does whatever stands in for one.
         fixed = self if self.space.has(shape) else copy.copy(self)
-        return self.space.captured(shape, self._step, functools.partial(function, fixed))
+        function = functools.partial(fixed._second if shape.half == 2 else fixed._first, shape, read)
+        return self.space.captured(shape, self._step, function)
 
-    def _wide(self, block: Tensor) -> Tensor:
-        return self._call(*load_block(self.state, block))
+    def _first(self, shape: Shape, read: ReadInput, given: Tensor) -> Tensor:
+        """A step, or its first half, whose results are kept."""
+        rows, window = read(self, given)
+        if not isinstance(self._step, PausedStep):
+            return self._call(rows, window)
+        values = self._step.begin(window=window, **{**self.state, ROWS: rows})
+        self.space.kept[shape] = Kept(rows, window, values)
+        logits: Tensor = values["for_host"]
+        return logits
+
+    def _second(self, shape: Shape, read: object, given: Tensor) -> Tensor:
+        """The second half of a step, over what its first half has left."""
+        assert isinstance(self._step, PausedStep), "only a step that pauses has halves"
+        rows, window, values = self.space.kept[shape._replace(half=1)]
+        return self._pack(self._step.finish(values, window=window, **{**self.state, ROWS: rows}), rows)
+
+    def _load(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        return load_block(self.state, block)
+
+    def _lay_out(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows, self._window(rows)
 
     def close(self) -> None:
         """Wait for the stream; by an event, which a caller's ``set_sync_debug_mode`` takes for intended."""
@@ -180,6 +254,10 @@ class GraphRunner(Runner):
 
     def _send(self, packed: Tensor) -> Results:
         return self.space.mailbox.send(packed, self.width, self._stream)
+
+
+ReadInput = Callable[[GraphRunner, Tensor], tuple[Tensor, Tensor]]
+"""Turns the input of a graph into the row index and the window of a step."""
 
 
 @dataclass
@@ -226,6 +304,15 @@ class Runners:
             return Runner(state, sizes, self._pages(sizes), Entrance(self.program, state).admit, least=least)
         wanted = bucket(sizes, self.max_batch_size, self.block_size)
         return GraphRunner(self._workspace(wanted))
+
+    @contextlib.contextmanager
+    def lend(self, sizes: Mapping[str, int]) -> Iterator[Runner]:
+        """A runner as :meth:`take` gives it, until the end of the block."""
+        runner = self.take(sizes)
+        try:
+            yield runner
+        finally:
+            self.give_back(runner)
 
     def give_back(self, runner: Runner) -> None:
         """A session has ended, well or not."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -30,8 +31,8 @@ class Event:
         id: what ``submit`` returned for it.
         tokens: its new token ids, a possibly empty list.
         logprobs: one number beside each of them; None if the session gives none.
-        finish_reason: None while it goes on; else ``eos``, ``length`` (as asked, or the decoder's ``max_length``),
-            ``cancelled`` or ``error``. Nothing comes after it.
+        finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
+            what was asked), ``cancelled`` or ``error``. Nothing comes after it.
         error: what went wrong, for ``error``; the other sequences are not concerned.
     """
 
@@ -84,6 +85,7 @@ class Session:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | None = None,
+        **processing: Any,
     ) -> int:
         """Add a sequence, and return its id, by which events name it.
 
@@ -96,6 +98,8 @@ class Session:
             top_p: 1 is off.
             min_p: 0 is off.
             seed: is used as it is, like an entry of the list that ``generate`` takes.
+            processing: what changes logits on the device, as for ``generate``, or ``json_schema``, ``regex`` or
+                ``grammar``, for which every step waits for the host, also for the sequences beside this one.
 
         Raises:
             InputError: an argument is out of range, the sequence is too large for this session even alone, or the
@@ -104,7 +108,7 @@ class Session:
         self._check_open()
         request = self._reader.one(
             prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, seed=seed,
+            top_p=top_p, min_p=min_p, seed=seed, processing=processing,
         )  # fmt: skip
         number = next(self._numbers)
         self._engine.submit(number, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer, map_input
 from specgraph.kernels.step import scatter_state_
+from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.pages import num_pages
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.requests import Request
@@ -32,6 +34,7 @@ def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[s
         "N": sum(pages[:rows]),
         "S": max(request.limit for request in requests),
         "E": max(1, *(len(request.eos_ids) for request in requests)),
+        "W": max(1, *(request.processing.num_bias_tokens for request in requests)),
     }
 
 
@@ -55,6 +58,7 @@ class Entrance:
         own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
         small = [entry for entry in own if not entry[1].indexed]
         self._large = [(buffer, there) for _, buffer, there in own if buffer.indexed]
+        self._only_processors = kept_for_processors(program)
         self._said = [entry for entry in small if entry[0] in KNOWN]
         self._kept = [there for name, _, there in small if name not in KNOWN]
         self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
@@ -95,7 +99,9 @@ class Entrance:
         return index
 
     def write_tokens(self, entering: Sequence[Entering]) -> None:
-        """The tokens that no step will run, since their rows are there already."""
+        """The tokens that no step will run, since their rows are there already, where somebody will read them."""
+        if self._only_processors:
+            entering = [new for new in entering if new.request.processing.used()]
         for history in (there for buffer, there in self._large if buffer.tokens):
             for new in entering:
                 if new.begin:
@@ -151,6 +157,17 @@ KNOWN: dict[str, Callable[[Entering], Sequence[float]]] = {
     "top_p": lambda new: [new.request.sampling.top_p],
     "min_p": lambda new: [new.request.sampling.min_p],
     "seeds": lambda new: [new.request.sampling.seed],
+    "prompt_length": lambda new: [new.request.prompt.numel()],
+    "repetition_penalty": lambda new: [new.request.processing.repetition_penalty],
+    "frequency_penalty": lambda new: [new.request.processing.frequency_penalty],
+    "presence_penalty": lambda new: [new.request.processing.presence_penalty],
+    "bias_tokens": lambda new: [token for bias in new.request.processing.biases for token in bias.tokens],
+    "bias_ends": lambda new: [*accumulate(len(bias.tokens) for bias in new.request.processing.biases)],
+    "bias_values": lambda new: [bias.value for bias in new.request.processing.biases],
+    "bias_until": lambda new: [bias.until for bias in new.request.processing.biases],
+    "no_repeat_ngram_size": lambda new: [new.request.processing.no_repeat_ngram_size],
+    "forced_bos_token_id": lambda new: [new.request.processing.forced_bos_token_id],
+    "forced_eos_token_id": lambda new: [new.request.processing.forced_eos_token_id],
 }
 """What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
 

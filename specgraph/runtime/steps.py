@@ -18,7 +18,7 @@ class Output(NamedTuple):
         logprobs: one beside each of them, if any are wanted.
         decoding: whether this was a decode step in which it took part.
         confidence: what the drafter thinks of the drafts that it verifies next; empty if it does not say.
-        finish_reason: ``eos``, ``length``, ``cancelled`` or ``error``; None: it goes on.
+        finish_reason: ``eos``, ``length``, ``max_length``, ``stop``, ``cancelled`` or ``error``; None: it goes on.
         error: what went wrong, for ``error``.
     """
 
@@ -42,6 +42,7 @@ class Step:
         drafts: how many drafts of a sequence a decode step of this kind verifies at most.
         ran: whether a step was run at all.
         reused_tokens: those of prompts that need not be run, since their pages are there.
+        host_seconds: how long the host was at work in the middle of it; None if it was not.
     """
 
     outputs: list[Output]
@@ -50,6 +51,7 @@ class Step:
     drafts: int = 0
     ran: bool = True
     reused_tokens: int = 0
+    host_seconds: float | None = None
 
     @property
     def decoding(self) -> bool:

@@ -6,16 +6,17 @@ what steps emit for it after that is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import MaxTimeCriteria, StopStringCriteria
 
 from specgraph.errors import InputError
 from specgraph.runtime.engine import Engine
-from specgraph.runtime.requests import Request
+from specgraph.runtime.requests import Batch, Request
 from specgraph.runtime.steps import Output, Step
 
 Criterion = Callable[[Tensor, Any], Any]
@@ -39,6 +40,25 @@ def read_criteria(given: Any) -> list[Criterion]:
     return several
 
 
+def stop_criteria(strings: Any, tokenizer: Any, seconds: float | None) -> list[Criterion]:
+    """Criteria that end a sequence behind one of ``strings``, and every sequence after so many seconds from now.
+
+    Raises:
+        InputError: there is no tokenizer that could read the strings, or they are no strings.
+    """
+    criteria: list[Criterion] = []
+    strings = [strings] if isinstance(strings, str) else [] if strings is None else strings
+    if not isinstance(strings, Collection) or not all(isinstance(text, str) and text for text in strings):
+        raise InputError(f"stop_strings is a text or a list of texts that are not empty, not {strings!r}.")
+    if strings and tokenizer is None:
+        raise InputError("stop_strings needs the model's tokenizer; pass it as tokenizer=.")
+    if strings:
+        criteria.append(StopStringCriteria(stop_strings=list(strings), tokenizer=tokenizer))
+    if seconds is not None:
+        criteria.append(MaxTimeCriteria(max_time=seconds))
+    return criteria
+
+
 class Stopping:
     """What a call's criteria see of its sequences.
 
@@ -46,11 +66,10 @@ class Stopping:
     sequence ends where it would without drafts.
     """
 
-    def __init__(self, criteria: Sequence[Criterion], prompts: Sequence[Tensor], requests: Sequence[Request]) -> None:
-        """``prompts``: 1-D, as given, with padding."""
+    def __init__(self, criteria: Sequence[Criterion], batch: Batch) -> None:
         self._criteria = criteria
-        self._lengths = [prompt.numel() for prompt in prompts]
-        self._tokens = [_with_room(*pair) for pair in zip(prompts, requests, strict=True)]
+        self._lengths = [request.given.numel() for request in batch.requests]
+        self._tokens = [_with_room(request) for request in batch.requests]
         self._stopped: set[int] = set()
 
     def watch(self, engine: Engine, steps: Iterator[Step]) -> Iterator[Step]:
@@ -66,7 +85,7 @@ class Stopping:
             length = self._lengths[number] = self._lengths[number] + 1
             self._tokens[number][length - 1] = token
             seen = self._tokens[number][:length].unsqueeze(0)
-            if not any(bool(torch.as_tensor(criterion(seen, None)).all()) for criterion in self._criteria):
+            if not any(_says_stop(criterion, seen) for criterion in self._criteria):
                 continue
             self._stopped.add(number)
             if output.finish_reason is None:
@@ -77,6 +96,16 @@ class Stopping:
         return output
 
 
-def _with_room(prompt: Tensor, request: Request) -> Tensor:
+def _says_stop(criterion: Criterion, seen: Tensor) -> bool:
+    said = torch.as_tensor(criterion(seen, None))
+    if said.numel() != 1:
+        raise InputError(
+            f"A stopping criterion is asked for one sequence at a time and answers with one bool for it; "
+            f"{type(criterion).__name__} gave a tensor {list(said.shape)}."
+        )
+    return bool(said)
+
+
+def _with_room(request: Request) -> Tensor:
     """A prompt with room for what its sequence adds at most."""
-    return torch.cat([prompt.cpu().long(), prompt.new_zeros(request.limit - request.prompt.numel()).cpu().long()])
+    return torch.cat([request.given, request.given.new_zeros(request.limit - request.prompt.numel())])

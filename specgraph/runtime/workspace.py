@@ -8,10 +8,10 @@ number of sequences, and for prompt steps the width of their windows. Both are r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
 from specgraph.ir.program import Program
 from specgraph.ir.state import allocate, num_bytes
@@ -31,11 +31,13 @@ class Mode(NamedTuple):
         logprobs: the log-probabilities it gives.
         unused: the inputs it does without.
         drafts: how many drafts it makes and verifies; None: K, for which the state has room.
+        paused: whether the host changes logits in the middle of it.
     """
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
     drafts: int | None = None
+    paused: bool = False
 
 
 PATIENCE = 8
@@ -51,17 +53,27 @@ class Shape(NamedTuple):
         mode: the variant of the step.
         entries: those of its row index, so the most sequences that it runs.
         width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
+        half: 2 for what comes behind the pause of a step, which is a graph of its own.
     """
 
     mode: Mode
     entries: int
     width: int | None = None
+    half: int = 1
 
     def idle_input(self) -> Tensor:
         """An input of that step that names no sequence, on the host: a row index ``[b]`` or a block ``[b, 3 + W]``."""
         if self.width is None:
             return torch.full((self.entries,), -1, dtype=torch.int64, device="cpu")
         return padded_block(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
+
+
+class Kept(NamedTuple):
+    """What the first half of a step leaves for the second: its row index, its window, and the values of its graph."""
+
+    rows: Tensor
+    window: Tensor
+    values: dict[str, Any]
 
 
 class Captured(NamedTuple):
@@ -96,6 +108,7 @@ class Workspace:
         self.mailbox = Mailbox(sizes["B"], width, num_columns(width, self.state.get(CONFIDENCE)), device)
         self._pool = pool
         self._graphs: dict[Shape, Captured] = {}
+        self.kept: dict[Shape, Kept] = {}
         self._entrances: dict[int, Captured] = {}
         """By the number of sequences that begin."""
         self._weights: dict[int, Tensor] = {}
@@ -111,7 +124,7 @@ class Workspace:
         """Whether that graph is there."""
         return shape in self._graphs
 
-    def captured(self, shape: Shape, step: fx.GraphModule, function: Callable[[Tensor], Tensor]) -> Captured:
+    def captured(self, shape: Shape, step: nn.Module, function: Callable[[Tensor], Tensor]) -> Captured:
         """The graph of ``shape``.
 
         If it is yet to be captured, ``function`` runs ``step`` for an input, which names no sequence meanwhile.
@@ -178,4 +191,5 @@ def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> di
     pages = power_of_two(sizes["M"])
     grain = max(1, power_of_two(sizes["N"]) // 64)
     total = -(-sizes["N"] // grain) * grain
-    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "E": power_of_two(sizes["E"])}
+    few = {letter: power_of_two(sizes.get(letter, 1)) for letter in ("E", "W")}
+    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, **few}

@@ -79,11 +79,11 @@ BAD_CALLS: dict[str, tuple[Callable[[SpeculativeDecoder], object], str]] = {
     "max_new_tokens": (lambda d: d.generate(ONE, max_new_tokens=-1), "max_new_tokens must be an integer of at least 0"),
     "eos": (lambda d: d.generate(ONE, eos_token_id=VOCAB), f"eos_token_id {VOCAB} is not a token id"),
     "logprobs": (lambda d: d.generate(ONE, return_logprobs="all"), "return_logprobs is False, True, 'raw'"),
-    "eos type": (lambda d: d.generate(ONE, eos_token_id="a"), "eos_token_id must be an integer, got 'a'"),
+    "eos type": (lambda d: d.generate(ONE, eos_token_id="a"), "eos_token_id must be a token id or a list of them"),
     "eos fraction": (lambda d: d.generate(ONE, eos_token_id=[2.5]), "eos_token_id must be an integer, got 2.5"),
     "list of strings": (lambda d: d.generate(ONE, temperature=["a"]), "must be a number .* not list of str"),
     "nan seed": (lambda d: d.generate(ONE, seed=float("nan")), "seed must be an integer, got nan"),
-    "nothing": (lambda d: d.generate(None), "or a list of 1-D tensors, not NoneType"),
+    "nothing": (lambda d: d.generate(None), "There is no prompt; give input_ids"),
     "mask type": (lambda d: d.generate(torch.full((1, 2), 5), [[1, 1]]), "is list, but must be a tensor"),
     "logprobs type": (lambda d: d.generate(ONE, return_logprobs=[1]), "return_logprobs is False, True"),
     "stream": (lambda d: d.stream([]), "input_ids is empty"),
@@ -221,13 +221,13 @@ def test_a_prompt_beyond_the_models_own_length_is_refused() -> None:
     model.generation_config.max_length = 8
     decoder = compiled(model)
     assert len(decoder.generate([torch.arange(3, 10)]).new_tokens[0]) <= 1
-    with pytest.raises(InputError, match=r"Prompt 1 has 8 tokens, .* max_length=8, .* pass max_new_tokens"):
+    with pytest.raises(InputError, match=r"Prompt 1 has 8 tokens, and max_length=8 counts them; pass max_new_tokens"):
         decoder.generate([torch.arange(3, 10), torch.arange(3, 11)])
     assert len(decoder.generate([torch.arange(3, 11)], max_new_tokens=2).new_tokens[0]) <= 2
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("repetition_penalty", 1.3), ("no_repeat_ngram_size", 3), ("suppress_tokens", [4])]
+    ("option", "value"), [("typical_p", 0.9), ("exponential_decay_length_penalty", (3, 1.1)), ("num_beams", 2)]
 )
 def test_unsupported_processor_is_refused_by_name(option: str, value: object) -> None:
     model = make_model("llama")

@@ -117,9 +117,9 @@ def test_no_row_of_a_window_is_real_beyond_its_width(monkeypatch: pytest.MonkeyP
     tested, cut = made("eagle3"), 0
     call, use = Runner._call, Runner.use
 
-    def checked(self: Runner, rows: Tensor, window: Tensor) -> Tensor:
+    def checked(self: Runner, rows: Tensor, window: Tensor, *more: Any) -> Tensor:
         assert bool((self.state["num_rows"][rows[rows >= 0]] <= window.shape[1]).all())
-        return call(self, rows, window)
+        return call(self, rows, window, *more)
 
     def counted(self: Runner, mode: Mode, step: Any) -> None:
         nonlocal cut
@@ -186,4 +186,4 @@ def test_the_number_of_sequences_chooses_k() -> None:
 def test_a_table_is_nothing_to_a_decoder_without_drafts() -> None:
     tested = compiled(shared_model("llama"), "none", TABLE)
     assert len(tested.generate(PROMPTS[:3], max_new_tokens=4, eos_token_id=[]).new_tokens) == 3
-    assert {mode.drafts for mode in tested._steps} == {None}
+    assert {mode.drafts for mode in tested._variants.steps} == {None}

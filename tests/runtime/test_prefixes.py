@@ -193,7 +193,7 @@ def test_a_page_is_shared_if_its_tokens_and_those_its_rows_depend_on_are_the_sam
     assert filled(pool, 1, 2, 3, 9, 5).num_shared == 1
     assert filled(pool, 1, 2, 9, 4, 5).num_shared == 0  # a drafter's row 1 depends on the 9
     assert filled(pool, 9, 2, 3, 4, 5).num_shared == 0
-    assert PagePool(20, 2, 3)._filled(tokens_of(1, 2, 3, 4)) == []
+    assert PagePool(20, 2, 3).filled(tokens_of(1, 2, 3, 4)) == []
     assert filled(PagePool(20, 2, reuse=False), 1, 2, 3).num_shared == 0
 
 

@@ -96,12 +96,12 @@ class Watched:
         self.chunks: list[Chunk] = []
         self.decoded: list[list[int]] = []
         wide = Runner.wide
-        monkeypatch.setattr(Runner, "wide", lambda own, chunk: self.chunks.append(chunk) or wide(own, chunk))
+        monkeypatch.setattr(Runner, "wide", lambda own, chunk, pause: self.chunks.append(chunk) or wide(own, chunk))
         for kind in (Runner, GraphRunner):
             monkeypatch.setattr(kind, "decode", self._watched(kind.decode))
 
     def _watched(self, decode: Callable[..., Results]) -> Callable[..., Results]:
-        return lambda own, rows: self.decoded.append([*rows]) or decode(own, rows)
+        return lambda own, rows, pause: self.decoded.append([*rows]) or decode(own, rows)
 
 
 def test_wide_steps_run_pending_prompts_and_decode_steps_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_an_indexed_buffer_without_the_row_index_is_refused() -> None:
 def test_a_small_buffer_with_the_row_index_is_refused() -> None:
     program = indexed_program(decoder_of("ngram"))
     program.inputs["history"] = Buffer(("B", "S"))
-    with pytest.raises(PassError, match=r"record_tokens_ takes the row index and reads 'history', .* indexed=True"):
+    with pytest.raises(PassError, match=r"after_add_biases takes the row index and reads 'history', .* indexed=True"):
         IndexRows().apply(program)
 
 

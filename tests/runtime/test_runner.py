@@ -214,7 +214,7 @@ def test_an_interrupted_call_leaves_the_counters_of_its_workspace(
 
 def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: SpeculativeDecoder) -> None:
     decoder.generate(PROMPTS, max_new_tokens=2)
-    (step,) = decoder._steps.values()
+    (step,) = decoder._variants.steps.values()
     kept = {tensor.data_ptr() for tensor in idle(decoder)._weights.values()}
     assert {p.data_ptr() for p in (*step.parameters(), *step.buffers())} <= kept
 
@@ -228,12 +228,13 @@ def test_capturing_a_prompt_step_changes_no_state(kind: str) -> None:
             session.submit(prompt, max_new_tokens=40, eos_token_id=[], temperature=1.0, seed=1)
         for _ in range(9):
             session.step()
-        runner, ((mode, step),) = session._engine._runner, decoder._steps.items()
+        runner, ((mode, step),) = session._engine._runner, decoder._variants.steps.items()
         assert isinstance(runner, GraphRunner)
         before = pytree.tree_map(torch.clone, runner.state)
         shape = Shape(mode, 2, 16)
         assert shape not in runner.space.shapes
-        runner.space.captured(shape, step, runner._wide)
+        assert runner._step is step
+        runner._graph(shape, GraphRunner._load)
         assert shape in runner.space.shapes and bool(before["num_rows"].any())
         assert all(map(torch.equal, pytree.tree_leaves(runner.state), pytree.tree_leaves(before)))
 
@@ -259,7 +260,7 @@ def test_a_prompt_step_runs_in_the_next_larger_shape_and_gives_the_same(
 def test_nothing_is_enqueued_behind_a_step_that_surely_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, decoded = replaying("none"), []
     replay = GraphRunner.decode
-    monkeypatch.setattr(GraphRunner, "decode", lambda own, rows: decoded.append([*rows]) or replay(own, rows))
+    monkeypatch.setattr(GraphRunner, "decode", lambda own, rows, pause: decoded.append([*rows]) or replay(own, rows))
     for count in (1, 3):
         decoded.clear()
         out = decoder.generate(PROMPTS, max_new_tokens=count, eos_token_id=[])
@@ -270,7 +271,7 @@ def test_nothing_is_enqueued_behind_a_step_that_surely_ends_all(monkeypatch: pyt
 def test_the_report_says_what_is_captured_and_the_memory_it_takes(
     decoder: SpeculativeDecoder, plain: SpeculativeDecoder
 ) -> None:
-    first_use = "## CUDA graphs\n- every step is a CUDA graph, captured when a request first needs its shape\n"
+    first_use = "## while running\n- every step is a CUDA graph, captured when a request first needs its shape\n"
     assert decoder.report().endswith(first_use)
     decoder.generate(PROMPTS[:1], max_new_tokens=2)
     decoder.generate(PROMPTS[:1], max_new_tokens=2, temperature=1.0)
@@ -278,7 +279,7 @@ def test_the_report_says_what_is_captured_and_the_memory_it_takes(
         f"{first_use}- captured for 2 kinds of request: decode steps of 1 sequences; prompt steps of 1 x 8 rows; these "
         "graphs share 3 MB, and their state takes 0 MB\n"
     )
-    assert "CUDA graphs" not in plain.report()
+    assert "while running" not in plain.report()
 
 
 SMALL, LARGE = ({"B": 1, "M": m, "N": m, "S": 4 * m, "E": 1} for m in (8, 64))

@@ -187,7 +187,7 @@ def test_every_sequence_ends_with_its_reason(decoder: SpeculativeDecoder) -> Non
         ]
         events = list(session)
     assert {event.id: event.finish_reason for event in events if event.finish_reason} == dict(
-        zip(ids, ("eos", "length", "length", "length"), strict=True)
+        zip(ids, ("eos", "length", "length", "max_length"), strict=True)
     )
     assert [len(gathered(events)[number]) for number in ids] == [free.index(free[3]) + 1, 2, 0, 4]
     assert all(event.logprobs is not None and len(event.logprobs) == len(event.tokens) for event in events)

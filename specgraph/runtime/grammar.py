@@ -1,0 +1,191 @@
+"""Structured output: tokens that a JSON schema, a regular expression or a grammar allows, by the library llguidance.
+
+A matcher of the library follows the tokens of a sequence. For every step it gives a mask for each row of the window: it
+takes the drafts one after the other as if they had been accepted, and steps back behind them. A draft that the grammar
+does not allow has no probability in its row, so verification rejects it, and what comes out is what comes out without
+drafts. Drafts themselves are not masked, since the host would have to wait once more for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specgraph.errors import InputError
+from specgraph.runtime.arguments import STRUCTURE
+from specgraph.runtime.host import HostProcessor
+
+WHITESPACE = r" |\n {0,24}"
+"""What may stand between the parts of JSON: a space, or a new line and its indentation. A model that likes blanks would
+write nothing else where any number of them is allowed. A schema's own ``x-guidance`` counts before this."""
+_WORD = 32
+_Made = dict[tuple[str, tuple[int, ...]], Any]
+
+
+class Matching(HostProcessor):
+    """Masks for one sequence, from a matcher that follows it."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._words, self._eos_ids = -(-vocab_size // _WORD), eos_ids
+        self._known = 0
+
+    def masks(self, new_tokens: Sequence[int], drafts: Sequence[int]) -> np.ndarray[Any, Any]:
+        """See :class:`HostProcessor`. Rows behind a draft that is not allowed, which cannot count, allow everything.
+
+        Raises:
+            InputError: the library has given up on the grammar, for example at its limits.
+        """
+        from llguidance.numpy import fill_next_token_bitmask
+
+        matcher = self._matcher
+        if self._known < len(new_tokens):
+            matcher.consume_tokens([*new_tokens[self._known :]])
+            self._known = len(new_tokens)
+        masks = np.full((1 + len(drafts), self._words), -1, dtype=np.int32)
+        taken = 0
+        for row in range(len(masks)):
+            if matcher.is_stopped():
+                masks[row] = self._end()
+            else:
+                fill_next_token_bitmask(matcher, masks, row)
+            if row == len(drafts) or not self._goes_on(masks[row], drafts[row]):
+                break
+            taken += 1
+        if taken:
+            matcher.rollback(taken)
+        if matcher.is_error():
+            raise InputError(f"The grammar cannot be followed any further: {matcher.get_error()}")
+        return masks
+
+    def _goes_on(self, mask: np.ndarray[Any, Any], draft: int) -> bool:
+        """Take a draft, if the grammar allows it and it is not the end, behind which no row counts."""
+        return draft not in self._eos_ids and _allows(mask, draft) and bool(self._matcher.consume_token(draft))
+
+    def _end(self) -> np.ndarray[Any, Any]:
+        """The mask behind the last token of a grammar: an EOS."""
+        mask = np.zeros(self._words, dtype=np.uint32)
+        for token in self._eos_ids:
+            mask[token // _WORD] |= np.uint32(1 << token % _WORD)
+        return mask.view(np.int32)
+
+
+def _allows(mask: np.ndarray[Any, Any], token: int) -> bool:
+    return 0 <= token < mask.size * _WORD and bool(int(mask[token // _WORD]) >> token % _WORD & 1)
+
+
+class Grammars:
+    """Compiles grammars for one model. What the library makes of a tokenizer is kept, since that takes it a second."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+    def read(
+        self, others: Mapping[str, Any], tokenizer: Callable[[], Any], eos_ids: Sequence[tuple[int, ...]]
+    ) -> list[Matching | None]:
+        """What each sequence has to follow, for the arguments of a call.
+
+        Args:
+            others: the arguments; ``json_schema``, ``regex`` and ``grammar`` are for all sequences, or a list with one
+                for each, None for those without.
+            tokenizer: gives the model's; is asked only if there is a grammar.
+            eos_ids: of each sequence, those that may end it where the grammar does.
+
+        Raises:
+            InputError: the library is not there or does not accept a grammar, there are several kinds, or a sequence
+                has no EOS with which it could end.
+        """
+        given = {kind: others[kind] for kind in sorted(STRUCTURE) if others.get(kind) is not None}
+        if not given:
+            return [None] * len(eos_ids)
+        if len(given) > 1:
+            raise InputError(
+                f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(STRUCTURE))}."
+            )
+        ((kind, value),) = given.items()
+        each = value if isinstance(value, list | tuple) else [value] * len(eos_ids)
+        if len(each) != len(eos_ids):
+            raise InputError(f"{kind} has {len(each)} entries for {len(eos_ids)} sequences.")
+        own, made = tokenizer(), _Made()
+        return [None if v is None else self._matching(kind, v, own, eos, made) for v, eos in zip(each, eos_ids,
+                                                                                           strict=True)]  # fmt: skip
+
+    def _matching(self, kind: str, value: Any, tokenizer: Any, eos_ids: tuple[int, ...], made: _Made) -> Matching:
+        """A matcher of its own; ``made`` has those of the call that are compiled."""
+        if not eos_ids:
+            raise InputError(f"{kind} needs an EOS id with which a sequence can end; pass eos_token_id.")
+        text = _grammar(kind, value)
+        if (text, eos_ids) not in made:
+            made[text, eos_ids] = self._matcher(kind, text, tokenizer, eos_ids)
+        return Matching(made[text, eos_ids].deep_copy(), self._vocab_size, eos_ids)
+
+    def _matcher(self, kind: str, text: str, tokenizer: Any, eos_ids: tuple[int, ...]) -> Any:
+        library = _library()
+        own = self._own_tokenizer(tokenizer, eos_ids)
+        wrong = library.LLMatcher.validate_grammar(text, own)
+        if wrong:
+            raise InputError(f"{kind} is not one that llguidance takes: {_first_line(wrong)}")
+        return library.LLMatcher(own, text)
+
+    def _own_tokenizer(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> Any:
+        """The library's form of a tokenizer."""
+        library = _library()
+        with self._lock:
+            known = self._tokenizers.setdefault(tokenizer, {})
+            if eos_ids not in known:
+                if not getattr(tokenizer, "is_fast", False):
+                    name = type(tokenizer).__name__
+                    raise InputError(f"Grammars need a fast tokenizer of transformers, and {name} is none.")
+                try:
+                    known[eos_ids] = library.hf.from_tokenizer(tokenizer, self._vocab_size, [*eos_ids])
+                except ValueError as error:
+                    raise InputError(f"llguidance does not take this tokenizer: {_first_line(str(error))}") from error
+            return known[eos_ids]
+
+
+def _grammar(kind: str, value: Any) -> str:
+    """A grammar in the library's own form.
+
+    Raises:
+        InputError: the value is of another type, or the library does not accept it.
+    """
+    matcher = _library().LLMatcher
+    if kind == "json_schema":
+        value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+        if not isinstance(value, str | Mapping | bool):
+            raise InputError(
+                f"json_schema is a mapping, its JSON text or a pydantic model, not {type(value).__name__}."
+            )
+        value = value if isinstance(value, str) else json.dumps(value)
+    elif not isinstance(value, str):
+        raise InputError(f"{kind} is a text, not {type(value).__name__}.")
+    try:
+        if kind == "json_schema":
+            text: str = matcher.grammar_from_json_schema(value, defaults={"whitespace_pattern": WHITESPACE})
+        else:
+            text = (matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark)(value)
+    except ValueError as error:
+        raise InputError(f"{kind} is not one that llguidance takes: {_first_line(str(error))}") from error
+    return text
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise InputError(
+            "json_schema, regex and grammar need the library llguidance; install specgraph[grammar], or leave them out."
+        ) from error
+    return llguidance
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it says nothing"])[0].rstrip(".") + "."

@@ -1,0 +1,73 @@
+"""What changes the logits of one sequence, as checked values: the options of ``specgraph.kernels.processors``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+ARGUMENTS = frozenset({
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "bad_words_ids",
+    "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "min_length", "min_new_tokens", "forced_bos_token_id",
+    "forced_eos_token_id",
+})  # fmt: skip
+"""The arguments of ``generate``, ``stream`` and ``submit`` that change logits."""
+ALWAYS = 1 << 62
+"""More tokens than a sequence generates."""
+
+
+class Bias(NamedTuple):
+    """A word, whose last token gets a bias where the tokens before it are the last ones of the sequence.
+
+    Attributes:
+        tokens: at least one.
+        value: is added to the logit; minus infinity forbids the token.
+        until: the number of generated tokens from which on the bias does not hold.
+    """
+
+    tokens: tuple[int, ...]
+    value: float
+    until: int = ALWAYS
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Options of one sequence; the defaults change nothing.
+
+    Attributes:
+        repetition_penalty: divides positive logits of tokens that occur in the sequence, and multiplies negative ones.
+        frequency_penalty: is subtracted from a token's logit once for each time that the token was generated.
+        presence_penalty: is subtracted from the logit of tokens that were generated at all.
+        biases: words that are made likelier, or less likely, or forbidden.
+        no_repeat_ngram_size: no n-gram of so many tokens occurs twice.
+        forced_bos_token_id: the token behind a prompt of one token; -1 is off.
+        forced_eos_token_id: the last token that a sequence has room for; -1 is off.
+    """
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    biases: tuple[Bias, ...] = ()
+    no_repeat_ngram_size: int = 0
+    forced_bos_token_id: int = -1
+    forced_eos_token_id: int = -1
+
+    @property
+    def num_bias_tokens(self) -> int:
+        """The tokens of all words."""
+        return sum(len(bias.tokens) for bias in self.biases)
+
+    def unused(self) -> frozenset[str]:
+        """Options that are off, by the names of the state."""
+        return _states({field.name for field in fields(self) if getattr(self, field.name) == field.default})
+
+    def used(self) -> frozenset[str]:
+        """Options that are on, by the names of the state."""
+        return _states({field.name for field in fields(self) if getattr(self, field.name) != field.default})
+
+
+def _states(options: set[str]) -> frozenset[str]:
+    """The state that holds options: the biases are in several tables."""
+    return frozenset(name for option in options for name in BIAS_STATE if option == "biases") | (options - {"biases"})
+
+
+BIAS_STATE = ("bias_tokens", "bias_ends", "bias_values", "bias_until")

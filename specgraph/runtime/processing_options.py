@@ -1,0 +1,182 @@
+"""Reads the arguments that change logits: checked values of each sequence, from a caller's arguments and defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from specgraph.errors import InputError
+from specgraph.kernels.processors.ngrams import MOST
+from specgraph.runtime.processing import ALWAYS, Bias, Processing
+from specgraph.runtime.requests import check_range, is_number, per_sequence, whole
+
+NUMBERS: dict[str, tuple[str, float, float]] = {
+    "repetition_penalty": ("more than 0; 1 is off", 0, math.inf),
+    "frequency_penalty": ("a finite number; 0 is off", -math.inf, math.inf),
+    "presence_penalty": ("a finite number; 0 is off", -math.inf, math.inf),
+}
+"""Options with one number per sequence: what is allowed in words, and the bounds; the lower one is excluded."""
+COUNTS: dict[str, tuple[str, float]] = {
+    "no_repeat_ngram_size": (f"0 (off) to {MOST}", MOST),
+    "min_new_tokens": ("0 or more", math.inf),
+    "min_length": ("0 or more", math.inf),
+}
+"""Options with one count per sequence: what is allowed in words, and the most."""
+TOKENS = ("forced_bos_token_id", "forced_eos_token_id")
+"""Options with one token per sequence."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What is known of the sequences of a call before what changes their logits.
+
+    Attributes:
+        given_lengths: tokens of each prompt with its padding, which transformers counts.
+        eos_ids: those of each sequence.
+        vocab_size: tokens of the model.
+    """
+
+    given_lengths: Sequence[int]
+    eos_ids: Sequence[tuple[int, ...]]
+    vocab_size: int
+
+
+def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Processing]:
+    """The options of each sequence. What is left out, or None, has the value in ``defaults``, or is off.
+
+    ``given`` may hold other names, too.
+
+    Raises:
+        InputError: a value is out of range or of the wrong form, or there is not one for each sequence.
+    """
+    batch = len(known.eos_ids)
+    options = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    columns: dict[str, Sequence[Any]] = {name: _numbers(name, options.get(name), batch) for name in NUMBERS}
+    counts = {name: _counts(name, options.get(name), batch) for name in COUNTS}
+    for name in TOKENS:
+        columns[name] = _tokens(name, options.get(name), batch, known.vocab_size)
+    columns["no_repeat_ngram_size"] = counts["no_repeat_ngram_size"]
+    words = {name: _words(name, options.get(name), batch, known.vocab_size) for name in WORDS}
+    found = []
+    for b, length in enumerate(known.given_lengths):
+        own = {name: column[b] for name, column in columns.items()}
+        if length != 1:
+            own["forced_bos_token_id"] = -1
+        least = max(counts["min_new_tokens"][b], counts["min_length"][b] - length)
+        biases = _biases({name: column[b] for name, column in words.items()}, known.eos_ids[b], least)
+        if own["forced_bos_token_id"] >= 0:  # then, the first token that is chosen is the second one
+            biases = [bias._replace(until=_BEGIN + 1) if bias.until == _BEGIN else bias for bias in biases]
+        found.append(Processing(**own, biases=tuple(biases)))
+    return found
+
+
+_BEGIN = 1
+"""``until`` of what holds for the first generated token alone."""
+
+
+def _biases(words: Mapping[str, list[Bias]], eos_ids: tuple[int, ...], least: int) -> list[Bias]:
+    """All words of one sequence, which does not end by itself before ``least`` tokens. A forbidden word that is just an
+    EOS is left out, as in transformers."""
+    ends = [(token,) for token in eos_ids]
+    biases = [Bias(end, -math.inf, least) for end in ends if least > 0]
+    for name, own in words.items():
+        biases += [bias for bias in own if name != "bad_words_ids" or bias.tokens not in ends]
+    return biases
+
+
+def _numbers(name: str, value: Any, batch: int) -> list[float]:
+    allowed, low, high = NUMBERS[name]
+    values = per_sequence(name, value, getattr(Processing, name), batch)
+    check_range(name, values, allowed, low, high, above=True)
+    return [float(number) for number in values]
+
+
+def _counts(name: str, value: Any, batch: int) -> list[int]:
+    allowed, most = COUNTS[name]
+    counts = [whole(name, number) for number in per_sequence(name, value, 0, batch)]
+    check_range(name, counts, allowed, 0, most, above=False)
+    return counts
+
+
+def _tokens(name: str, value: Any, batch: int, vocab_size: int) -> list[int]:
+    if isinstance(value, list | tuple) and len(value) == 1:  # transformers takes a list here, too
+        value = value[0]
+    tokens = [whole(name, token) for token in per_sequence(name, value, -1, batch)]
+    if value is not None:
+        _check_ids(name, tokens, vocab_size)
+    return tokens
+
+
+def _words(name: str, value: Any, batch: int, vocab_size: int) -> list[list[Bias]]:
+    """The words of every sequence: the same for all, or from a list with an entry for each."""
+    plain = value.tolist() if isinstance(value, Tensor) else value
+    read, is_entry = WORDS[name]
+    if plain is None:
+        return [[]] * batch
+    wrong = InputError(f"{name} is {FORMS[name]}, or a list with one of these per sequence, not {plain!r}.")
+    if not isinstance(plain, Mapping | list | tuple):
+        raise wrong
+    several = not isinstance(plain, Mapping) and len(plain) > 0 and not any(map(is_entry, plain))
+    if several and len(plain) != batch:
+        raise InputError(f"{name} has {len(plain)} entries for {batch} sequences.")
+    found = []
+    for own in plain if several else [plain]:
+        try:
+            found.append([] if own is None else read(own))
+        except (TypeError, ValueError, AttributeError):
+            raise wrong from None
+        for bias in found[-1]:
+            _check_word(name, bias, vocab_size)
+    return found if several else found * batch
+
+
+def _suppressed(until: int) -> Callable[[Any], list[Bias]]:
+    return lambda tokens: [Bias((token,), -math.inf, until) for token in tokens]
+
+
+def _bad_words(words: Any) -> list[Bias]:
+    return [Bias(tuple(word), -math.inf) for word in words]
+
+
+def _sequence_bias(biases: Any) -> list[Bias]:
+    """transformers takes a mapping, and also a list of pairs, since JSON has no keys that are lists."""
+    pairs = biases.items() if isinstance(biases, Mapping) else biases
+    return [Bias(tuple(word), value) for word, value in pairs]
+
+
+def _is_pair(entry: Any) -> bool:
+    """Whether it is a word and a number, and not the entry of a sequence."""
+    return isinstance(entry, list | tuple) and len(entry) == 2 and is_number(entry[1])
+
+
+WORDS: dict[str, tuple[Callable[[Any], list[Bias]], Callable[[Any], bool]]] = {
+    "sequence_bias": (_sequence_bias, _is_pair),
+    "bad_words_ids": (_bad_words, lambda entry: isinstance(entry, list | tuple) and any(map(is_number, entry))),
+    "suppress_tokens": (_suppressed(ALWAYS), is_number),
+    "begin_suppress_tokens": (_suppressed(_BEGIN), is_number),
+}
+"""Options that are words: what reads those of a sequence, and what tells such a word from the entry of a sequence."""
+FORMS = {
+    "sequence_bias": "a mapping from tuples of token ids to numbers",
+    "bad_words_ids": "a list of words, each a list of token ids",
+    "suppress_tokens": "a list of token ids",
+    "begin_suppress_tokens": "a list of token ids",
+}
+
+
+def _check_word(name: str, bias: Bias, vocab_size: int) -> None:
+    if not bias.tokens:
+        raise InputError(f"{name} has a word without tokens; give each at least one.")
+    _check_ids(name, bias.tokens, vocab_size)
+    if not is_number(bias.value) or math.isnan(bias.value) or bias.value == math.inf:
+        raise InputError(f"{name} must have numbers below infinity as biases, got {bias.value!r}.")
+
+
+def _check_ids(name: str, tokens: Sequence[Any], vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= whole(name, token) < vocab_size:
+            raise InputError(f"{name} has {token}, which is not a token id; ids are 0 to {vocab_size - 1}.")

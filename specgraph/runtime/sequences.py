@@ -1,0 +1,53 @@
+"""The sequences of an engine, and the steps that the device may still be running over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specgraph.errors import NumericsError
+from specgraph.runtime.cuda_graphs import Results
+from specgraph.runtime.pages import Reservation
+from specgraph.runtime.pause import Pause
+from specgraph.runtime.requests import Request
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence on its way: waiting without a row, then in one, then ended."""
+
+    number: int
+    request: Request
+    row: int = -1
+    reserved: Reservation = field(default_factory=Reservation)
+    new_tokens: list[int] = field(default_factory=list)
+    started: bool = False
+    ended: bool = False
+    room: int = 0
+    """The most tokens that may be missing when the steps under way are done."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A step that the device may still be running.
+
+    Attributes:
+        sequences: those that it runs, in the order of its entries.
+        forced: how many next tokens each of them is given; empty in a decode step.
+        going_on: those whose prompt is not at its end with this step.
+        pause: what the host did in the middle of it.
+    """
+
+    results: Results
+    sequences: list[Running]
+    forced: list[int] = field(default_factory=list)
+    going_on: frozenset[Running] = frozenset()
+    prompt_tokens: int = 0
+    pause: Pause | None = None
+
+
+def not_a_number(number: int) -> NumericsError:
+    """The error of a sequence whose logits are not numbers."""
+    return NumericsError(
+        f"The target's logits are NaN in sequence {number}. Check the weights and the dtype; the decoder itself is "
+        "still usable."
+    )

@@ -1,0 +1,64 @@
+"""The variants of a step that a decoder has met: made by passes when a request first needs them, and kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import MutableMapping, MutableSequence, Sequence
+
+from torch import fx
+
+from specgraph.ir.program import Program
+from specgraph.passes.base import Pass
+from specgraph.passes.pause_step import PausedStep, PauseStep, halves
+from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.passes.score_rows import ScoreRows
+from specgraph.passes.specialise_step import SpecialiseStep
+from specgraph.runtime.workspace import Mode
+
+
+class Variants:
+    """Makes each variant once, from whichever thread.
+
+    A variant is a stage like the others: verified, reported and dumped.
+
+    Attributes:
+        steps: those that decode, so far.
+    """
+
+    def __init__(
+        self, program: Program, stages: MutableMapping[str, Program], reports: MutableSequence[StageReport],
+        callbacks: Sequence[Callback],
+    ) -> None:  # fmt: skip
+        """``program`` is what they are made from; ``stages`` and ``reports`` grow with every one."""
+        self._program, self._stages, self._reports, self._callbacks = program, stages, reports, callbacks
+        self._compiled = program.compile_modules()
+        self._lock = threading.Lock()
+        self.steps: dict[Mode, fx.GraphModule | PausedStep] = {}
+        self._scoring: dict[ScoreRows, fx.GraphModule] = {}
+
+    def step(self, mode: Mode) -> fx.GraphModule | PausedStep:
+        """The step for one kind of log-probabilities and one K, without the sampling options that are off.
+
+        One that pauses for the host is cut in two.
+        """
+        with self._lock:
+            if mode not in self.steps:
+                special = SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
+                program = self._make([special, PauseStep()] if mode.paused else [special])
+                step = program.executable(self._compiled)
+                self.steps[mode] = halves(step, program.one("logits").name) if mode.paused else step
+            return self.steps[mode]
+
+    def scoring(self, pass_: ScoreRows) -> fx.GraphModule:
+        """The step that gives the log-probabilities of given tokens."""
+        with self._lock:
+            if pass_ not in self._scoring:
+                self._scoring[pass_] = self._make([pass_]).executable(self._compiled)
+            return self._scoring[pass_]
+
+    def _make(self, passes: Sequence[Pass]) -> Program:
+        stages, reports = run_passes(self._program, passes, self._callbacks)
+        for pass_ in passes:
+            self._stages[unique(pass_.name, self._stages)] = stages[pass_.name]
+        self._reports += reports
+        return stages[passes[-1].name]
