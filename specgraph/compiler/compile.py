@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.numerics import NumericsCallback
-from specgraph.compiler.selfcheck import self_check
+from specgraph.compiler.selfcheck import check_draft, self_check
 from specgraph.config import Config, ConfigLike, choose_lowering, load_config, settle_lowering
-from specgraph.drafters.base import DraftLike, Target
+from specgraph.drafters.base import DraftHead, DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
@@ -24,9 +25,11 @@ from specgraph.passes.base import Pass
 from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
-from specgraph.runtime.decoder import SpeculativeDecoder, current
+from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.defaults import read_generation_config
+from specgraph.runtime.modes import current
 from specgraph.runtime.requests import Limits
+from specgraph.runtime.watch import Watch
 
 FALLBACK_MAX_LENGTH = 4096
 
@@ -38,7 +41,9 @@ def compile_speculative(
 
     The model itself computes the same as before, and its weights are not copied. (On a GPU, the weights of layers that
     read the same input are moved into one tensor. The model's parameters become views of it, also if compiling fails
-    later.)
+    later. A decoder that was compiled before, without this, says so at its next call.) Meanwhile other threads may run
+    the model, or compile. Values that are written into the weights later reach the decoder; after any other change of
+    the model, its next call says what was changed and to compile again.
 
     Args:
         model: the target. Its present device and dtype are those of the decoder.
@@ -54,10 +59,11 @@ def compile_speculative(
     """
     check_is_causal_lm(model)
     check_one_device(model)
+    check_dtypes(model)
     config, draft = with_draft(load_config(cfg), draft)
     lowering, reason = choose_lowering(config.lowering.name, model.device, model.dtype)
     config = settle_lowering(config, model.device, model.dtype)
-    defaults = read_generation_config(model)
+    read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
     passes = build_passes(config, model.device)
     with (
         Progress("compile", len(passes) + 3, config.debug.progress) as progress,
@@ -79,6 +85,8 @@ def compile_speculative(
             notes.append(self_check(model, target, limits, config))
             if made.model is not None and made.traced is not None:
                 notes.append(self_check(made.model, made.traced, limits, config))
+            else:
+                check_draft(made.drafter)
         progress.advance(1, "passes")
         callbacks = _callbacks(config, progress)
         stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
@@ -86,10 +94,17 @@ def compile_speculative(
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
     watching = callbacks[1:]  # without the first, which shows the progress of compiling
-    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, defaults, limits, notes, watching)
+    watch = Watch(_given(model, draft), stages["trace"], indexed[IndexRows.name])
+    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, model, limits, watch, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder
+
+
+def _given(model: PreTrainedModel, draft: DraftLike | None) -> dict[str, nn.Module]:
+    """The models that a caller holds and may change, by what errors call them. The target's name is empty."""
+    module = draft.module if isinstance(draft, DraftHead) else draft
+    return {"": model, **({"draft": module} if isinstance(module, nn.Module) else {})}
 
 
 def check_one_device(model: PreTrainedModel) -> None:
@@ -100,6 +115,24 @@ def check_one_device(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has weights on {', '.join(devices)}, and specgraph runs a model on one device "
             '(meta holds none); load it on one, as by from_pretrained(..., device_map={"": 0}), or use a smaller model.'
         )
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_dtypes(model: PreTrainedModel) -> None:
+    """Refuse a quantised model: its layers unpack their weights by code that cannot be traced."""
+    quantised = getattr(model, "is_quantized", False)
+    other = next(((name, p.dtype) for name, p in model.named_parameters() if p.dtype not in _DTYPES), None)
+    if not quantised and other is None:
+        return
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    how = f" by {getattr(method, 'value', method)}" if method is not None else ""
+    where = f": {other[0]} is {other[1]}" if other is not None else ""
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is quantised{how}{where}, and specgraph runs weights in float64, float32, bfloat16 or "
+        "float16; load it without a quantization_config, as by from_pretrained(..., dtype=torch.bfloat16)."
+    )
 
 
 def _host_default() -> contextlib.AbstractContextManager[object]:

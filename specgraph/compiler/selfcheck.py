@@ -9,14 +9,16 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specgraph.config import Config
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import NumericsError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
-from specgraph.frontend.tracing import ATTENTION, TracedModel, evaluating
+from specgraph.frontend.tracing import ATTENTION, TracedModel
+from specgraph.ir.drafter import Drafter
+from specgraph.ir.exporting import own_copy
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
@@ -78,6 +80,22 @@ def _check_numbers(model: PreTrainedModel, states: list[Tensor]) -> None:
     )
 
 
+def check_draft(drafter: Drafter) -> None:
+    """Refuse a draft with NaN in its weights, of which no draft would ever be accepted.
+
+    Raises:
+        NumericsError: names the module and the weight.
+    """
+    for part, module in drafter.modules.items():
+        for name, tensor in module.named_parameters():
+            # A sum is NaN where a term is; it may be for another reason, so the terms are looked at then.
+            if bool(tensor.detach().sum().isnan()) and bool(tensor.isnan().any()):
+                raise NumericsError(
+                    f"The draft's {name} ({part}) holds NaN, so none of its drafts would be accepted; load it again, "
+                    "or in another dtype."
+                )
+
+
 def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -> Tensor:
     """Token ids ``[batch, length]`` that do not depend on the global random state."""
     generator = torch.Generator().manual_seed(seed)
@@ -85,8 +103,9 @@ def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -
 
 
 def _own_forward(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
-    with evaluating(model):
-        out = model(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True)
+    # transformers leaves hooks on a model that is asked for hidden states, and some models write into their buffers.
+    own = own_copy(model, shared=nn.Parameter).eval()
+    out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True)
     return [*out.hidden_states, out.logits]
 
 

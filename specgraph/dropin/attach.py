@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import ConfigLike
 from specgraph.drafters.base import DraftLike
-from specgraph.dropin.prepared import Prepared, add_stop_strings, check_arguments
+from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments
 from specgraph.errors import InputError
+from specgraph.frontend.tracing import check_is_causal_lm
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 
@@ -46,6 +47,7 @@ def attach(model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike |
         InputError: the model is attached already.
         SpecgraphError: it cannot be compiled; the model is as it was.
     """
+    check_is_causal_lm(model)
     if isinstance(vars(model).get("generate"), Attached):
         raise InputError(f"This {type(model).__name__} is attached already; call specgraph.detach(model) first.")
     decoder = compile_speculative(model, cfg, draft=draft)
@@ -54,7 +56,13 @@ def attach(model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike |
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Let ``model.generate`` be transformers' own again; nothing happens if it is."""
+    """Let ``model.generate`` be transformers' own again; nothing happens if it is.
+
+    Raises:
+        InputError: ``model`` is no model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(f"detach takes the model that attach was given, not {type(model).__name__}.")
     if isinstance(vars(model).get("generate"), Attached):
         del vars(model)["generate"]
 
@@ -103,6 +111,21 @@ def _own_method(model: PreTrainedModel) -> types.MethodType:
     return types.MethodType(type(model).generate, model)
 
 
+def custom_generate(decoder: SpeculativeDecoder) -> Callable[..., Any]:
+    """A decoding method for transformers' ``generate``: ``model.generate(..., custom_generate=this)``.
+
+    transformers prepares the call as for its own methods, and the decoder decodes it. Greedy tokens are those of the
+    model. A streamer is not among what transformers hands over; :func:`attach` takes one.
+
+    Args:
+        decoder: one that was compiled from the model.
+
+    Raises:
+        InputError: when it is called, and the decoder does not do what is asked for.
+    """
+    return functools.partial(_decode, decoder, None)
+
+
 def _decode(
     decoder: SpeculativeDecoder, streamer: Any, model: PreTrainedModel, input_ids: Tensor, logits_processor: Any,
     stopping_criteria: Any, generation_config: Any, **prepared: Any,
@@ -112,33 +135,14 @@ def _decode(
     Of what else transformers has ``prepared`` only the attention mask is of use, which is missing where nothing is
     padding. A cache and positions are for its own forward pass.
     """
-    call = Prepared(input_ids, logits_processor, stopping_criteria, generation_config)
-    call.check(model, decoder)
     mask = prepared.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
+    padding = (mask != 0).long().argmax(1).cpu()
+    call = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, padding)
+    call.check(model, decoder)
     options: dict[str, Any] = {
-        **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": call.eos_ids,
-        "stopping_criteria": call.host_criteria,
+        **SETTLED, **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": call.eos_ids,
+        "pad_token_id": call.pad_id, "stopping_criteria": call.host_criteria, "streamer": streamer,
+        **call.wanted(),
     }  # fmt: skip
-    if streamer is None:
-        new_tokens = decoder.generate(input_ids, mask, **options).new_tokens
-    else:
-        new_tokens = _streamed(decoder.stream(input_ids, mask, **options), streamer, call)
-    return call.output(new_tokens)
-
-
-def _streamed(chunks: Any, streamer: Any, call: Prepared) -> list[Tensor]:
-    """The new tokens of every sequence, given to a streamer as transformers does: a column at a time."""
-    rows: list[list[int]] = [[] for _ in call.input_ids]
-    shown = 0
-    streamer.put(call.input_ids.cpu())
-    for chunk in chunks:
-        for row, new in zip(rows, chunk.tokens, strict=True):
-            row += new
-        ready = min((len(r) for r, ended in zip(rows, chunk.finished, strict=True) if not ended), default=None)
-        ready = max(map(len, rows)) if ready is None else ready
-        for column in range(shown, ready):
-            streamer.put(torch.tensor([row[column] if column < len(row) else call.pad_id for row in rows]))
-        shown = max(shown, ready)
-    streamer.end()
-    return [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return call.output(decoder.generate(input_ids, mask, **options))

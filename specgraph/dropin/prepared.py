@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.generation import (
     LogitsProcessor,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -26,8 +28,11 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from specgraph.dropin.processors import READERS
 from specgraph.errors import InputError
+from specgraph.runtime.arguments import REFUSED, asks_for
 from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.outputs import GenerateOutput
 
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
@@ -38,18 +43,17 @@ WARPERS: dict[type[LogitsProcessor], str] = {
 """Processors that the decoder has itself, by the names of its options, in the order in which it applies them."""
 _NO_EFFECT = (LogitNormalization,)
 """Processors that change neither the largest score nor any probability."""
-_REFUSED = {
-    "assistant_model": "drafts come from the draft that the model was attached with",
-    "prefix_allowed_tokens_fn": "tokens cannot be constrained",
-    "negative_prompt_ids": "there is no classifier-free guidance",
-    "negative_prompt_attention_mask": "there is no classifier-free guidance",
-    "synced_gpus": "a decoder runs on one device",
-    "past_key_values": "a decoder keeps its own cache, which also finds beginnings that it has seen before",
-    "inputs_embeds": "prompts are token ids",
-    "position_ids": "tokens are at consecutive positions",
-}
-"""Arguments of ``generate`` that cannot be honoured, and why."""
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+SETTLED: Mapping[str, Any] = {
+    **{name: refusal.neutral[0] for name, refusal in REFUSED.items()},
+    "num_return_sequences": 1, "stop_strings": (), "max_time": math.inf,
+}  # fmt: skip
+"""What transformers has settled when a decoding method is called, so that the model's configuration does not count."""
+_UNSEEN = (
+    "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "past_key_values",
+    "inputs_embeds", "position_ids",
+)  # fmt: skip
+"""Arguments of ``generate`` that cannot be honoured, and that a decoding method does not see."""
+_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -61,10 +65,9 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         InputError: one of them is given.
     """
     others: dict[str, Any] = arguments.get("kwargs", {})
-    for name, why in _REFUSED.items():
-        given = arguments.get(name, others.get(name))
-        if given is not None and given is not False:
-            raise InputError(_refusal(model, f"{name}=", why))
+    for name in _UNSEEN:
+        if asks_for(name, arguments.get(name, others.get(name))):
+            raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
     if "token_type_ids" in others:
         if "token_type_ids" in inspect.signature(model.forward).parameters:
             raise InputError(_refusal(model, "token_type_ids=", "the model was compiled without them"))
@@ -109,12 +112,14 @@ class Prepared:
         processors: those of the call.
         criteria: when a sequence ends.
         config: the merged configuration.
+        padding: int64 ``[B]``, how much of each prompt is padding, which is on its left.
     """
 
     input_ids: Tensor
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriteria]
     config: GenerationConfig
+    padding: Tensor
 
     @property
     def max_new_tokens(self) -> int:
@@ -149,9 +154,8 @@ class Prepared:
         mode = self.config.get_generation_mode().value
         if mode not in ("greedy_search", "sample"):
             raise InputError(_refusal(model, mode.replace("_", " "), "it decodes greedily, or by sampling"))
-        names = [type(processor).__name__ for processor in self._foreign_processors()]
-        if names:
-            raise InputError(_refusal(model, " and ".join(names), "there is nothing of that kind in the compiled step"))
+        if getattr(self.config, "watermarking_config", None) is not None:
+            raise InputError(_refusal(model, "watermarking_config=", "some of its processors remember earlier calls"))
         wanted = [name for name in _OUTPUTS if self.config.return_dict_in_generate and getattr(self.config, name)]
         if wanted:
             raise InputError(_refusal(model, " and ".join(wanted), "a step keeps none of them"))
@@ -162,31 +166,62 @@ class Prepared:
                 "for fewer, or attach it with a larger max_length if it allows."
             )
 
-    def sampling(self) -> dict[str, float]:
-        """The decoder's options. A greedy choice is the same with and without them."""
-        options = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    def sampling(self) -> dict[str, Any]:
+        """The decoder's options. A greedy choice is the same with and without those of sampling."""
+        options: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        first, between, last = self._parts()
         if self.config.do_sample:
-            own = {WARPERS[type(p)]: p for p in self.processors if type(p) in WARPERS}
-            options |= {"temperature": 1.0, **{name: getattr(processor, name) for name, processor in own.items()}}
-        return options
+            options |= {"temperature": 1.0, **{WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in last}}
+        for processor in first:
+            options |= self._processing(processor) or {}
+        if between and isinstance(between[-1], PrefixConstrainedLogitsProcessor):
+            # It looks at its place in the batch, and processors on the host see one sequence.
+            options["prefix_allowed_tokens_fn"] = between.pop()._prefix_allowed_tokens_fn
+        if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in between):
+            raise InputError("prefix_allowed_tokens_fn goes behind all other processors on the host; leave one out.")
+        return options | {"logits_processor": between}
 
-    def output(self, new_tokens: Sequence[Tensor]) -> Any:
+    def wanted(self) -> dict[str, bool]:
+        """Which logits the output class shall have."""
+        names = ("output_scores", "output_logits")
+        return {n: bool(self.config.return_dict_in_generate and getattr(self.config, n)) for n in names}
+
+    def _processing(self, processor: LogitsProcessor) -> dict[str, Any] | None:
+        """A processor as options of the decoder; None if there are none that do the same."""
+        reader = READERS.get(type(processor))
+        return None if reader is None else reader(processor, self)
+
+    def output(self, out: GenerateOutput) -> Any:
         """What ``generate`` returns: int64 ``[B, S + N]``, or the output class with it."""
-        padded = torch.nn.utils.rnn.pad_sequence(list(new_tokens), batch_first=True, padding_value=self.pad_id)
+        padded = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=self.pad_id)
         sequences = torch.cat([self.input_ids, padded.to(self.input_ids)], dim=1)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if self.config.return_dict_in_generate else sequences
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=out.scores, logits=out.logits)
 
-    def _foreign_processors(self) -> Iterator[LogitsProcessor]:
-        """Those that the decoder does not have, or has in another order."""
-        last, order = -1, list(WARPERS)
-        for processor in self.processors:
-            if type(processor) in WARPERS and _is_plain(processor):
-                place = order.index(type(processor))
-                if not self.config.do_sample or place > last:
-                    last = place
-                    continue
-            if type(processor) not in _NO_EFFECT:
-                yield processor
+    def _parts(self) -> tuple[list[LogitsProcessor], list[Any], list[LogitsProcessor]]:
+        """The processors: those that the step has in front, those for the host, and those that verification has.
+
+        In each part they are in the order in which they are applied, so all of them are.
+        """
+        processors = [p for p in self.processors if type(p) not in _NO_EFFECT]
+        end = len(processors)
+        while end and _is_plain(processors[end - 1]) and _in_order(processors[end - 1 :], WARPERS):
+            end -= 1
+        begin = 0
+        while begin < end and self._processing(processors[begin]) is not None:
+            if not _in_order(processors[: begin + 1], READERS):
+                break
+            begin += 1
+        between = processors[begin:end]
+        return processors[:begin], between, processors[end:]
+
+
+def _in_order(processors: Sequence[LogitsProcessor], known: Mapping[type[LogitsProcessor], object]) -> bool:
+    """Whether processors are of different known classes, and in the order in which these stand."""
+    order = list(known)
+    places = [order.index(type(p)) for p in processors if type(p) in known]
+    return len(places) == len(processors) and places == sorted({*places})
 
 
 def _is_plain(processor: LogitsProcessor) -> bool:

@@ -21,15 +21,18 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    WatermarkingConfig,
     pipeline,
 )
 from transformers.generation import (
     BaseStreamer,
+    LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TopKLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 import specgraph
@@ -217,26 +220,116 @@ def test_a_pipeline_returns_what_it_did(pair: tuple[Any, Any]) -> None:
     assert texts[0] == texts[1] and all(text[0]["generated_text"] for text in texts[0])
 
 
+PROCESSED: dict[str, dict[str, Any]] = {
+    "a repetition penalty": {"repetition_penalty": 1.4},
+    "no token twice": {"no_repeat_ngram_size": 1},
+    "bad words": {"bad_words_ids": [[token] for token in range(3, 40)] + [[50, 51]]},
+    "a bias": {"sequence_bias": [[[5], 6.0], [[5, 9], 40.0]], "begin_suppress_tokens": [*range(30, 60)]},
+    "a minimum": {"min_new_tokens": 7, "eos_token_id": [*range(40)], "suppress_tokens": [44, 45]},
+    "a length": {"min_length": 21, "eos_token_id": [*range(40)]},
+    "forced": {"forced_eos_token_id": 7, "repetition_penalty": 1.3},
+    "a processor of the caller's": {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(0.8)])},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_processors_that_a_step_has_give_the_tokens_that_they_gave(pair: tuple[Any, Any], name: str) -> None:
+    model, own = pair
+    for given in (ONE, {"input_ids": ONE["input_ids"].repeat(2, 1).roll(1, 1)}):
+        expected = model.generate(**given, max_new_tokens=NEW, do_sample=False, **PROCESSED[name])
+        assert torch.equal(own.generate(**given, max_new_tokens=NEW, do_sample=False, **PROCESSED[name]), expected)
+        assert not torch.equal(expected, model.generate(**given, max_new_tokens=NEW, do_sample=False))
+
+
+def test_padding_is_penalised_or_not_as_transformers_has_it(pair: tuple[Any, Any]) -> None:
+    expected, actual = (each.generate(**PADDED, max_new_tokens=NEW, repetition_penalty=1.4) for each in pair)
+    assert torch.equal(actual, expected)
+
+
+class Wave(LogitsProcessor):
+    """Shifts every score by something that depends on all tokens so far."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.sin(torch.arange(scores.shape[1]) * input_ids.sum(1, keepdim=True))
+
+
+def own_third(place: int, tokens: Tensor) -> list[int]:
+    """Every sequence of a batch has other tokens."""
+    return list(range(3 + place % 3, VOCAB, 3))
+
+
+ON_THE_HOST: dict[str, dict[str, Any]] = {
+    "a decay": {"exponential_decay_length_penalty": (2, 1.2)},
+    "a penalty that leaves out a part": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3,
+                                                                                              prompt_ignore_length=2)]},
+    "penalties twice": {
+        "logits_processor": [RepetitionPenaltyLogitsProcessor(1.1), RepetitionPenaltyLogitsProcessor(1.3)],
+    },
+    "behind those of the step": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "logits_processor": [Wave()]},
+    "in front of those of the step": {"logits_processor": [Wave(), RepetitionPenaltyLogitsProcessor(1.4)]},
+    "a filter in front": {"logits_processor": [TopKLogitsWarper(4, filter_value=-3.0), Wave()]},
+    "tokens by the place of the sequence": {"prefix_allowed_tokens_fn": own_third},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_processors_that_a_step_does_not_have_run_on_the_host(pair: tuple[Any, Any], name: str) -> None:
+    options = {**ON_THE_HOST[name]}
+    if "logits_processor" in options:
+        options["logits_processor"] = LogitsProcessorList(options["logits_processor"])
+    call = {**PADDED, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": [2, 7], **options}
+    model, own = pair
+    expected = model.generate(**call)
+    assert torch.equal(own.generate(**call), expected)
+    assert not torch.equal(expected, model.generate(**PADDED, max_new_tokens=NEW, do_sample=False, eos_token_id=[2, 7]))
+
+
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        [MinPLogitsWarper(0.1), TopKLogitsWarper(1)],
+        [MinPLogitsWarper(0.99, min_tokens_to_keep=1), Wave()],
+        [TypicalLogitsWarper(0.9), TopKLogitsWarper(1)],
+    ],
+    ids=["another order", "a processor behind", "a filter that a step does not have"],
+)
+def test_warpers_in_another_order_are_applied_in_theirs(pair: tuple[Any, Any], warpers: list[Any]) -> None:
+    """They leave one token, so what is drawn is what is the largest."""
+    model, own = pair
+    greedy = model.generate(**PADDED, do_sample=False, max_new_tokens=NEW)
+    drawn = own.generate(
+        **PADDED, do_sample=True, top_k=0, max_new_tokens=NEW, logits_processor=LogitsProcessorList(warpers)
+    )
+    assert torch.equal(drawn, greedy)
+
+
+def test_scores_and_logits_are_in_the_output_class(pair: tuple[Any, Any]) -> None:
+    call = {
+        **PADDED, "max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.4, "output_scores": True,
+        "output_logits": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    expected, actual = (each.generate(**call) for each in pair)
+    assert torch.equal(actual.sequences, expected.sequences) and type(actual) is type(expected)
+    for name in ("scores", "logits"):
+        theirs, ours = getattr(expected, name), getattr(actual, name)
+        assert len(ours) == len(theirs) and ours[0].dtype == theirs[0].dtype
+        going = torch.ones(len(PROMPTS), dtype=torch.bool)
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            torch.testing.assert_close(one[going], other[going], atol=1e-5, rtol=1e-5)
+            going &= actual.sequences[:, PADDED["input_ids"].shape[1] + at] != 2
+    model, own = pair
+    transitions = [
+        each.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)[0]
+        for each, out in ((model, expected), (own, actual))
+    ]
+    torch.testing.assert_close(*transitions, atol=1e-5, rtol=1e-5)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3}, "beam search"),
-    "a penalty": ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
-    "a processor": (
-        {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])},
-        "RepetitionPenaltyLogitsProcessor",
-    ),
-    "another order": (
-        {
-            "do_sample": True,
-            "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1), TopKLogitsWarper(5)]),
-        },
-        "TopKLogitsWarper",
-    ),
-    "more than the best": (
-        {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1, min_tokens_to_keep=3)])},
-        "MinPLogitsWarper",
-    ),
+    "a watermark": ({"watermarking_config": WatermarkingConfig()}, "watermarking_config="),
     "stop strings without a tokenizer": ({"stop_strings": ["w7"]}, "tokenizer="),
-    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+    "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     "an assistant": ({"assistant_model": "anything"}, "assistant_model="),
     "guidance": ({"negative_prompt_ids": PROMPTS[0].unsqueeze(0)}, "negative_prompt_ids="),
     "a cache": ({"past_key_values": ()}, "past_key_values="),

@@ -1,0 +1,119 @@
+"""The logits processors of transformers that a compiled step has itself, and what they are as options of a decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+Options = dict[str, Any]
+
+
+class Called(Protocol):
+    """What readers know of a call: prompts int64 ``[B, S]``, the padding ``[B]`` on the left of each, and its end."""
+
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def padding(self) -> Tensor: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+
+
+def _repetition(processor: RepetitionPenaltyLogitsProcessor, call: Called) -> Options | None:
+    """A step never counts padding, and always the whole prompt.
+
+    So does transformers since it tells the processor how long the padding is (5.23); 5.17 counts padding as a token.
+    """
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor):
+        ignored = torch.full_like(call.padding, int(ignored or 0))
+    # There is one for each prompt, which may be continued several times.
+    same = torch.equal(ignored.cpu().repeat_interleave(len(call.padding) // len(ignored)), call.padding)
+    flat = getattr(processor, "logits_indices", None) is None
+    return {"repetition_penalty": processor.penalty} if same and flat else None
+
+
+def _sequence_bias(processor: SequenceBiasLogitsProcessor, call: Called) -> Options | None:
+    return {"sequence_bias": dict(processor.sequence_bias)}
+
+
+def _bad_words(processor: NoBadWordsLogitsProcessor, call: Called) -> Options | None:
+    """A word that is just an EOS is left out by transformers where it knows the EOS, and by a decoder always."""
+    biases: Mapping[tuple[int, ...], float] = processor.sequence_bias
+    ends = [(token,) for token in call.eos_ids]
+    plain = all(bias == -math.inf for bias in biases.values()) and not any(word in ends for word in biases)
+    return {"bad_words_ids": [list(word) for word in biases]} if plain else None
+
+
+def _ngrams(processor: NoRepeatNGramLogitsProcessor, call: Called) -> Options | None:
+    return {"no_repeat_ngram_size": processor.ngram_size}
+
+
+def _min_length(processor: MinLengthLogitsProcessor, call: Called) -> Options | None:
+    return {"min_length": processor.min_length} if _is_end(processor, call) else None
+
+
+def _min_new_tokens(processor: MinNewTokensLengthLogitsProcessor, call: Called) -> Options | None:
+    known = processor.prompt_length_to_skip == call.input_ids.shape[1]
+    return {"min_new_tokens": processor.min_new_tokens} if known and _is_end(processor, call) else None
+
+
+def _is_end(processor: Any, call: Called) -> bool:
+    """Whether a processor and the call know the same EOS ids. Where the call knows none, nothing ends by itself."""
+    return sorted(processor.eos_token_id.flatten().tolist()) == list(call.eos_ids)
+
+
+def _forced_first(processor: ForcedBOSTokenLogitsProcessor, call: Called) -> Options | None:
+    return {"forced_bos_token_id": processor.bos_token_id}
+
+
+def _forced_last(processor: ForcedEOSTokenLogitsProcessor, call: Called) -> Options | None:
+    tokens = processor.eos_token_id.flatten().tolist()
+    last = processor.max_length == call.input_ids.shape[1] + call.max_new_tokens
+    return {"forced_eos_token_id": tokens[0]} if last and len(tokens) == 1 else None
+
+
+def _suppressed(processor: SuppressTokensLogitsProcessor, call: Called) -> Options | None:
+    return {"suppress_tokens": processor.suppress_tokens.tolist()}
+
+
+def _suppressed_first(processor: SuppressTokensAtBeginLogitsProcessor, call: Called) -> Options | None:
+    """The beginning is behind the prompt, or behind a BOS that is forced where the prompt is a single token."""
+    length = call.input_ids.shape[1]
+    behind = processor.begin_index in ((length,) if length > 1 else (length, length + 1))
+    return {"begin_suppress_tokens": processor.begin_suppress_tokens.tolist()} if behind else None
+
+
+READERS: dict[type[LogitsProcessor], Callable[[Any, Called], Options | None]] = {
+    SequenceBiasLogitsProcessor: _sequence_bias,
+    RepetitionPenaltyLogitsProcessor: _repetition,
+    NoRepeatNGramLogitsProcessor: _ngrams,
+    NoBadWordsLogitsProcessor: _bad_words,
+    MinLengthLogitsProcessor: _min_length,
+    MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    ForcedBOSTokenLogitsProcessor: _forced_first,
+    ForcedEOSTokenLogitsProcessor: _forced_last,
+    SuppressTokensLogitsProcessor: _suppressed,
+    SuppressTokensAtBeginLogitsProcessor: _suppressed_first,
+}
+"""By the class of a processor, in transformers' order, what gives the decoder's options for it; None if it does
+something else. Forbidding a token commutes with the others, so a step may do so in another place."""

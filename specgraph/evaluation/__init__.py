@@ -1,0 +1,1 @@
+"""Clients that evaluate models, with a decoder behind them."""
