@@ -73,6 +73,8 @@ class BenchConfig(Config):
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
+    trust_remote_code: bool = False
+    """Run the code of a model or tokenizer that is not transformers' own."""
     json: str | None = None
     """Also write the results to this file."""
     plot: str | None = None

@@ -30,7 +30,8 @@ def transformers_generate(
         given["assistant_model"] = assistant
     generate: Any = model.generate
     rows: Tensor = generate(ids.to(model.device), **given)
-    return [_until_eos(model, row[width:].cpu()) for row in rows]
+    eos = options.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
+    return [_until_eos(eos, row[width:].cpu()) for row in rows]
 
 
 def _pad_id(model: PreTrainedModel) -> int:
@@ -39,8 +40,7 @@ def _pad_id(model: PreTrainedModel) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _until_eos(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def _until_eos(eos: int | list[int] | None, tokens: Tensor) -> Tensor:
     """The tokens up to the first EOS and with it. Behind it, a row of a batch has padding."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
     ends = torch.isin(tokens, torch.tensor(eos if isinstance(eos, list) else [-1 if eos is None else eos]))
     return tokens[: int(ends.int().argmax()) + 1] if bool(ends.any()) else tokens

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import load_causal_lm
+from specgraph.checkpoints.causal_lm import DAMAGED, load_causal_lm, not_loaded, why_not_loaded
+from specgraph.cli.check_options import check_options
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
@@ -26,6 +27,7 @@ from specgraph.cli.decode_prompts import (
 )
 from specgraph.cli.prompts import read_prompts
 from specgraph.cli.summary import compare_rows, summary_rows
+from specgraph.cli.writers import check_format, notes, writer
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, load_config
@@ -56,14 +58,17 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     """Continue prompts. Print the texts, and then how many drafts were accepted and the speed."""
     config, options = _split(cfg, GenerateConfig)
     config.max_batch_size = 1 if options.stream else check_batch_size(options, config)
+    check_format(options.format, stream=options.stream)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)
-    tokenizer = load_tokenizer(options.model)
+    ids = vocabulary_size(options.model, options.trust_remote_code)
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    check_options(options, tokenizer, ids, len(texts))
     prompts = encode(tokenizer, texts)
-    model = load_model(options.model, *place)
+    model = load_model(options.model, *place, options.trust_remote_code)
     decoder = compile_speculative(model, config)
-    outcome = decode_prompts(decoder, tokenizer, prompts, options, show=True)
+    outcome = decode_prompts(decoder, tokenizer, prompts, options, write=writer(options.format, tokenizer))
     rows = summary_rows(outcome)
     if options.compare:
         plain = dataclasses.replace(config, draft=DraftConfig(kind="none"))
@@ -74,14 +79,19 @@ def generate(cfg: DictConfig) -> dict[str, str]:
         rows |= compare_rows(outcome, again, _peers(model, decoder.config, prompts, quiet))
     if config.debug.dump_dir is not None:
         rows["graphs"] = config.debug.dump_dir
-    print("\n" + text_table(rows.items()))
+    print("\n" + text_table(rows.items()), file=notes(options.format))
     return rows
 
 
 def _peers(
     model: PreTrainedModel, config: Config, prompts: Sequence[Prompt], options: GenerateConfig
 ) -> list[PeerOutcome]:
-    """The same prompts by transformers' ``generate`` and, if the draft is a model, by its assisted generation."""
+    """The same prompts by transformers' ``generate`` and, if the draft is a model, by its assisted generation.
+
+    Nobody where a batch of transformers' does not tell padding from tokens, as behind a stop string.
+    """
+    if options.stop_strings is not None or options.max_time is not None:
+        return []
     peers = [decode_with_transformers(model, prompts, options, check_batch_size(options, config))]
     if config.draft.kind == "draft_model" and config.draft.model is not None:
         loaded: Any = load_causal_lm(config.draft.model, model.dtype, f"draft.model={config.draft.model}")
@@ -95,7 +105,7 @@ def dump(cfg: DictConfig) -> dict[str, str]:
     config, options = _split(cfg, DumpConfig)
     place = device_and_dtype(options)
     check_folder(options.model)
-    decoder = compile_speculative(load_model(options.model, *place), config)
+    decoder = compile_speculative(load_model(options.model, *place, options.trust_remote_code), config)
     folder = decoder.dump(options.out, weights=options.weights)
     print(decoder.report())
     print(f"{len(decoder.stages)} stages in {folder}: {', '.join(decoder.stages)}")
@@ -160,7 +170,7 @@ def _bench_model(options: BenchConfig, device: str, dtype: str) -> PreTrainedMod
 
     if options.target in SHAPES:
         return run.make_target(options, torch.device(device))
-    return load_model(options.target, device, dtype, "target")
+    return load_model(options.target, device, dtype, options.trust_remote_code, "target")
 
 
 def _file_prompts(options: BenchConfig, limit: int | None = None) -> list[Tensor] | None:
@@ -168,7 +178,7 @@ def _file_prompts(options: BenchConfig, limit: int | None = None) -> list[Tensor
     if options.prompts is None:
         return None
     texts = read_prompts(None, options.prompts, options.template, limit)
-    return [prompt.ids for prompt in encode(load_tokenizer(options.target), texts)]
+    return [prompt.ids for prompt in encode(load_tokenizer(options.target, options.trust_remote_code), texts)]
 
 
 def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
@@ -201,7 +211,8 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
     check_head_config(options)  # before a model is loaded
     place = device_and_dtype(options)
     check_folder(options.model)
-    report = train_head(load_model(options.model, *place), load_tokenizer(options.model), options)
+    model = load_model(options.model, *place, options.trust_remote_code)
+    report = train_head(model, load_tokenizer(options.model, options.trust_remote_code), options)
     print(report)
     measured = {"acceptance length": f"{report.measured.acceptance_length:.3f}", "loss": f"{report.measured.loss:.4f}"}
     return {**measured, "seconds": f"{report.seconds:.0f}"}
@@ -258,14 +269,18 @@ def check_folder(name: str, key: str = "model") -> None:
     """Refuse a path that does not exist, before transformers looks for it on the network.
 
     Raises:
-        ConfigError: ``name`` can only be a path, and there is no such file or folder.
+        ConfigError: ``name`` is empty, or can only be a path, and there is no such file or folder.
     """
+    if not name:
+        raise ConfigError(f"{key} is empty; give the folder or name of a causal LM.")
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise ConfigError(f"{key}={name}: there is no such folder.")
 
 
 @functools.lru_cache(maxsize=1)
-def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTrainedModel:
+def load_model(
+    name: str, device: str, dtype: str, trust_remote_code: bool = False, key: str = "model"
+) -> PreTrainedModel:  # fmt: skip
     """A causal LM in evaluation mode. The last one is kept for the next job of a sweep.
 
     ``key`` is the configuration key that named the model, for the error.
@@ -273,21 +288,30 @@ def load_model(name: str, device: str, dtype: str, key: str = "model") -> PreTra
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    model: Any = load_causal_lm(name, dtype, f"{key}={name}")
+    model: Any = load_causal_lm(name, dtype, f"{key}={name}", trust_remote_code)
     return cast(PreTrainedModel, model.to(device))
 
 
-def load_tokenizer(name: str) -> Any:
+def vocabulary_size(name: str, trust_remote_code: bool = False) -> int:
+    """How many token ids a model has, by its configuration.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+    """
+    try:
+        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return int(config.get_text_config().vocab_size)
+    except DAMAGED as error:
+        raise not_loaded(f"model={name}", name, error) from error
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in the folder of a model.
 
     Raises:
         ConfigError: there is no tokenizer.
     """
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model={name} cannot be loaded, not even its tokenizer: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a tokenizer's file is read by libraries that raise errors of their own
+        raise ConfigError(f"model={name} has no tokenizer that can be loaded: {why_not_loaded(error)}.") from error

@@ -15,6 +15,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
+from specgraph.cli import doctor
+from specgraph.cli.generation import FurtherKeys, GenerationKeys
 from specgraph.config import Config, DraftConfig, group_choices
 from specgraph.config.draft import DraftKeys, texts_below, trained_by
 from specgraph.config.errors import did_you_mean
@@ -32,40 +34,35 @@ class ModelConfig(Config):
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU and the checkpoint's own elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
+    trust_remote_code: bool = False
+    """Run the code of a model or tokenizer that is not transformers' own."""
 
 
 @dataclass
-class GenerateConfig(ModelConfig):
+class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     """Keys of ``generate``."""
 
     prompt: str | None = None
     """One text to continue, taken literally."""
     prompts: str | None = None
-    """A file of texts to continue: .txt (one per line) or .jsonl (field `question` or `prompt`)."""
+    """A file: .txt (one text per line) or .jsonl (a text in the field `question` or `prompt`, or `messages`, a list of
+    objects with `role` and `content`, which the tokenizer's chat template joins)."""
     template: str | None = None
     """A text in which every prompt takes the place of {question} or {prompt}; \\n is a new line:
     template="Question: {question}\\nAnswer:"."""
     limit: int | None = None
     """How many prompts of the file are read; null reads all."""
-    max_new_tokens: int | None = None
-    """The most tokens to add; null takes the value of the model's generation_config, also for the next four keys."""
-    temperature: float | None = None
-    """0 is greedy."""
-    top_k: int | None = None
-    """Keep the k most likely tokens; 0 is off."""
-    top_p: float | None = None
-    """Keep the smallest set of tokens with this probability; 1 is off."""
-    min_p: float | None = None
-    """Keep tokens with at least this share of the top probability; 0 is off."""
-    seed: int | None = None
-    """The seed, which makes sampling repeatable for any batch size; null draws one."""
     batch_size: int | None = None
     """How many prompts are decoded together; null is max_batch_size."""
+    format: str = "text"
+    """text, or jsonl: one JSON object per prompt on standard output, in the order of the prompts and each as soon as it
+    is done, with prompt (or messages), text, tokens, finish_reason and stats; the table goes to standard error."""
     stream: bool = False
     """Print text while it is decoded, one prompt after the other."""
     compare: bool = False
-    """Decode with transformers' generate (and assisted generation, if the draft is a model) and with draft=none, too.
-    Print the ratios of speeds, and whether the tokens equal those of draft=none."""
+    """Decode with draft=none, too, and with transformers' generate (and assisted generation, if the draft is a model),
+    unless there are stop_strings or a max_time. Print the ratios of speeds, and whether the tokens equal those of
+    draft=none."""
 
 
 @dataclass
@@ -116,12 +113,14 @@ class Command:
         about: one line that says what the command does.
         schema: returns the dataclass of its configuration, which is imported only when it is needed.
         usage: its arguments, for the help.
+        examples: the arguments of some calls, for the help.
         positional: the key of a first argument that is given without a key; None if there is no such argument.
     """
 
     about: str
     schema: Callable[[], type]
     usage: str
+    examples: tuple[str, ...]
     positional: str | None = None
 
 
@@ -129,39 +128,50 @@ COMMANDS = {
     "generate": Command(
         "continue prompts with a speculative decoder and count what was accepted",
         lambda: GenerateConfig,
-        'model=PATH prompt="Once upon a time" [draft=NAME|PATH] [compare=true] [KEY=VALUE ...]',
+        "model=PATH prompt=TEXT|prompts=FILE [draft=NAME|PATH] [KEY=VALUE ...]",
+        (
+            'model=path/of/a/model prompt="Once upon a time, there was"',
+            'model=path/of/a/model prompts=questions.jsonl template="Question: {question}\\nAnswer:"',
+            "model=path/of/a/model draft=path/of/a/draft prompts=questions.jsonl compare=true",
+            'model=path/of/a/model prompt="Once upon a time, there was" -m draft.num_speculative_tokens=1,4',
+        ),
     ),
     "dump": Command(
         "compile a model and write the graphs of every pass to a folder",
         lambda: DumpConfig,
         "model=PATH out=graphs [draft=NAME|PATH] [KEY=VALUE ...]",
+        ("model=path/of/a/model draft=path/of/a/draft out=graphs",),
     ),
     "inspect": Command(
         "say what a draft checkpoint is, how it would be used, and whether it fits a target",
         lambda: InspectConfig,
         "PATH [target=MODEL] [KEY=VALUE ...]",
+        ("path/of/a/draft target=path/of/a/model",),
         "path",
     ),
     "bench": Command(
         "time steps, kernels, linears, first tokens or sessions against their bytes, or answers against transformers",
         _bench_config,
         "[kernels|linears|first_token|sessions|soak|cpu] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
+        ("target=tiny-shape draft=eagle3 batch_sizes=[1,8]",),
         "what",
     ),
     "train": Command(
         "train a small target and its draft from questions and answers",
         _train_config,
-        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=HEAD model=PATH ...",
+        "data=FILE.jsonl output=FOLDER [KEY=VALUE ...], or draft=HEAD model=PATH ... (train draft=HEAD --help)",
+        ("data=questions.jsonl output=models",),
     ),
 }
 
 TRAIN_HEAD = "train_head"
 """The name of the configuration with which ``train draft=HEAD`` runs."""
-_CONFIGURATIONS = COMMANDS | {
+CONFIGURATIONS = COMMANDS | {
     TRAIN_HEAD: Command(
         "train a draft head for a frozen target on the target's own answers",
         _head_config,
         f"draft={'|'.join(trained_by())} model=PATH data=FILE.jsonl output=FOLDER [KEY=VALUE ...]",
+        ("draft=eagle3 model=path/of/a/model data=questions.jsonl output=head",),
     )
 }
 
@@ -263,7 +273,9 @@ def overview() -> str:
     lines = ["Lossless speculative decoding of Hugging Face causal language models.", ""]
     lines += ["usage: python -m specgraph COMMAND [KEY=VALUE ...]", "", "commands:"]
     lines += [f"  {name:<10}{command.about}" for name, command in COMMANDS.items()]
+    lines += [f"  {'doctor':<10}{doctor.ABOUT}"]
     lines += ["", "python -m specgraph COMMAND --help    the keys of a command and their defaults"]
+    lines += ["python -m specgraph COMMAND config=FILE.yaml  keys from a file; --KEY VALUE is KEY=VALUE"]
     lines += ["python -m specgraph COMMAND --cfg job  the configuration that would run"]
     lines += ["python -m specgraph COMMAND -m draft.num_speculative_tokens=1,4  one run for each value"]
     return "\n".join(lines)
@@ -274,14 +286,14 @@ def register(name: str, draft: type | None = None) -> type:
 
     The keys of ``draft`` are those of the class ``draft``, or of all drafters of this package if that is None.
     """
-    command, store = _CONFIGURATIONS[name], ConfigStore.instance()
+    command, store = CONFIGURATIONS[name], ConfigStore.instance()
     schema = command.schema() if draft is None else _with_draft(command.schema(), draft)
     store.store(name=f"{name}_schema", node=schema)
     store.store(group="hydra/help", name=name, node={
         "app_name": f"python -m specgraph {name.partition('_')[0]}",
         "header": _header(name, command, schema),
         "template": _TEMPLATE if issubclass(schema, Config) else _TEMPLATE_WITHOUT_GROUPS,
-        "footer": "Also: --cfg job (show the configuration), -m KEY=A,B (sweep), --hydra-help (Hydra's own flags)",
+        "footer": _FOOTER,
     })  # fmt: skip
     return schema
 
@@ -292,6 +304,10 @@ def _with_draft(schema: type, draft: type) -> type:
     return dataclasses.make_dataclass(schema.__name__, [("draft", DraftConfig, keys)], bases=(schema,))
 
 
+_FOOTER = """\
+--KEY VALUE is KEY=VALUE. Also: config=FILE.yaml (keys from a file; those of the command line count more), --cfg job
+(show the configuration), -m KEY=A,B (sweep), --config-dir DIR (choose among files of your own, such as
+DIR/draft/mine.yaml by draft=mine), --hydra-help (Hydra's own flags)"""
 _TEMPLATE_WITHOUT_GROUPS = """${hydra.help.header}
 
 == Configuration ==
@@ -305,12 +321,11 @@ _TEMPLATE = _TEMPLATE_WITHOUT_GROUPS.replace(
 
 def _header(name: str, command: Command, schema: type) -> str:
     called = f"python -m specgraph {name.partition('_')[0]}"
-    lines = [f"{called}: {command.about}", "", f"usage: {called} {command.usage}"]
+    lines = [f"{called}: {command.about}", "", f"usage: {called} {command.usage}", "", "== Examples =="]
+    lines += [f"{called} {example}" for example in command.examples]
     described = describe(schema)
-    described = described if any(described.values()) else {}
-    if described:
-        lines += ["", "== Keys =="]
-    width = max(map(len, described), default=0) + 2
+    lines += ["", "== Keys =="]
+    width = max(map(len, described)) + 2
     for key, text in described.items():
         lines += textwrap.wrap(text, 118, initial_indent=f"{key:<{width}}", subsequent_indent=" " * width)
     return "\n".join(lines).replace("$", "")
@@ -324,13 +339,21 @@ def describe(schema: type) -> dict[str, str]:
         own = own | {name: text for name, text in of_class.items() if name not in own}
     found: dict[str, str] = {}
     for name, text in own.items():
-        kind = next((f.default_factory for f in dataclasses.fields(schema) if f.name == name), None)
-        inner: dict[str, str] = describe(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else {}
-        found |= {f"{name}.{key}": value for key, value in inner.items()} or {name: text}
+        inner = _group(schema, name)
+        found |= {name: text} if inner is None else {f"{name}.{key}": value for key, value in describe(inner).items()}
     return found
+
+
+def _group(schema: type, name: str) -> type | None:
+    """The dataclass of a field that is a group of keys; None for any other field."""
+    factory = next(item.default_factory for item in dataclasses.fields(schema) if item.name == name)
+    made = None if factory is dataclasses.MISSING else factory()
+    return type(made) if dataclasses.is_dataclass(made) else None
 
 
 def _texts(schema: type) -> dict[str, str]:
     """The string below each field of one class; empty for a field that has none."""
-    carried = {item.name: item.metadata["text"] for item in dataclasses.fields(schema) if "text" in item.metadata}
+    own = inspect.get_annotations(schema)
+    fields = [item for item in dataclasses.fields(schema) if item.name in own]
+    carried = {item.name: item.metadata["text"] for item in fields if "text" in item.metadata}
     return carried or texts_below(cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]))

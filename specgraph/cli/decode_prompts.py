@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -11,22 +10,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from specgraph.bench.peers import transformers_generate
+from specgraph.cli.check_options import decoder_options
 from specgraph.cli.config import GenerateConfig
+from specgraph.cli.generation import given_options
+from specgraph.cli.prompts import Messages
+from specgraph.cli.writers import Ended, Writer, heading
 from specgraph.config import Config
 from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Stats, Stream, StreamChunk
 from specgraph.runtime.requests import hash_seed
+from specgraph.runtime.text import encode_chats
 
 
 class Prompt(NamedTuple):
-    """A text and its token ids, 1-D int64."""
+    """A text or a conversation, and its token ids, 1-D int64."""
 
-    text: str
+    source: str | Messages
     ids: Tensor
 
 
@@ -56,10 +60,9 @@ def decode_prompts(
     prompts: Sequence[Prompt],
     options: GenerateConfig,
     seeds: Sequence[int] | None = None,
-    *,
-    show: bool = False,
+    write: Writer | None = None,
 ) -> Outcome:
-    """Continue every prompt, and print the texts if ``show`` is true, each as soon as it and those before it are done.
+    """Continue every prompt, and pass the answers to ``write``, each as soon as it and those before it are done.
 
     As many are decoded together as the decoder allows. The seed of a sequence depends on its place in ``prompts``, so
     the texts do not depend on that number.
@@ -69,11 +72,12 @@ def decode_prompts(
     if options.compare:
         _warm_up(decoder, [prompt.ids for prompt in prompts[: decoder.config.max_batch_size]])
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
+        given = decoder_options(options, tokenizer)
         if not options.stream:
-            _all(decoder, tokenizer, prompts, _sampling(options, drawn), outcome, progress, show=show)
+            _all(decoder, prompts, given | {"seed": list(drawn)}, outcome, progress, write)
             return outcome
         for prompt, seed in zip(prompts, drawn, strict=True):
-            _one(decoder, tokenizer, prompt, _sampling(options, [seed]), outcome)
+            _one(decoder, tokenizer, prompt, given | {"seed": [seed]}, outcome)
             progress.advance()
     return outcome
 
@@ -107,13 +111,12 @@ def decode_with_transformers(
 
 
 def _for_transformers(options: GenerateConfig) -> dict[str, Any]:
-    """The sampling options that are set, under transformers' names; 0 is no temperature there."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.temperature is None:
-        return given
-    greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
-    return given | ({"do_sample": True} if options.temperature else greedy)
+    """The options that are set and that transformers has, in its terms; 0 is no temperature there."""
+    known = vars(GenerationConfig())
+    given = {name: value for name, value in given_options(options).items() if name in known}
+    if options.do_sample is False or options.temperature == 0:
+        return given | {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+    return given if options.temperature is None else given | {"do_sample": True}
 
 
 def check_batch_size(options: GenerateConfig, config: Config) -> int:
@@ -128,17 +131,25 @@ def check_batch_size(options: GenerateConfig, config: Config) -> int:
     return most if size is None else size
 
 
-def encode(tokenizer: Any, texts: Sequence[str]) -> list[Prompt]:
-    """The prompts made of texts and their token ids.
+def encode(tokenizer: Any, sources: Sequence[str | Messages]) -> list[Prompt]:
+    """The prompts made of texts, and of conversations in the tokenizer's chat template.
 
     Raises:
-        InputError: a text has no tokens.
+        InputError: a prompt has no tokens, or there is no chat template that takes a conversation.
     """
-    prompts = [Prompt(text, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)) for text in texts]
+    prompts = [Prompt(source, torch.tensor(_ids(tokenizer, source), dtype=torch.int64)) for source in sources]
     for prompt in prompts:
         if not prompt.ids.numel():
-            raise InputError(f"The prompt {prompt.text!r} has no tokens; give it some text.")
+            raise InputError(f"The prompt {prompt.source!r} has no tokens; give it some text.")
     return prompts
+
+
+def _ids(tokenizer: Any, source: str | Messages) -> list[int]:
+    if isinstance(source, str):
+        return list(tokenizer(source)["input_ids"])
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError("messages need a chat template, which the model's tokenizer lacks; give the texts as prompts.")
+    return encode_chats(tokenizer, [source])[0]
 
 
 def _warm_up(decoder: SpeculativeDecoder, ids: list[Tensor]) -> None:
@@ -151,35 +162,43 @@ def _seeds(seed: int | None, count: int) -> list[int]:
     return [hash_seed(base, index) for index in range(count)]
 
 
-def _sampling(options: GenerateConfig, seeds: Sequence[int]) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
-    return {**{name: getattr(options, name) for name in names}, "seed": list(seeds)}
-
-
 def _all(
-    decoder: SpeculativeDecoder, tokenizer: Any, prompts: Sequence[Prompt], sampling: dict[str, Any],
-    outcome: Outcome, progress: Progress, *, show: bool,
+    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], given: dict[str, Any], outcome: Outcome,
+    progress: Progress, write: Writer | None,
 ) -> None:  # fmt: skip
     """Decode all prompts, as many together as there is room for."""
     outcome.tokens = [[] for _ in prompts]
-    stream = decoder.stream([prompt.ids for prompt in prompts], **sampling)
-    outcome.stats, done, printed = stream.stats, 0, 0
-
-    def print_ready(finished: Sequence[bool]) -> int:
-        first = printed
-        for ready in itertools.takewhile(lambda place: finished[place], range(printed, len(prompts))):
-            print(_heading(prompts[ready].text, ready + 1))
-            print(tokenizer.decode(outcome.tokens[ready], skip_special_tokens=True), flush=True)
-            first = ready + 1
-        return first
-
+    stream = decoder.stream([prompt.ids for prompt in prompts], **given)
+    outcome.stats, done = stream.stats, 0
+    # What has no room for a token ends without a step.
+    reasons: list[str | None] = ["max_length" if len(p.ids) >= decoder.max_length else "length" for p in prompts]
+    ready = _InOrder(outcome, prompts, write)
     for chunk in _timed(stream, outcome):
         for tokens, new in zip(outcome.tokens, chunk.tokens, strict=True):
             tokens += new
         progress.advance(sum(chunk.finished) - done, lambda: _speed(outcome))
-        done, printed = sum(chunk.finished), print_ready(chunk.finished) if show else 0
-    if show:  # what ended without a step
-        print_ready([True] * len(prompts))
+        done, reasons = sum(chunk.finished), chunk.finish_reasons
+        ready(reasons)
+    ready(reasons)
+
+
+class _InOrder:
+    """Writes the answers that are complete, in the order of the prompts."""
+
+    def __init__(self, outcome: Outcome, prompts: Sequence[Prompt], write: Writer | None) -> None:
+        self._outcome, self._prompts, self._write = outcome, prompts, write
+        self._next = 0
+
+    def __call__(self, reasons: Sequence[str | None]) -> None:
+        """``reasons``: why each prompt has ended, None while it goes on."""
+        while self._next < len(self._prompts) and (reason := reasons[self._next]) is not None:
+            if self._write is not None:
+                self._write(self._ended(self._next, reason))
+            self._next += 1
+
+    def _ended(self, place: int, reason: str) -> Ended:
+        prompt, steps = self._prompts[place], self._outcome.stats.emitted_per_step[place]
+        return Ended(place, prompt.source, len(prompt.ids), self._outcome.tokens[place], reason, steps)
 
 
 def _timed(stream: Stream, outcome: Outcome) -> Iterator[StreamChunk]:
@@ -202,7 +221,7 @@ def _one(
     decoder: SpeculativeDecoder, tokenizer: Any, prompt: Prompt, sampling: dict[str, Any], outcome: Outcome
 ) -> None:
     """Decode one prompt, and print its text as it comes."""
-    print(_heading(prompt.text, len(outcome.tokens) + 1))
+    print(heading(prompt.source, len(outcome.tokens)))
     begin = time.perf_counter()
     tokens: list[int] = []
     shown = ""
@@ -219,8 +238,3 @@ def _one(
     outcome.stats.num_speculative_tokens = stream.stats.num_speculative_tokens
     outcome.stats.emitted_per_step += stream.stats.emitted_per_step
     outcome.stats.confidence += stream.stats.confidence
-
-
-def _heading(prompt: str, number: int) -> str:
-    line = " ".join(prompt.split())
-    return f"--- {number}: {line if len(line) <= 100 else line[:97] + '...'}"

@@ -11,9 +11,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -21,13 +21,30 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from specgraph.cli.config import COMMANDS, choose, draft_paths, overview, own_drafter_keys, quoted, register, unquoted
+from specgraph.cli.config import (
+    COMMANDS,
+    CONFIGURATIONS,
+    TRAIN_HEAD,
+    choose,
+    draft_paths,
+    overview,
+    own_drafter_keys,
+    quoted,
+    register,
+    unquoted,
+)
 from specgraph.cli.errors import CONFIGURATION_ERRORS, every_key, sentence
-from specgraph.config.errors import check_keys, did_you_mean
+from specgraph.cli.flags import flags_as_keys
+from specgraph.cli.own_file import KEY, own_file
+from specgraph.cli.writers import TEXT, notes
+from specgraph.config.errors import allowed_at, check_keys, did_you_mean, keys
 from specgraph.errors import ConfigError, SpecgraphError
 
-FREE_TEXT = ("prompt", "template", "path", "json", "plot")
-"""Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes."""
+TEXTS = ("prompt", "template")
+"""Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes. In a sweep,
+several of them are given with quotes around each: prompt="'one','two'"."""
+PATHS = ("path", "json", "plot")
+"""Keys whose values are taken literally, too, except that a sweep goes over those that commas separate."""
 SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")
 _TABLE = re.compile(r"\+*draft\.num_speculative_tokens=\s*{")
@@ -35,22 +52,23 @@ TRACEBACK = "HYDRA_FULL_ERROR"
 """The environment variable that shows the traceback of an error."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+def main(argv: Sequence[str]) -> int:
+    """Run one command; ``doctor`` is called elsewhere.
 
     Returns:
         The exit code: 0, or 2 if the command or its configuration was refused (one sentence on standard error says
         why), or 130 after an interrupt.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if arguments else 2
     name, *overrides = arguments
     if name not in COMMANDS:
-        return _fail(f"There is no command {name!r}{did_you_mean(name, COMMANDS)}; commands are {', '.join(COMMANDS)}.")
-    overrides = _named(name, overrides)
+        known = (*COMMANDS, "doctor")
+        return _fail(f"There is no command {name!r}{did_you_mean(name, known)}; commands are {', '.join(known)}.")
     try:
+        overrides = own_file(_with_keys(name, _named(name, overrides)))
         overrides = draft_paths(name, overrides, sweep=bool(SWEEP & set(overrides)))
         own, overrides = own_drafter_keys(name, overrides)
         name, overrides = choose(name, overrides)
@@ -69,12 +87,14 @@ class _Run:
     Attributes:
         status: the exit code so far.
         results: the overrides and the measurements of every job that succeeded.
+        notes: where headings and the comparison of jobs go.
     """
 
     name: str
     schema: type
     status: int = 0
     results: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
+    notes: TextIO = field(default_factory=lambda: sys.stdout)
     traceback: bool = field(default_factory=lambda: os.environ.get(TRACEBACK) == "1")
 
     def start(self, overrides: Sequence[str]) -> int:
@@ -90,7 +110,7 @@ class _Run:
                 raise
             return _fail(sentence(error, self.schema))
         if len(self.results) > 1:
-            print("\n" + _comparison(self.results))
+            print("\n" + _comparison(self.results), file=self.notes)
         return self.status
 
     def job(self, cfg: DictConfig) -> None:
@@ -99,8 +119,9 @@ class _Run:
 
         swept = HydraConfig.get().mode == RunMode.MULTIRUN
         overrides = list(HydraConfig.get().overrides.task)
+        self.notes = notes(str(cfg.get("format", TEXT)))
         if swept:
-            print(f"=== {' '.join(overrides)}")
+            print(f"=== {' '.join(overrides)}", file=self.notes)
         try:
             given = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
             check_keys(given, every_key(self.schema), self.schema)  # because Hydra accepts any +key=value
@@ -128,9 +149,9 @@ def _command_line(name: str, overrides: Sequence[str], scratch: str) -> Iterator
     A sweep writes a record to its folder, which is ``scratch``.
     """
     flags, given = _sorted(overrides)
-    if not SWEEP & set(flags):
-        given = [_literal(override) for override in given]
-    elif not any(override.startswith("hydra.sweep.dir=") for override in given):
+    sweep = bool(SWEEP & set(flags))
+    given = [_literal(override, TEXTS if sweep else TEXTS + PATHS) for override in given]
+    if sweep and not any(override.startswith("hydra.sweep.dir=") for override in given):
         given.append(f"hydra.sweep.dir={scratch}")
     argv, variable = sys.argv, os.environ.get(TRACEBACK)
     sys.argv, os.environ[TRACEBACK] = [f"python -m specgraph {name}", *flags, *given], "1"
@@ -148,6 +169,16 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags with their values, and the overrides. argparse does not accept the two in mixed order."""
     given = [argument for argument in arguments if not argument.startswith("-") and _OVERRIDE.match(argument)]
     return [argument for argument in arguments if argument not in given], [_open(override) for override in given]
+
+
+def _with_keys(name: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments with flags that name keys as overrides; see :func:`flags_as_keys`."""
+    if not any(argument.startswith("--") for argument in arguments):
+        return list(arguments)
+    schemas = [CONFIGURATIONS[key].schema() for key in ((name, TRAIN_HEAD) if name == "train" else (name,))]
+    kinds = {key: allowed_at(key, schema) or "" for schema in schemas for key in keys(every_key(schema))}
+    switches = {key for key, kind in kinds.items() if kind.startswith("true or false")}
+    return flags_as_keys(arguments, {*kinds, KEY}, switches)
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
@@ -168,10 +199,10 @@ def _open(override: str) -> str:
     return f"++{override}" if override.startswith("passes.") else override
 
 
-def _literal(override: str) -> str:
-    """Put quotes around a free text that has none. ``null`` stays null."""
+def _literal(override: str, texts: Collection[str]) -> str:
+    """Put quotes around the value of one of ``texts`` if it has none. ``null`` stays null."""
     key, equals, value = override.partition("=")
-    if key not in FREE_TEXT or not equals or unquoted(value) != value or value == "null":
+    if key not in texts or not equals or unquoted(value) != value or value == "null":
         return override
     return f"{key}={quoted(value)}"
 

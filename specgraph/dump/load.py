@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,8 @@ def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = Non
         ConfigError: the folder is not that of a stage, weights are missing or have the wrong shape, or a file cannot be
             imported.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"A dumped stage is given by the path of its folder, not by {type(folder).__name__}.")
     folder = Path(folder)
     info = _read_info(folder)
     layout = json.loads((folder / "weights.json").read_text(encoding="utf-8"))

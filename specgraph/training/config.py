@@ -13,6 +13,7 @@ class TokenizerConfig:
     """Byte-level BPE in which each digit is one token. ``vocab_size`` includes the 256 bytes and two special tokens."""
 
     vocab_size: int = 3072
+    """The number of tokens, with the 256 bytes and two special tokens among them."""
 
 
 @dataclass
@@ -20,15 +21,25 @@ class ModelConfig:
     """The shape of a causal LM with tied embeddings. ``model_type`` is ``llama`` or ``qwen3``."""
 
     model_type: str = "llama"
+    """The architecture, llama or qwen3."""
     hidden_size: int = 256
+    """The width of the hidden states."""
     num_hidden_layers: int = 8
+    """The number of decoder layers."""
     num_attention_heads: int = 4
+    """The number of query heads."""
     num_key_value_heads: int = 2
+    """The number of key-value heads, a divisor of the number of query heads."""
     head_dim: int = 64
+    """The width of one attention head."""
     intermediate_size: int = 768
+    """The width of the MLP."""
     max_position_embeddings: int = 1024
+    """The longest sequence that the model can decode."""
     rope_theta: float = 10000.0
+    """The base of the rotary embeddings."""
     attention_dropout: float = 0.0
+    """The share of attention weights that are dropped in training."""
 
 
 @dataclass
@@ -36,13 +47,21 @@ class OptimConfig:
     """AdamW with a linear warm-up, and then a cosine down to ``final_lr_ratio``. ``batch_size`` counts documents."""
 
     steps: int = 2000
+    """The number of updates."""
     batch_size: int = 64
+    """How many documents an update uses."""
     learning_rate: float = 2e-3
+    """The learning rate at the end of the warm-up."""
     warmup_steps: int = 100
+    """The number of updates of the warm-up."""
     final_lr_ratio: float = 0.05
+    """The share of the learning rate that is left at the end."""
     weight_decay: float = 1.0
+    """The weight decay, which applies to matrices only."""
     grad_clip: float = 1.0
+    """The largest norm of a gradient; larger ones are clipped."""
     eval_every: int = 100
+    """The number of updates between two measurements on held-out documents."""
 
 
 @dataclass
@@ -54,10 +73,15 @@ class RolloutConfig:
     """
 
     sampled_questions: int = 16384
+    """How many documents the target invents, with their questions."""
     question_temperature: float = 1.0
+    """The temperature at which the target invents documents."""
     answer_temperature: float = 0.8
+    """The temperature of the second answer to a question; the first is greedy."""
     max_new_tokens: int = 320
+    """The most tokens of an answer."""
     batch_size: int = 4096
+    """How many answers are written together."""
 
 
 @dataclass
@@ -71,9 +95,12 @@ class TargetConfig:
     """
 
     checkpoint: str = ""
+    """The folder of an earlier run's target, with its tokenizer; then only a draft is trained. Empty trains a
+    target."""
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     input_noise: float = 0.15
+    """The share of input tokens that are replaced by random ones in training."""
 
 
 def _draft_model() -> ModelConfig:
@@ -96,6 +123,7 @@ class DraftConfig:
     optim: OptimConfig = field(default_factory=_draft_optim)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     question_weight: float = 0.1
+    """The factor on the loss of question tokens."""
 
 
 @dataclass
@@ -103,8 +131,11 @@ class AcceptanceConfig:
     """How acceptance is measured at the end: greedy decoding with ``num_speculative_tokens`` drafts per step."""
 
     num_speculative_tokens: int = 4
+    """K, the number of drafts per step."""
     max_new_tokens: int = 256
+    """The most tokens of an answer."""
     max_questions: int = 200
+    """How many questions are answered."""
 
 
 @dataclass
@@ -117,12 +148,19 @@ class TrainConfig:
     """
 
     data: str = ""
+    """The documents: a .jsonl file with the fields question and answer."""
     eval_data: str = ""
+    """A file of the same form, on which acceptance is measured; empty takes the held-out documents."""
     output: str = "outputs/tiny-math"
+    """The folder for the tokenizer, both models and the report."""
     heldout: int = 256
+    """How many documents are used for measurements only, and not for training."""
     max_length: int = 640
+    """The most tokens of a document; longer ones are cut."""
     seed: int = 0
+    """The seed of everything random."""
     device: str = "auto"
+    """cpu or cuda; auto takes a GPU if there is one."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)

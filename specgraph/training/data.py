@@ -54,12 +54,16 @@ def read_documents(path: str, name: str = "data") -> list[Document]:
         name: the key that gave the path, for error messages.
 
     Raises:
-        InputError: the file does not exist or is empty, a line is not JSON, or a field is missing or not a text.
+        InputError: the file does not exist, is empty or is not UTF-8, a line is not JSON, or a field is missing or is
+            not a text.
     """
     if not os.path.isfile(path):
         raise InputError(f"{name}={path}: there is no such file; give the path of a jsonl file.")
-    with open(path, encoding="utf-8") as lines:
-        documents = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    try:
+        with open(path, encoding="utf-8-sig") as lines:
+            documents = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}={path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
     if not documents:
         raise InputError(f"{name}={path}: the file has no documents; it needs one JSON object per line.")
     return documents

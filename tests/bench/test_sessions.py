@@ -24,7 +24,7 @@ from specgraph.bench.sessions import (
 )
 from specgraph.cli import main
 from tests.bench.test_bench import PER_TOKEN, ROTARY, TARGET
-from tests.cli.test_cli import _save
+from tests.cli.conftest import save_model
 from tests.decoding import compiled
 from tests.models import make_head, ragged_prompts, shared_model
 
@@ -115,7 +115,7 @@ def test_table_json_and_plot_of_random_prompts(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_prompts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, file = _save(tmp_path / "target"), tmp_path / "a.txt"
+    model, file = save_model(tmp_path / "target"), tmp_path / "a.txt"
     file.write_text("one\nand two\n")
     given = [f"target={model}", f"prompts={file}", "template='Q: {question}'", "num_prompts=3", "new_range=[1,4]"]
     assert main(["bench", "sessions", *given, *QUICK, "draft=ngram", "verify=strict"]) == 0

@@ -19,66 +19,17 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specgraph.cli import commands, decode_prompts, main
-from specgraph.cli.config import COMMANDS, describe
+from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD, describe
 from specgraph.cli.decode_prompts import Outcome, PeerOutcome
 from specgraph.cli.summary import compare_rows
 from specgraph.compiler.build_passes import build_passes
 from specgraph.config import Config, default_config, group_choices, load_config
 from specgraph.errors import PassError
-from tests.models import make_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 QUICK = ["debug.self_check=false", "max_new_tokens=12"]
-
-
-def _save(folder: Path, **shape: Any) -> Path:
-    """A random llama over bytes, with its tokenizer."""
-    entries = ["<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({entry: index for index, entry in enumerate(entries)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    fast.save_pretrained(folder)
-    make_model(
-        "llama", vocab_size=len(entries), eos_token_id=0, pad_token_id=1, bos_token_id=None, **shape
-    ).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save(tmp_path_factory.mktemp("model") / "target")
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _save(tmp_path_factory.mktemp("model") / "draft", num_hidden_layers=1, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands run in an empty folder, so that a test sees whatever they leave behind."""
-    folder = tmp_path / "cwd"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that reach ``compile_speculative``, which goes no further."""
-    seen: list[Config] = []
-
-    def stop(model: object, config: Config) -> None:
-        seen.append(config)
-        raise PassError("stopped here")
-
-    monkeypatch.setattr(commands, "compile_speculative", stop)
-    return seen
 
 
 def _rows(text: str) -> dict[str, str]:
@@ -96,18 +47,24 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["genrate"]) == 2
     assert capsys.readouterr().err == (
         "error: There is no command 'genrate' (did you mean 'generate'?); "
-        "commands are generate, dump, inspect, bench, train.\n"
+        "commands are generate, dump, inspect, bench, train, doctor.\n"
     )
 
 
-@pytest.mark.parametrize("command", ["generate", "dump", "bench"])
+@pytest.mark.parametrize("command", [*COMMANDS, TRAIN_HEAD])
 def test_help_explains_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "draft=eagle3", "--help"] if command == TRAIN_HEAD else [command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    described = describe(CONFIGURATIONS[command].schema())
+    for key, text in described.items():
+        assert text, f"{key} has no text below its field"
+        assert f"\n{key}  " in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "dump", "bench"])
+def test_help_lists_what_can_be_chosen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    described = describe(COMMANDS[command].schema())
-    for key, text in described.items():
-        assert text or key == "passes", f"{key} has no text below its field"
-        assert key in shown
     assert "verify: block, probabilistic, strict" in shown
     assert main([command, "draft=none", "--help"]) == 0
     assert "kind: none" in capsys.readouterr().out
@@ -379,7 +336,8 @@ MISTAKES = {
     "prompts=x.txt": 'Give either prompt="some text" or prompts=FILE (.txt or .jsonl), one of the two.',
     "temperature=-1": "temperature ",
     "model=./nowhere": "model=./nowhere: there is no such folder.",
-    "model=.": "model=. cannot be loaded, not even its tokenizer: ",
+    "model=.": "model=. cannot be loaded as a causal LM: There is no config.json; ",
+    "model=": "model is empty; give the folder or name of a causal LM.",
     "prompt=": "The prompt '' has no tokens; give it some text.",
     "template='{answer}'": "template: there is no field 'answer'; there are question, prompt.",
     "template='{'": "template: ",
@@ -398,10 +356,30 @@ def test_a_mistake_gets_one_sentence(
     assert shown.out == ""
 
 
-def test_a_file_of_prompts_in_another_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_another_encoding(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.txt").write_bytes("one\nzwölf\n".encode("latin-1"))
     assert main(["generate", "model=unused", "prompts=a.txt"]) == 2
     assert capsys.readouterr().err == "error: prompts=a.txt: not UTF-8 at byte 6; save the file as UTF-8.\n"
+    assert main(["train", "data=a.txt", "output=out"]) == 2
+    assert capsys.readouterr().err == "error: data=a.txt: not UTF-8 at byte 6; save the file as UTF-8.\n"
+    Path("a.txt").write_bytes(b"\xef\xbb\xbfone\r\n")  # as editors of Windows write it
+    assert main(["generate", f"model={model}", "prompts=a.txt", "format=jsonl", *QUICK]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "one"
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}'])
+def test_a_damaged_tokenizer_gets_one_sentence(
+    content: str | None, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("damaged").absolute()
+    shutil.copytree(model, folder)
+    (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    assert main(["generate", "prompt=a", f"model={folder}"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: model={folder} has no tokenizer that can be loaded: ")
+    assert shown.err.count("\n") == 1 and shown.out == ""
 
 
 def _without(folder: Path) -> None:
@@ -427,6 +405,28 @@ def _quantized(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def _configured(**values: object) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return write
+
+
+def _damaged_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle" * 99)
+
+
+def _without_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {
+        "model.norm.weight": "model-00002-of-00002.safetensors",
+        "lm_head.weight": "model-00001-of-00002.safetensors",
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensors are missing": (
         _without,
@@ -442,6 +442,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ""),
     "a damaged configuration": (lambda folder: (folder / "config.json").write_text("{"), ""),
     "weights for a library that is not there": (_quantized, ""),
+    "a value of another type": (_configured(vocab_size="many"), "vocab_size"),
+    "a shape that is none": (_configured(num_attention_heads=7), "32"),
+    "a list for a configuration": (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list, not an"),
+    "a pickle of garbage": (_damaged_pickle, "pytorch_model.bin is truncated or damaged (its pickle cannot be read)"),
+    "a shard that is missing": (_without_shard, "model-00002-of-00002.safetensors"),
 }
 
 
@@ -473,7 +478,11 @@ def test_missing_model(command: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"question": 1}\n', "a.jsonl:1: there is no text in a field question or prompt."),
+        (
+            "a.jsonl",
+            '{"question": 1}\n',
+            "a.jsonl:1: there is no text in a field question or prompt, and no",
+        ),
         ("a.jsonl", '{"prompt": "x"}\n{\n', "a.jsonl:2: not JSON ("),
         ("a.txt", "\n", "prompts=a.txt: the file has no prompts."),
         ("a.csv", "x\n", "prompts=a.csv: a file of prompts ends in .txt (one per line) or .jsonl."),

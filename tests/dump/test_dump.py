@@ -233,7 +233,7 @@ def test_the_step_of_a_draft_model_fits_a_screen():
     assert len(body) <= 25
     assert all("  # " in line for line in body)
     assert any(line.strip().startswith("token_1 = propose_at_(None, draft_0, length") for line in body)
-    assert 'logprobs="none")  # (i64[B, T], i64[B], ... 5 in all), fuse_verify' in text
+    assert 'logprobs="none", raw_logits=logits)  # (i64[B, T], i64[B], ... 5 in all), fuse_verify' in text
     assert all(len(line) <= 120 for line in text[: text.index("class Step")].splitlines())
     assert "; " not in text.replace('"""', "")
 
@@ -274,7 +274,7 @@ def test_a_stage_runs_with_the_weights_of_the_live_model(tmp_path: Path):
     last = (folder / "report.md").read_text().splitlines()[-1]
     assert "were left out" in last and "weights_of(decoder.stages['capture_cuda_graph'])" in last
     program = stages["capture_cuda_graph"]
-    loaded = load_stage(folder / "16_capture_cuda_graph", tensors=weights_of(program))
+    loaded = load_stage(folder / "17_capture_cuda_graph", tensors=weights_of(program))
     assert_runs_alike(loaded, program)
     weight = loaded.module.get_submodule("target.model.embed_tokens").get_buffer("weight")
     assert weight.data_ptr() == weights_of(program)["target.model.embed_tokens.weight"].data_ptr()

@@ -137,6 +137,8 @@ class HeadTrainConfig:
     elsewhere. The head is trained in float32 (bfloat16 autocast on a GPU) and saved in bfloat16."""
     device: str = "auto"
     """cpu or cuda; auto takes a GPU if there is one."""
+    trust_remote_code: bool = False
+    """Run the code of a model or tokenizer that is not transformers' own."""
     algorithm: str = "eagle3"
     """The kind of head that is trained, as chosen by draft=."""
     data: str = ""

@@ -1,0 +1,98 @@
+"""Writes what was decoded: as text for people, or as one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from specgraph.cli.prompts import Messages
+from specgraph.config.errors import did_you_mean
+from specgraph.errors import ConfigError
+
+TEXT, JSONL = "text", "jsonl"
+FORMATS = (TEXT, JSONL)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One prompt whose answer is complete.
+
+    Attributes:
+        place: of the prompt among all, from 0.
+        source: its text, or the messages of its conversation.
+        prompt_tokens: how many tokens it has.
+        tokens: the new ids.
+        reason: why it ended, as ``finish_reasons`` of ``generate``.
+        steps: the tokens that each of its decode steps emitted.
+    """
+
+    place: int
+    source: str | Messages
+    prompt_tokens: int
+    tokens: list[int]
+    reason: str
+    steps: Sequence[int]
+
+
+Writer = Callable[[Ended], None]
+
+
+def writer(form: str, tokenizer: Any) -> Writer:
+    """What writes answers to standard output, in one of :data:`FORMATS`."""
+    return _Text(tokenizer) if form == TEXT else _Json(tokenizer)
+
+
+def check_format(form: str, *, stream: bool) -> None:
+    """Refuse a format that does not exist, and a stream of JSON.
+
+    Raises:
+        ConfigError: says which formats there are.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"There is no format={form}{did_you_mean(form, FORMATS)}; it is {' or '.join(FORMATS)}.")
+    if form == JSONL and stream:
+        raise ConfigError("format=jsonl writes a line when a text is done, and stream=true parts of it; leave one out.")
+
+
+def notes(form: str) -> TextIO:
+    """Where everything goes that is no answer: beside JSON, standard output has nothing else."""
+    return sys.stderr if form == JSONL else sys.stdout
+
+
+def heading(source: str | Messages, place: int) -> str:
+    """The line above the text of an answer."""
+    line = " ".join(str(source if isinstance(source, str) else source[-1].get("content", "")).split())
+    return f"--- {place + 1}: {line if len(line) <= 100 else line[:97] + '...'}"
+
+
+class _Text:
+    """Writes a heading and the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, ended: Ended) -> None:
+        print(heading(ended.source, ended.place))
+        print(self._tokenizer.decode(ended.tokens, skip_special_tokens=True), flush=True)
+
+
+class _Json:
+    """Writes an object, with no character beyond ASCII, so that every terminal and file takes it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, ended: Ended) -> None:
+        name = "prompt" if isinstance(ended.source, str) else "messages"
+        text = self._tokenizer.decode(ended.tokens, skip_special_tokens=True)
+        stats = {"prompt_tokens": ended.prompt_tokens, "new_tokens": len(ended.tokens), "steps": len(ended.steps)}
+        mean = sum(ended.steps) / len(ended.steps) if ended.steps else math.nan
+        record = {
+            name: ended.source, "text": text, "tokens": ended.tokens, "finish_reason": ended.reason,
+            "stats": {**stats, "tokens_per_step": None if math.isnan(mean) else mean},
+        }  # fmt: skip
+        print(json.dumps(record), flush=True)

@@ -1,0 +1,187 @@
+"""``doctor``: on this machine as it is, and on machines where something is missing or broken."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgraph.cli import doctor, main
+
+Done = subprocess.CompletedProcess[str]
+WORKS = '{"lowering": "eager", "cuda_graph": false, "seconds": 2.0}'
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The devices and lowerings with which decoding is tried; each works, without being run."""
+    seen: list[tuple[str, str]] = []
+    run = doctor._run
+
+    def note(command: Any, seconds: float) -> Done:
+        if "specgraph.cli.try_decoding" not in command:
+            return run(command, seconds)
+        seen.append((command[-2], command[-1]))
+        return Done(command, 0, f"a warning\n{WORKS}\n", "")
+
+    monkeypatch.setattr(doctor, "_run", note)
+    return seen
+
+
+def _missing(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    version = metadata.version
+
+    def without(name: str) -> str:
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+
+
+def test_a_real_one_decodes(empty_folder: Path) -> None:
+    environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
+    command = [sys.executable, "-m", "specgraph", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    for package in ("specgraph", "torch", "hydra-core"):
+        assert f"\n{package:<20}{metadata.version(package)}\n" in done.stdout
+    assert "TORCH_COMPILE_DISABLE=1 switches torch.compile off" in done.stdout
+    assert "decode on cpu       works with lowering=eager, " in done.stdout
+    assert done.stdout.endswith("specgraph can decode on this machine.\n")
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_it_says_what_runs(decoded: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    parts = [line for line in shown.splitlines() if line.startswith("== ")]
+    assert parts[:6] == [f"== {name} ==" for name in ("Versions", "Devices", "Compilers", "What runs", "Optional parts",
+                                                      "Decoding")]  # fmt: skip
+    assert ("cpu", "auto") in decoded
+    assert "model on cpu" in shown and "paged_attention" in shown and "not known" not in shown
+
+
+def test_every_optional_package_has_a_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    extras = {key: text for key, text in setup["options.extras_require"].items() if key != "dev"}
+    named = {re.split(r"\W", line)[0] for text in extras.values() for line in text.split()}
+    assert named - doctor._always_there() == set(doctor.PURPOSES)
+    assert main(["doctor", "decode=false"]) == 0
+    shown = capsys.readouterr().out
+    part = shown.partition("== Optional parts ==\n")[2].partition("\n\n")[0].splitlines()
+    assert "matplotlib" in [line.split()[0] for line in part]
+    assert all(line.endswith(f", for {doctor.PURPOSES[line.split()[0]]}") for line in part)
+
+
+def test_a_missing_optional_package(
+    decoded: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _missing(monkeypatch, "accelerate")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "accelerate          missing, for the command train" in shown
+    assert "- For the command train: python -m pip install 'accelerate>=1.10'" in shown
+
+
+@pytest.mark.parametrize("package", ["tabulate", "torch"])
+def test_a_missing_package_that_is_needed(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _missing(monkeypatch, package)
+    assert main(["doctor", "decode=false"]) == 1
+    shown = capsys.readouterr().out
+    assert f"- Install {package}: python -m pip install '{package}>=" in shown
+    assert shown.endswith("specgraph cannot decode on this machine.\n")
+
+
+def test_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.9.1+cu128" if name == "torch" else version(name))
+    assert main(["doctor", "decode=false"]) == 1
+    assert "torch               2.9.1+cu128, but 2.11 is needed" in capsys.readouterr().out
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if a library of it were missing
+    assert main(["doctor", "decode=false"]) == 1
+    shown = capsys.readouterr().out
+    assert "not known           ModuleNotFoundError: import of torch halted" in shown
+    assert "== Optional parts ==" in shown  # what does not need it is there all the same
+
+
+@pytest.mark.parametrize(
+    ("done", "reason"),
+    [
+        (Done((), 1, "", "Traceback\nRuntimeError: no kernel image\n"), "RuntimeError: no kernel image"),
+        (Done((), -11, "", ""), "the process ended with code -11"),
+        (Done((), 0, "nothing", ""), "the process ended with code 0"),
+        (Done((), 124, "", "it took more than 600 s"), "it took more than 600 s"),
+    ],
+)
+def test_a_path_that_fails(
+    done: Done, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    works = Done((), 0, WORKS, "")
+    run = doctor._run
+
+    def fail(command: Any, seconds: float) -> Done:
+        tried = "specgraph.cli.try_decoding" in command
+        return (done if command[-1] == "auto" or not eager else works) if tried else run(command, seconds)
+
+    monkeypatch.setattr(doctor, "_run", fail)
+    eager = True
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert f"decode on cpu       lowering=auto fails: {reason}" in shown
+    assert f"- Decode on cpu with lowering=eager until this is repaired: lowering=auto fails: {reason}" in shown
+    eager = False
+    assert main(["doctor"]) == 1
+    assert f"- On cpu, see to this: {reason}" in capsys.readouterr().out
+
+
+def test_a_compiler_that_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken++"
+    broken.write_text("#!/bin/sh\necho 'fatal error: no libstdc++' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    assert main(["doctor", "decode=false"]) == 0
+    shown = capsys.readouterr().out
+    assert "it does not compile: fatal error: no libstdc++" in shown
+    assert f"- Repair the C++ compiler {broken}, or decode with lowering=eager: it fails with fatal error" in shown
+
+
+def test_programs_that_do_not_start_or_end() -> None:
+    assert "No such file" in doctor._run(["/nowhere/program"], 5).stderr
+    slow = doctor._run([sys.executable, "-c", "import time; time.sleep(9)"], 0.2)
+    assert (slow.returncode, slow.stderr) == (124, "it took more than 0 s")
+
+
+def test_help_and_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    assert "usage: python -m specgraph doctor [decode=false]" in capsys.readouterr().out
+    assert main(["doctor", "decod=false"]) == 2
+    assert capsys.readouterr().err == (
+        "error: doctor does not take 'decod=false'; it takes decode=true or decode=false.\n"
+    )
+
+
+def test_it_runs_without_the_packages_that_other_commands_need() -> None:
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(['hydra', 'omegaconf', 'transformers', 'torch']));"
+        "from specgraph.cli import main; sys.exit(main(['doctor', 'decode=false']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "== Optional parts ==" in done.stdout

@@ -1,0 +1,95 @@
+"""A user's YAML file of keys, and a folder of files in Hydra's own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specgraph.cli import main
+
+KEYS = """
+prompt: "Why (it's \\"so\\"), {x}=[1,2]?"
+verify: probabilistic
+draft:
+  num_speculative_tokens: {1: 3, 2: 0}
+  max_ngram: 3
+debug.self_check: false
+passes:
+  share_weights: {chunk_bytes: 1234}
+pipeline:
+  order: [insert_kv_cache, insert_draft]
+lowering: eager
+temperature: 1.0e-05
+stream: true
+seed: null
+"""
+
+
+def _composed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["generate", *arguments, "--cfg", "job"]) == 0
+    composed: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return composed
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "with space, and comma.yml"])
+def test_keys_of_a_file_are_as_if_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(name).write_text(KEYS)
+    shown = _composed(capsys, f"config={name}")
+    assert shown["prompt"] == """Why (it's "so"), {x}=[1,2]?"""
+    assert (shown["verify"]["rule"], shown["lowering"]["name"]) == ("probabilistic", "eager")
+    assert shown["draft"]["num_speculative_tokens_by_load"] == {1: 3, 2: 0} and shown["draft"]["max_ngram"] == 3
+    assert (shown["debug"]["self_check"], shown["stream"], shown["seed"]) == (False, True, None)
+    assert (shown["temperature"], shown["passes"]["share_weights"]) == (1e-5, {"chunk_bytes": 1234})
+    assert shown["pipeline"]["order"] == ["insert_kv_cache", "insert_draft"]
+
+
+def test_the_command_line_counts_more(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text(KEYS)
+    given = ["verify=strict", "config=mine.yaml", "temperature=0.5", "draft.max_ngram=2"]
+    shown = _composed(capsys, *given)
+    assert (shown["verify"]["rule"], shown["temperature"], shown["draft"]["max_ngram"]) == ("strict", 0.5, 2)
+
+
+def test_a_file_serves_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("target:\n  optim: {steps: 7}\ndata: a b.jsonl\n")
+    assert main(["train", "config=mine.yaml", "--cfg", "job"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["target"]["optim"]["steps"], shown["data"]) == (7, "a b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config=mine.yaml cannot be read (No such file or directory); give a YAML file of keys."),
+        (b"a: [", "config=mine.yaml is not YAML: "),
+        (b"- a\n", "config=mine.yaml holds a list; it should be a mapping of keys to values, such as `temperature: "),
+        (b"", "config=mine.yaml holds nothing; it should be"),
+        (b"prompt: zw\xf6lf\n", "config=mine.yaml: not UTF-8 at byte 10; save the file as UTF-8."),
+        (b"temprature: 1\n", "Unknown configuration key 'temprature': did you mean 'temperature'?"),
+        (b"temperature: warm\n", "temperature is a number or null, not "),
+        (b"draft: eagl3\n", "There is no draft=eagl3 (did you mean 'eagle3'?); "),
+    ],
+)
+def test_files_that_do_not_work(content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        Path("mine.yaml").write_bytes(content)
+    assert main(["generate", "model=unused", "prompt=a", "config=mine.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {message}") and shown.count("\n") == 1
+
+
+def test_two_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "config=a.yaml", "config=b.yaml"]) == 2
+    assert capsys.readouterr().err == "error: config=a.yaml and config=b.yaml: give one file of keys.\n"
+
+
+@pytest.mark.parametrize("flag", [["--config-dir", "own"], ["--config-dir=own"]])
+def test_a_folder_of_files_as_hydra_takes_it(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("own/draft")
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("kind: ngram\nnum_speculative_tokens: 2\nmax_ngram: 3\n")
+    shown = _composed(capsys, *flag, "draft=mine")["draft"]
+    assert (shown["kind"], shown["num_speculative_tokens"], shown["max_ngram"]) == ("ngram", 2, 3)
