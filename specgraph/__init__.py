@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specgraph.compiler.compile import compile_speculative
-    from specgraph.dropin.attach import attach, detach
+    from specgraph.dropin.attach import attach, custom_generate, detach
     from specgraph.dump import load_stage as load_dump
     from specgraph.errors import (
         ConfigError,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specgraph.ir.program import Program
     from specgraph.runtime.decoder import SpeculativeDecoder
     from specgraph.runtime.outputs import GenerateOutput, Room, SessionStats, Stats, Stream, StreamChunk
+    from specgraph.runtime.score import ScoreOutput
     from specgraph.runtime.session import Event, Session
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "PassError",
     "Program",
     "Room",
+    "ScoreOutput",
     "Session",
     "SessionStats",
     "SpecgraphError",
@@ -48,6 +50,7 @@ __all__ = [
     "VerificationError",
     "attach",
     "compile_speculative",
+    "custom_generate",
     "detach",
     "load_dump",
 ]
@@ -57,6 +60,7 @@ _HOMES = {
     "GenerateOutput": "runtime.outputs",
     "Program": "ir.program",
     "Room": "runtime.outputs",
+    "ScoreOutput": "runtime.score",
     "Session": "runtime.session",
     "SessionStats": "runtime.outputs",
     "SpeculativeDecoder": "runtime.decoder",
@@ -65,6 +69,7 @@ _HOMES = {
     "StreamChunk": "runtime.outputs",
     "attach": "dropin.attach",
     "compile_speculative": "compiler.compile",
+    "custom_generate": "dropin.attach",
     "detach": "dropin.attach",
     "load_dump": "dump",
 }

@@ -79,3 +79,12 @@ def test_speculation_changes_no_bit(kind: str, k: int, rows: list[int], temperat
     values = [row for row, (_, a) in zip(rows, found, strict=True) if not torch.equal(a, expected[row][1])]
     assert not tokens and not values, f"tokens differ in {tokens}, log-probabilities in {values} of {len(rows)}"
     assert all(len(a) == NEW_TOKENS for a, _ in found)
+
+
+@pytest.mark.parametrize("rows", [[5], list(range(40, 48))])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_given_tokens_are_scored_with_the_bits_that_they_were_drawn_with(rows: list[int], temperature: float) -> None:
+    expected = [plain(temperature)[row] for row in rows]
+    given = [torch.cat([prompts()[row], tokens]) for row, (tokens, _) in zip(rows, expected, strict=True)]
+    scored = decoder("ngram", 4).score(given, start=[len(prompts()[row]) for row in rows])
+    assert all(torch.equal(a, b) for a, (_, b) in zip(scored.logprobs, expected, strict=True))
