@@ -1,5 +1,6 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
+from specgraph.kernels.step.drafting import in_draft_vocabulary, in_target_vocabulary, last_accepted, last_position
 from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found, record_accepted_
 from specgraph.kernels.step.step import (
@@ -58,9 +59,13 @@ __all__ = [
     "for_host",
     "gather_state",
     "history_length",
+    "in_draft_vocabulary",
+    "in_target_vocabulary",
     "keep_confidence_",
     "keep_point_mass_",
     "keep_rows_",
+    "last_accepted",
+    "last_position",
     "last_row",
     "lookup_ngrams",
     "lookup_suffixes",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
 
 from torch import fx
 
 from specgraph.ir.program import Program
 from specgraph.passes.base import Pass
+from specgraph.passes.insert_processors import OPTIONS
 from specgraph.passes.pause_step import PausedStep, PauseStep, halves
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
+from specgraph.passes.process_drafts import ProcessDrafts
 from specgraph.passes.score_rows import ScoreRows
 from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.runtime.workspace import Mode
@@ -43,11 +45,17 @@ class Variants:
         """
         with self._lock:
             if mode not in self.steps:
-                special = SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
-                program = self._make([special, PauseStep()] if mode.paused else [special])
+                program = self._make([*self._passes(mode)])
                 step = program.executable(self._compiled)
                 self.steps[mode] = halves(step, program.one("logits").name) if mode.paused else step
             return self.steps[mode]
+
+    def _passes(self, mode: Mode) -> Iterator[Pass]:
+        if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
+            yield ProcessDrafts()
+        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
+        if mode.paused:
+            yield PauseStep()
 
     def scoring(self, pass_: ScoreRows) -> fx.GraphModule:
         """The step that gives the log-probabilities of given tokens."""
