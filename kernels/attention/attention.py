@@ -39,6 +39,7 @@ from specgraph.kernels.attention.arguments import (
     check_rotary,
 )
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
+from specgraph.kernels.attention.packed import attend_packed
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
 from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference, with_cpu
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
@@ -126,6 +127,8 @@ def read_cache(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 def paged_attention_reference(given: PagedAttention) -> Tensor:
     """:class:`~specgraph.kernels.attention.arguments.PagedAttention` in plain PyTorch; it waits for the device."""
+    if given.row_starts is not None:
+        return attend_packed(given, _paged_attention)
     q, slots, positions = given.q, given.slots, given.positions
     write_cache(given.k_cache, given.k, slots)
     write_cache(given.v_cache, given.v, slots)
@@ -139,6 +142,12 @@ def paged_attention_reference(given: PagedAttention) -> Tensor:
     keys, values = keys.masked_fill(stale, 0), values.masked_fill(stale, 0)
     visible = sees(positions, key_positions.expand(q.shape[0], -1), given.window) & real.unsqueeze(-1)
     return attend(q, keys, values, visible, given.sinks, given.scale, given.softcap)
+
+
+def _paged_attention(given: PagedAttention) -> Tensor:
+    """In the form for CPUs where there is one for these arguments, and else the definition."""
+    on_cpu = given.q.device.type == "cpu" and covers_cpu(given)
+    return paged_attention_cpu(given) if on_cpu else paged_attention_reference(given)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -155,6 +164,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotary_attention_reference(given: RotaryAttention) -> Tensor:
     """:class:`~specgraph.kernels.attention.arguments.RotaryAttention` in plain PyTorch; it waits for the device."""
+    if given.row_starts is not None:
+        return attend_packed(given, rotary_attention_reference)
     q, k = (rotate(x, given.cos, given.sin) for x in (given.q, given.k))
     rotated = PagedAttention(
         q, k, given.v, given.k_cache, given.v_cache, given.slots, given.block_table, given.positions, given.sinks,

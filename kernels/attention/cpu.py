@@ -6,7 +6,8 @@ the cache in a few operations: ``scaled_dot_product_attention``, or :func:`few_r
 other in memory are read where they lie, and others are gathered. Looking at a slot or a page costs nothing on a CPU, so
 exactly the rows are read that a sequence has, and nothing old has to be masked.
 
-Soft caps and attention sinks are not in that function, and float64 is for checking. Both take the definition.
+Soft caps and attention sinks are not in that function, and float64 is for checking. Both take the definition. Packed
+rows come here as the grid that they stand for (:mod:`specgraph.kernels.attention.packed`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Span = tuple[int, int]
 
 def covers_cpu(given: PagedAttention) -> bool:
     """Whether PyTorch's function computes what is asked for, and sooner."""
-    return is_plain(given) and given.q.dtype != torch.float64 and given.q.shape[0] <= MOST_SEQUENCES
+    few = given.row_starts is None and given.q.shape[0] <= MOST_SEQUENCES
+    return few and is_plain(given) and given.q.dtype != torch.float64
 
 
 def is_plain(given: PagedAttention) -> bool:

@@ -22,6 +22,7 @@ from specgraph.kernels.attention.tiles import (
     empty_state,
     empty_sums,
     load_rows,
+    locate_tile,
     loop_bound,
     merge,
     score,
@@ -144,20 +145,21 @@ def piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: 
     return begin
 
 
-@triton.jit(do_not_specialize=["T", "max_pieces", "max_work_units"])
+@triton.jit(do_not_specialize=["T", "max_pieces", "max_work_units", "sequences"])
 def decode_attention_kernel(
-    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out, partials, counters,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
+    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, row_starts, sinks, out, partials, counters,
+    sequences, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
     T, max_pieces, max_work_units, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, WRITE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     ROTARY: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, PAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to a share of the work units of their context.
 
-    The grid is (row tiles, B * Hkv, split). If ``WRITE`` > 0, a program first writes the new rows that its own work
+    The grid is (row tiles, B * Hkv, split), and (row tiles of all sequences, Hkv, split) if rows are packed (``LANES``
+    > 0). If ``WRITE`` > 0, which packed rows do not support, a program first writes the new rows that its own work
     units contain, so that no program waits for another. Several row tiles then write the same bits to the same slots.
     If ``SPLIT`` and a tile has several work units, their partial results go through ``partials``, and the program that
     finishes last merges them.
@@ -168,14 +170,17 @@ def decode_attention_kernel(
         tl.extra.cuda.gdc_wait()
     # The last rows see the most keys and take longest, so their programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     program = tl.program_id(2)
+    sequence, tile, first_row, rows = locate_tile(tile, batch, T, row_starts, sequences, GROUP, BLOCK_R, LANES)
 
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = pair // GROUP
-    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
-    position = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
+    inside = pair // GROUP < rows
+    row = first_row + pair // GROUP
+    real = tl.load(slots + batch * T + row, mask=inside, other=-1) >= 0
+    position = tl.where(real, tl.load(positions + batch * T + row, mask=inside, other=-1).to(tl.int32), -1)
     if WRITE > 0:
         new_row = tl.arange(0, WRITE)
         new_slot = tl.load(slots + batch * T + new_row, mask=new_row < T, other=-1)
@@ -188,7 +193,7 @@ def decode_attention_kernel(
 
     first_piece = tl.maximum((first_work_unit + program) * pieces_per_unit, first)
     begin = piece_begin(first_piece, low, PIECE, BLOCK_K, WINDOW)
-    table = block_table + batch * table_b
+    table = block_table + sequence * table_b
     pages = load_pages(table, begin, tl.where(program < programs, end, 0), BLOCK_SIZE, PAGES)
     k_cache_head = k_cache + head * k_head
     v_cache_head = v_cache + head * v_head
@@ -215,7 +220,6 @@ def decode_attention_kernel(
         tl.debug_barrier()
 
     row_max, row_sum, acc = empty_state(DVP, BLOCK_R, False)
-    task = (tl.program_id(1) * tl.num_programs(0) + tile).to(tl.int64)
     for work_unit in range(loop_bound(program), loop_bound(work_units), loop_bound(tl.maximum(programs, 1))):
         unit_max, unit_sum, unit_acc = empty_state(DVP, BLOCK_R, False)
         past = tl.minimum((first_work_unit + work_unit + 1) * pieces_per_unit, last)
@@ -256,6 +260,6 @@ def decode_attention_kernel(
                 DVP,
                 BLOCK_R,
             )
-            store_result(out, out_row, row < T, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
+            store_result(out, out_row, inside, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
     else:
-        store_result(out, out_row, row < T, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, False)
+        store_result(out, out_row, inside, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, False)

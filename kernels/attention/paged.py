@@ -46,6 +46,9 @@ PROGRAMS = 264
 """Tiles and contexts are distributed over about this many programs: two for each multiprocessor of a large GPU."""
 PREFILL_PAIRS = 64
 """(Row, head) pairs in a tile of the kernel for many rows: as many rows as one matrix instruction takes on the left."""
+LANES = 128
+"""Kernels of packed rows look at so many sequences at a time to find that of a tile, or at all if there are more. It is
+the same for most calls, since each number is a kernel of its own."""
 BLOCKS = (16, 32, 64, 128)
 """The numbers of keys that a block may have."""
 WRITTEN_ROWS = 16
@@ -125,11 +128,14 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
-    pairs, sequences, widest = rows * heads // groups, batch * groups, max(sizes["DP"], sizes["DVP"])
+    packed, sequences = given.row_starts, batch * groups
+    pairs, widest = rows * heads // groups, max(sizes["DP"], sizes["DVP"])
     prefill = tiling.prefill
     if prefill is None:
         prefill = is_hopper(q.device) and suits_prefill(pairs, sequences, sizes["DVP"], q.dtype)
-    write_first = prefill or (rows > WRITTEN_ROWS if tiling.write_first is None else tiling.write_first)
+    write_first = prefill or packed is not None
+    if not write_first:
+        write_first = rows > WRITTEN_ROWS if tiling.write_first is None else tiling.write_first
     if write_first:
         grid = (triton.cdiv(rows, WRITTEN_ROWS), sequences)
         write_cache_kernel[grid](
@@ -143,31 +149,37 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
         "GROUP": heads // groups, "BLOCK_SIZE": caches[0].shape[1], "PIECE": tiling.piece, "RUN": tiling.run,
         "BLOCK_K": tiling.block_keys, "WINDOW": window or 0, "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None, "STAGES": tiling.num_stages or num_stages(tiling.block_keys, sizes, q.dtype),
-        "OFFSET": offset_type(*caches),
+        "OFFSET": offset_type(*caches), "LANES": 0 if packed is None else max(LANES, _power_of_two(len(packed) - 1)),
     }  # fmt: skip
+    tables, count = (slots, block_table, positions, packed, sinks, out), len(block_table)
     factors = score_factors(scale, softcap)
     if prefill:
-        prefill_attention_kernel[(triton.cdiv(pairs, PREFILL_PAIRS), sequences)](
-            q, cos, sin, *caches, slots, block_table, positions, sinks, out,
-            *q.stride()[:3], *angle_strides, *caches_strides, block_table.stride(0), rows, capacity, *factors,
+        prefill_attention_kernel[(num_tiles(pairs, PREFILL_PAIRS, packed), sequences)](
+            q, cos, sin, *caches, *tables, count, *q.stride()[:3], *angle_strides, *caches_strides,
+            block_table.stride(0), rows, capacity, *factors,
             BLOCK_R=PREFILL_PAIRS, **constants, **sizes, **modes, **{**options, "num_warps": 4 if widest <= 128 else 8},
         )  # fmt: skip
         return out
 
     tile_rows = tiling.block_rows or block_rows(pairs, sequences, q.dtype)
-    tiles = triton.cdiv(pairs, tile_rows)
+    tiles = num_tiles(pairs, tile_rows, packed)
     pieces, split, work_units = shares(tiles * sequences, capacity, tiling)
     partials = None
     if split > 1:
         size = tiles * sequences * work_units * (sizes["DVP"] + 2) * tile_rows
         partials = torch.empty(size, dtype=torch.float32, device=q.device)
     decode_attention_kernel[(tiles, sequences, split)](
-        q, k, v, cos, sin, *caches, slots, block_table, positions, sinks, out, partials, counters,
-        *q.stride()[:3], *strides, block_table.stride(0), rows, pieces, work_units, *factors,
+        q, k, v, cos, sin, *caches, *tables, partials, counters, count, *q.stride()[:3], *strides,
+        block_table.stride(0), rows, pieces, work_units, *factors,
         BLOCK_R=tile_rows, WRITE=0 if write_first else _power_of_two(max(rows, WRITTEN_ROWS)), SPLIT=split > 1,
         PAGES=pages_of(tiling.piece, caches[0].shape[1]), **constants, **sizes, **modes, **options,
     )  # fmt: skip
     return out
+
+
+def num_tiles(pairs: int, tile: int, row_starts: Tensor | None) -> int:
+    """The most tiles that (row, head) pairs can take; each sequence of packed rows, and the padding, begins a tile."""
+    return triton.cdiv(pairs, tile) if row_starts is None else pairs // tile + len(row_starts) - 1
 
 
 def shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from specgraph.kernels.attention.tiles import (
     empty_state,
     empty_sums,
     load_rows,
+    locate_tile,
     loop_bound,
     merge,
     score,
@@ -91,18 +92,18 @@ def _add_blocks(
     return run_max, run_sum, run_acc, row_max, partial_sums, acc
 
 
-@triton.jit(do_not_specialize=["T", "capacity"])
+@triton.jit(do_not_specialize=["T", "capacity", "sequences"])
 def prefill_attention_kernel(
-    q, cos, sin, k_cache, v_cache, slots, block_table, positions, sinks, out,
+    q, cos, sin, k_cache, v_cache, slots, block_table, positions, row_starts, sinks, out, sequences,
     q_b, q_h, q_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b, T, capacity, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr, STAGES: tl.constexpr,
-    OFFSET: tl.constexpr, PDL: tl.constexpr,
+    OFFSET: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of ``BLOCK_R`` (row, head) pairs of one key-value head to all that they see.
 
-    Grid: (row tiles, B * Hkv).
+    The grid is (row tiles, B * Hkv), and (row tiles of all sequences, Hkv) if rows are packed (``LANES`` > 0).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -110,14 +111,16 @@ def prefill_attention_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
+    sequence, tile, first_row, rows = locate_tile(tile, batch, T, row_starts, sequences, GROUP, BLOCK_R, LANES)
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = pair // GROUP
-    real = tl.load(slots + batch * T + row, mask=row < T, other=-1) >= 0
-    position = tl.where(real, tl.load(positions + batch * T + row, mask=row < T, other=-1).to(tl.int32), -1)
+    inside = pair // GROUP < rows
+    row = first_row + pair // GROUP
+    real = tl.load(slots + batch * T + row, mask=inside, other=-1) >= 0
+    position = tl.where(real, tl.load(positions + batch * T + row, mask=inside, other=-1).to(tl.int32), -1)
     low, end = visible_range(position, real, WINDOW)
     end = tl.minimum(end, capacity)  # the block table has no pages beyond its capacity
     # Every row sees the positions below this one, so they need no mask. With a window every block has a mask.
-    seen_by_all = 0 if WINDOW > 0 else tl.min(tl.where(row < T, position, 2147483646), 0) + 1
+    seen_by_all = 0 if WINDOW > 0 else tl.min(tl.where(inside, position, 2147483646), 0) + 1
 
     q_head = head * GROUP + pair % GROUP
     dim = tl.arange(0, DP)[None, :]
@@ -127,7 +130,7 @@ def prefill_attention_kernel(
 
     k_cache += head * k_head
     v_cache += head * v_head
-    table = block_table + batch * table_b
+    table = block_table + sequence * table_b
     KEYS: tl.constexpr = RUN * PIECE
     row_max, row_sum, acc = empty_state(DVP, BLOCK_R, True)
     for run in range(loop_bound(low // KEYS), loop_bound((end + KEYS - 1) // KEYS)):
@@ -154,4 +157,4 @@ def prefill_attention_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     out_row = (batch * T + row) * (HEADS * GROUP) + q_head
-    store_result(out, out_row, row < T, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, True)
+    store_result(out, out_row, inside, row_max, row_sum, acc, sinks, q_head, scale, DV, DVP, SINKS, True)

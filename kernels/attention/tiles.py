@@ -53,6 +53,30 @@ def across_rows(x, ROWS_LEFT: tl.constexpr):
 
 
 @triton.jit
+def locate_tile(tile, batch, T, row_starts, sequences, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, LANES: tl.constexpr):
+    """Whose rows a tile has: the sequence, the tile's number in it, the row of the call that is the sequence's first
+    one, and how many rows it has.
+
+    In a grid these are the arguments. Of packed rows (``LANES`` > 0), tiles are numbered through all sequences, each of
+    which begins with a tile of its own, and the padding behind them counts as one more. A number behind the last tile
+    has no rows.
+    """
+    sequence, first_row, rows = batch, 0, T
+    if LANES > 0:
+        lane = tl.arange(0, LANES)
+        begin = tl.load(row_starts + lane, mask=lane <= sequences, other=0)
+        counts = tl.load(row_starts + lane + 1, mask=lane <= sequences, other=0) - begin
+        tiles = ((counts * GROUP + BLOCK_R - 1) // BLOCK_R).to(tl.int32)
+        ends = tl.cumsum(tiles, 0)
+        own = lane == tl.sum((ends <= tile).to(tl.int32), 0)
+        sequence = tl.sum((ends <= tile).to(tl.int64), 0)
+        first_row = tl.sum(tl.where(own, begin, 0), 0)
+        rows = tl.sum(tl.where(own, counts, 0), 0).to(tl.int32)
+        tile -= tl.sum(tl.where(own, ends - tiles, 0), 0)
+    return sequence, tile, first_row, rows
+
+
+@triton.jit
 def visible_range(position, real, WINDOW: tl.constexpr):
     """The first position that any ``real`` row at ``position`` sees, and the position after the last one."""
     end = tl.max(position, 0) + 1

@@ -1,5 +1,12 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
+from specgraph.kernels.packing import (
+    needed_packed_rows,
+    pack_rows,
+    packed_places,
+    take_packed_rows,
+    unpack_rows,
+)
 from specgraph.kernels.step.drafting import in_draft_vocabulary, in_target_vocabulary, last_accepted, last_position
 from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.lookup import any_found, lookup_suffixes, prefer_found, record_accepted_
@@ -70,9 +77,12 @@ __all__ = [
     "lookup_ngrams",
     "lookup_suffixes",
     "nan_rows",
+    "needed_packed_rows",
     "needed_rows",
     "next_module_tokens",
     "next_tokens",
+    "pack_rows",
+    "packed_places",
     "positions_and_next",
     "prefer_found",
     "propose_",
@@ -86,6 +96,8 @@ __all__ = [
     "scatter_state_",
     "select_state",
     "settle",
+    "take_packed_rows",
     "take_rows",
+    "unpack_rows",
     "writes",
 ]

@@ -37,6 +37,7 @@ SESSION_COLUMNS = {
     "how": "decoded",
     "prompt_steps": "prompt steps",
     "decode_steps": "decode steps",
+    "shared_steps": "with prompts",
     "new_tokens": "tokens",
     "acceptance_length": "tokens/step",
     "seconds": "s",
@@ -57,13 +58,15 @@ class SessionRow:
     Attributes:
         k: drafts per step and sequence; 0 without a drafter.
         how: in batches, or as a session.
-        prompt_steps, decode_steps: steps that ran prompts, and the others.
+        prompt_steps, decode_steps: steps that ran prompts alone, and those in which sequences decoded.
+        shared_steps: how many of the latter ran prompts, too.
         new_tokens: emitted tokens of all sequences.
         acceptance_length: tokens per decode step and sequence.
         seconds: the time for all prompts.
         tokens_per_second: emitted tokens over this time; ``speedup`` is the ratio to that of batches.
         limit_s: the time in which the bytes of all steps can be read at the measured bandwidth; ``share`` is
-            ``limit_s / seconds``. Of a prompt's step only the weights count, and not the products, which take longer.
+            ``limit_s / seconds``. Of prompts only the weights of their steps count, and not the products, which take
+            longer.
         differing: sequences whose tokens are not those that they got in batches. There are none where a row's bits do
             not depend on the other rows.
         compile_s: the seconds of ``compile_speculative``, and of a first round that is not measured.
@@ -73,6 +76,7 @@ class SessionRow:
     how: str
     prompt_steps: int
     decode_steps: int
+    shared_steps: int
     new_tokens: int
     acceptance_length: float
     seconds: float
@@ -196,6 +200,7 @@ def _row(
         how=how,
         prompt_steps=work.prompt_steps,
         decode_steps=work.decode_steps.total(),
+        shared_steps=work.shared_steps,
         new_tokens=sum(map(len, own.tokens)),
         acceptance_length=own.acceptance_length,
         seconds=own.seconds,
@@ -227,34 +232,38 @@ def _counted(decoder: SpeculativeDecoder, calls: Sequence[Call]) -> Work:
 
 @dataclass
 class Work:
-    """Counts steps, by the number of sequences in them.
+    """Counts steps, by the number of sequences that decode in them.
 
     Attributes:
-        decode_steps: decode steps by their number of sequences.
+        decode_steps: steps in which sequences decoded, by their number.
         contexts: by the same number, the lengths of all sequences in these steps.
-        prompt_steps: steps that ran prompts.
-        prompt_tokens: the tokens that they ran.
+        shared_steps: how many of them ran prompts, too.
+        prompt_steps: steps that ran prompts alone.
+        prompt_tokens: the tokens that these ran.
     """
 
     decode_steps: Counter[int] = field(default_factory=Counter)
     contexts: Counter[int] = field(default_factory=Counter)
+    shared_steps: int = 0
     prompt_steps: int = 0
     prompt_tokens: int = 0
 
     def add_call(self, lengths: Sequence[int], chunks: Iterable[StreamChunk]) -> None:
         """Count the steps of a streamed call with prompts of these lengths.
 
-        The sequences of a decode step have emitted before; a prompt's step gives first tokens at most.
+        A sequence decodes in a step that emits tokens of it, unless these are its first.
         """
-        self.prompt_tokens += sum(lengths)
         known, begun = list(lengths), set[int]()
         for chunk in chunks:
             emitting = [place for place, new in enumerate(chunk.tokens) if new]
-            if begun.isdisjoint(emitting):
-                self.prompt_steps += 1
+            decoding = [place for place in emitting if place in begun]
+            if decoding:
+                self.decode_steps[len(decoding)] += 1
+                self.contexts[len(decoding)] += sum(known[place] for place in decoding)
+                self.shared_steps += chunk.prompt_tokens > 0
             else:
-                self.decode_steps[len(emitting)] += 1
-                self.contexts[len(emitting)] += sum(known[place] for place in emitting)
+                self.prompt_steps += 1
+                self.prompt_tokens += chunk.prompt_tokens
             begun.update(emitting)
             for place in emitting:
                 known[place] += len(chunk.tokens[place])

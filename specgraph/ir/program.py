@@ -52,17 +52,19 @@ class Program:
         """The weights of all modules, and their constants."""
         return itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self.modules.values())
 
-    def compile_modules(self) -> dict[str, torch.nn.Module]:
-        """The modules of :attr:`compiled` after ``torch.compile``, by name.
+    def compile_modules(self, known: Mapping[str, torch.nn.Module] | None = None) -> dict[str, torch.nn.Module]:
+        """The modules of :attr:`compiled` after ``torch.compile``, by name; those that are ``known`` stay as they are.
 
         On a CPU, a prompt runs through the modules as they are. Its many rows hardly gain from compiled code, which
         would have to be made for them as well.
         """
-        compiled: dict[str, Any] = {n: torch.compile(self.modules[n], dynamic=True) for n in sorted(self.compiled)}
+        known = known or {}
+        new = sorted(self.compiled - known.keys())
+        compiled: dict[str, Any] = {name: torch.compile(self.modules[name], dynamic=True) for name in new}
         if self.target.device.type != "cpu":
-            return compiled
+            return {**known, **compiled}
         most = 2 * (self.drafter.num_speculative_tokens + 1)  # of a draft call that catches up, with its mask rows
-        return {name: CompiledFor(most, self.modules[name], module) for name, module in compiled.items()}
+        return {**known, **{name: CompiledFor(most, self.modules[name], own) for name, own in compiled.items()}}
 
     def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
         """The step as it runs: like :meth:`step`, but the modules of :attr:`compiled` go through ``torch.compile``.

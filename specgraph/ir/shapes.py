@@ -25,7 +25,10 @@ from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 from specgraph.kernels.step import WRITES
 
-SIZES = {"B": 401_309, "b": 349_507, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479, "W": 914_219}
+SIZES = {
+    "B": 401_309, "b": 349_507, "T": 467_903, "M": 545_203, "N": 635_507, "S": 740_711, "E": 863_479, "W": 914_219,
+    "R": 1_016_009,
+}  # fmt: skip
 """What stands for each letter: primes that no real dimension is near to or a multiple of. Fake tensors cost nothing."""
 NEAR = 64
 """Sizes up to this far from a letter's read as that letter plus or minus a number."""
@@ -95,11 +98,16 @@ def size_name(size: int | torch.SymInt) -> str:
 
 
 def _sum(size: int) -> tuple[int, str] | None:
-    """``size`` as a number of times a letter plus or minus a few, or None if it is no such thing."""
+    """``size`` as a number of times a letter plus or minus a few, or a letter and a few times another; else None."""
     for offset in sorted(range(-NEAR, NEAR + 1), key=abs):
         for letter, value in SIZES.items():
             if size % (value + offset) == 0:
                 return size // (value + offset), f"{letter}{offset:+d}"
+    for letter, value in SIZES.items():
+        for other, step in SIZES.items():
+            times, rest = divmod(size - value, step)
+            if not rest and 0 < times <= NEAR:
+                return 1, f"{letter}+{other}" if times == 1 else f"{letter}+{times}*{other}"
     return None
 
 

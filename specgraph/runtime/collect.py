@@ -53,7 +53,8 @@ class Collector:
             if output.finish_reason is not None:
                 self._reasons[output.number] = output.finish_reason
         reasons = [*self._reasons]
-        return StreamChunk(tokens, [r is not None for r in reasons], logprobs if self._with_logprobs else None, reasons)
+        finished, given = [reason is not None for reason in reasons], logprobs if self._with_logprobs else None
+        return StreamChunk(tokens, finished, given, reasons, step.prompt_tokens)
 
     def output(self) -> GenerateOutput:
         """All of it."""
@@ -73,7 +74,7 @@ class Collector:
         if step.host_seconds is not None:
             stats.host_steps += 1
             stats.host_seconds += step.host_seconds
-        if step.decoding:
+        if step.decoding and not step.prompt_tokens:
             stats.decode_seconds += step.seconds
         else:
             stats.prefill_seconds += step.seconds

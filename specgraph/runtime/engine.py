@@ -1,10 +1,11 @@
 """Decodes sequences in the rows of one state: admits them as rows and pages become free, and runs steps over them.
 
 Sequences are admitted in the order in which they came. One that finds no free row, or not enough free pages for its
-whole length, waits, and so do those behind it; what is admitted never waits for memory again. Prompts run in wide steps
-and everything else in decode steps, each over just the rows it concerns, so nothing that a sequence emits depends on
-what runs beside it. Steps are enqueued ``lag`` ahead of the one that is read. A row is free as soon as the end of its
-sequence has been read: steps that are under way then find it inactive.
+whole length, waits, and so do those behind it; what is admitted never waits for memory again. While prompts are
+pending, a step runs some of their rows and all sequences that decode; decode steps follow. Each step is over just the
+rows that it concerns, so nothing that a sequence emits depends on what runs beside it. Steps are enqueued ``lag`` ahead
+of the one that is read. A row is free as soon as the end of its sequence has been read: steps that are under way then
+find it inactive.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 
 from specgraph.errors import InputError
 from specgraph.runtime.pages import known_tokens, num_pages
 from specgraph.runtime.pause import HostTime, Pause, Paused
 from specgraph.runtime.prefill import Prefill
-from specgraph.runtime.prompt_shapes import Overhead, group_size
+from specgraph.runtime.prompt_shapes import MOST_ROWS, Overhead, group_size
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Runner, StepModule
 from specgraph.runtime.sequences import Running, UnderWay, not_a_number
@@ -32,7 +33,9 @@ from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.workspace import Mode
 
 BESIDE = 256
-"""Prompt rows of a sequence in a step that others, which are decoding, wait for."""
+"""Prompt rows in a step in which others decode, where these shall not wait for long."""
+BESIDE_ALL = 1024
+"""The same where nobody waits for single tokens: with more, rows stand idle longer while their prompts are run."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class Policy:
 
     Attributes:
         chunk: the most prompt rows of a sequence in a step.
-        fair: whether decode steps take turns with prompts, so that no sequence stands still for long. Else all prompts
-            come first, since the sequences then decode together, which is sooner over.
+        fair: whether somebody waits for every token, so that no step may take long and no sequence waits for others to
+            enter together with it.
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
             empty table, is the drafter's own. Prompt steps make as many drafts always, so there is one variant of them.
     """
@@ -87,7 +90,6 @@ class Engine:
         self._under_way: deque[UnderWay] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
-        self._last_was_wide = False
         self._reused_tokens = 0
         self._lock = threading.Lock()
         self._begin = time.perf_counter()
@@ -229,10 +231,10 @@ class Engine:
         unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
         self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
 
-    def _choose_mode(self, drafts: int | None, waiting: Sequence[Running]) -> None:
+    def _choose_mode(self, drafts: int | None, waiting: Sequence[Running], *, packed: bool = False) -> None:
         """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
         paused = any(sequence.request.host for sequence in waiting)
-        mode = Mode(self._logprobs, self._unused, drafts, paused)
+        mode = Mode(self._logprobs, self._unused, drafts, paused, packed)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -243,29 +245,30 @@ class Engine:
         return request.unused() | (frozenset() if draws else {"seeds"})
 
     def _enqueue(self, going: list[Running]) -> UnderWay:
-        """One more step: over a chunk of the prompts, or over what the last steps laid out for those ``going`` on."""
-        turn = self._policy.fair and going and self._last_was_wide
-        self._last_was_wide = bool(self._prefill.pending()) and not turn
-        if self._last_was_wide:
-            return self._enqueue_prompts()
-        self._num_decode_steps += 1
-        self._choose_mode(self._policy.drafts_of(len(going)), going)
+        """One more step: over what the last ones laid out for those ``going`` on, and over prompts that are pending."""
         for sequence in going:
             sequence.room -= 1
+        self._num_decode_steps += bool(going)
+        if self._prefill.pending():
+            return self._enqueue_prompts(going)
+        self._choose_mode(self._policy.drafts_of(len(going)), going)
         pause = self._pause(going)
         return UnderWay(self._runner.decode([s.row for s in going], pause), going, pause=pause)
 
     def _pause(
         self, sequences: Sequence[Running], forced: Sequence[int] = (), going_on: Container[Running] = ()
     ) -> Pause | None:
-        """What the host has to do in a step over these entries, which are ``forced`` if it is one over prompts."""
+        """What the host has to do in a step over these entries, of which the first are ``forced`` if it has prompts."""
         own = [(entry, s) for entry, s in enumerate(sequences) if s.request.host and s not in going_on]
         if not own:
             return None
-        drafts = repeat([]) if forced else self._runner.drafts([s.row for _, s in own])
-        given = forced or [0] * len(sequences)
-        parts = zip(own, drafts, strict=False)
-        return Pause([Paused(n, s.request, s.new_tokens, known, given[n]) for (n, s), known in parts], self._host_time)
+        count = len(forced)
+        decoding = [s.row for entry, s in own if entry >= count]
+        drafts = iter(self._runner.drafts(decoding) if decoding else [])
+        parts = [(n, s, [] if n < count else next(drafts), forced[n] if n < count else 0) for n, s in own]
+        return Pause(
+            [Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts], self._host_time
+        )
 
     def _going(self) -> list[Running]:
         """The sequences of a decode step, by their rows.
@@ -274,17 +277,22 @@ class Engine:
         """
         return sorted([s for s in self._decoding if s.room > 0], key=_row)
 
-    def _enqueue_prompts(self) -> UnderWay:
-        most = self._policy.chunk
-        chunk = self._prefill.chunk(min(most, BESIDE) if self._policy.fair and self._decoding else most)
+    def _enqueue_prompts(self, going: list[Running]) -> UnderWay:
+        beside = BESIDE if self._policy.fair else BESIDE_ALL
+        drafts = self._policy.drafts_of(len(going)) if going else None
+        chunk = self._prefill.fill(
+            self._policy.chunk, beside if going else MOST_ROWS, [s.row for s in going],
+            None if drafts is None else drafts + 1,
+        )  # fmt: skip
         pending = {*self._prefill.pending()}
-        sequences = [self._running[row] for row in chunk.rows]
-        going_on = frozenset(s for s in sequences if s.row in pending)
-        self._choose_mode(None, [s for s in sequences if s not in going_on])
+        prompts = [self._running[row] for row in chunk.rows[: len(chunk.forced)]]
+        sequences = [*prompts, *going]
+        going_on = frozenset(s for s in prompts if s.row in pending)
+        self._choose_mode(drafts, [s for s in sequences if s not in going_on], packed=True)
         pause = self._pause(sequences, chunk.forced, going_on)
         results = self._runner.wide(chunk, pause)
         # Whoever shares these pages runs behind this step.
-        for sequence in sequences:
+        for sequence in prompts:
             if sequence in going_on:
                 continue
             self._decoding.add(sequence)
@@ -328,11 +336,12 @@ class Engine:
     def _read(self, under_way: UnderWay) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
         read = under_way.results.read(len(under_way.sequences), logprobs=self._logprobs != "none")
-        decoding, going_on = not under_way.forced, under_way.going_on
+        going_on = under_way.going_on
         outputs, broken = [], []
+        forced = chain(under_way.forced, repeat(None)) if under_way.forced else repeat(None)
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
         for sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
-            under_way.sequences, under_way.forced or repeat(0), *read, strict=False
+            under_way.sequences, forced, *read, strict=False
         ):
             if sequence.ended:
                 continue
@@ -351,7 +360,8 @@ class Engine:
                 request = sequence.request
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
-            outputs.append(Output(sequence.number, tokens, logprobs, decoding and emitted > 0, confidence, reason))
+            decoding = given is None and emitted > 0
+            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason))
         if broken:
             self._halt(broken)
             self.pages.forget()  # nobody shall find a NaN there

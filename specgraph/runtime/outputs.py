@@ -30,7 +30,9 @@ class Stats:
     reused_tokens: int = 0
     """Tokens of prompts that need not be run, since an earlier sequence began with them."""
     prefill_seconds: float = 0.0
+    """Of steps that ran prompts, also where other sequences decoded in them."""
     decode_seconds: float = 0.0
+    """Of all other steps."""
     host_steps: int = 0
     """Steps that waited for processors, structure or scores, which are the host's."""
     host_seconds: float = 0.0
@@ -151,12 +153,14 @@ class StreamChunk:
         finished: whether it has ended.
         logprobs: one number beside each new id; None if not asked for.
         finish_reasons: as for ``generate``; None while a sequence goes on.
+        prompt_tokens: the tokens of prompts that it ran.
     """
 
     tokens: list[list[int]]
     finished: list[bool]
     logprobs: list[list[float]] | None
     finish_reasons: list[str | None] = field(default_factory=list)
+    prompt_tokens: int = 0
 
 
 class Stream(Iterator[StreamChunk]):

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specgraph.runtime.prompt_shapes import MOST_ROWS, num_together
+from specgraph.runtime.prompt_shapes import MOST_ROWS, fill, num_together
+
+LAID_OUT = -1
+"""The number of rows that a block gives for a sequence that decodes: those that its last step has laid out."""
 
 
 class Chunk(NamedTuple):
     """A window of prompt tokens, still on the host.
 
     Attributes:
-        rows: the sequences that it runs.
-        forced: how many next tokens each of them is given.
+        rows: the sequences whose prompts it runs, in order, and behind them those that decode.
+        forced: how many next tokens each of the first is given.
         num_tokens: the number of prompt tokens in it.
+        num_rows: the most rows that all of them have together.
         block: int64 ``[b, 3 + W]``, one line per sequence: its row, its number of real rows, the number of next tokens
-            that it is given, and its window. It is one tensor, so that one copy takes it to the device.
+            that it is given, and its window. It is one tensor, so that one copy takes it to the device. A sequence that
+            decodes has ``LAID_OUT`` rows.
     """
 
     rows: list[int]
     forced: list[int]
     num_tokens: int
+    num_rows: int
     block: Tensor
 
 
@@ -62,24 +70,44 @@ class Prefill:
         return list(self._prompts)
 
     def chunk(self, most: int) -> Chunk:
-        """The next wide window; call it while sequences are pending.
+        """The next window that is run as it is; call it while sequences are pending.
 
         It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it. (There is one
         more column if a token behind the rest is given.)
         """
-        rows = self._together(most)
-        counts = [self._next_rows(row, most) for row in rows]
+        return self._cut({row: self._next_rows(row, most) for row in self._together(most)})
+
+    def fill(self, most: int, budget: int, decoding: Sequence[int] = (), width: int | None = None) -> Chunk:
+        """The next window whose rows are packed; call it while sequences are pending.
+
+        Args:
+            most: the most columns of a prompt, as for :meth:`chunk`.
+            budget: the most prompt rows of all sequences together.
+            decoding: the rows of sequences that decode in the same step.
+            width: how many rows each of these has at most; None is the width of a decode step.
+        """
+        waiting = self.pending()[:budget]
+        left = [self._ends[row] - self._done[row] for row in waiting]
+        counts = fill(left, most, budget, len(decoding), self._width)
+        return self._cut(dict(zip(waiting, counts, strict=False)), decoding, self._width if width is None else width)
+
+    def _cut(self, counts: Mapping[int, int], decoding: Sequence[int] = (), width: int = 0) -> Chunk:
+        """A window with the next rows of some sequences, which are then done."""
+        rows = list(counts)
         # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
-        known = [self._prompts[r][self._done[r] : self._done[r] + n + 1] for r, n in zip(rows, counts, strict=True)]
-        forced = [tokens.numel() - 1 for tokens in known]
-        width = max(self._width, *(tokens.numel() for tokens in known))
-        block = torch.zeros(len(rows), 3 + width, dtype=torch.int64, device="cpu")
-        block[:, :3] = torch.tensor([rows, counts, forced], device="cpu").T
-        for line, tokens in zip(block, known, strict=True):
-            line[3 : 3 + tokens.numel()] = tokens
-        for row, count in zip(rows, counts, strict=True):
+        known = [self._prompts[row][self._done[row] : self._done[row] + n + 1].numpy() for row, n in counts.items()]
+        forced = [len(tokens) - 1 for tokens in known]
+        columns = max(self._width, *map(len, known))
+        block = np.zeros((len(rows) + len(decoding), 3 + columns), dtype=np.int64)
+        for line, row, tokens in zip(block, rows, known, strict=False):
+            line[:3] = row, counts[row], len(tokens) - 1
+            line[3 : 3 + len(tokens)] = tokens
+        block[len(rows) :, 0] = decoding
+        block[len(rows) :, 1] = LAID_OUT
+        for row, count in counts.items():
             self._advance(row, count)
-        return Chunk(rows, forced, sum(counts), block)
+        total = sum(counts.values())
+        return Chunk([*rows, *decoding], forced, total, total + width * len(decoding), torch.from_numpy(block))
 
     def _advance(self, row: int, count: int) -> None:
         self._done[row] += count

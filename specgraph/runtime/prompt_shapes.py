@@ -1,9 +1,14 @@
-"""The shapes of prompt steps: how many sequences and rows go into one, and for which shapes it is captured.
+"""The shapes of steps that run prompts: how many sequences and rows go into one, and for which shapes it is captured.
 
-A prompt step runs a window ``[b, W]``: ``b`` sequences with ``W`` rows each, of which some are padding. A CUDA graph is
-captured for a shape, so shapes are rounded up to few. Padding costs time: with many rows a step is bound by arithmetic,
-and takes time in proportion to ``b * W``. But every step also costs what it costs with a single row: it reads all
-weights, launches its kernels, and keeps the host busy. So a step costs as if it had some rows more than it has.
+Such a step has a window ``[b, W]``: ``b`` sequences with up to ``W`` rows each. Its modules run the ``R`` real rows
+alone (:mod:`specgraph.passes.pack_rows`), so the padding of the window costs next to nothing. With many rows a step is
+bound by arithmetic, and takes time in proportion to ``R``. But every step also costs what it costs with a single row:
+it reads all weights, launches its kernels, and keeps the host busy. So sequences that decode join a step that runs
+prompts, and prompts may wait for each other. A CUDA graph is captured for a shape ``(b, W, R)``, so shapes are rounded
+up to few.
+
+Steps that score tokens run the window as it is. There, padding costs as much as other rows, and sequences are put
+together by what that costs.
 """
 
 from __future__ import annotations
@@ -15,11 +20,17 @@ from typing import NamedTuple
 FEW_ROWS = 128
 """Up to this many rows in all, a step takes hardly longer than with a single row (with an 8B model on an H200, 5.3 ms
 instead of 3.9). More rows are cut into tiles of this many, so a step takes as long as one whose last tile is full."""
+MOST_CELLS = 16_384
+"""The largest window ``b * W`` of several sequences; what a drafter keeps of each of its places takes memory."""
 MOST_ROWS = 8192
 """The most rows of a step of several sequences. With an 8B model, twice as many are no faster, and their graph takes
 1.5 GB instead of 0.6; half as many are 1 to 2% slower (docs/experiments.md)."""
 FORESEEN = 2048
 """The most sequences that a prompt step is planned for, so that planning takes some tens of milliseconds at most."""
+LEAST_WIDTH = 256
+"""Narrower windows are captured as if they had this width, if so many sequences have room for that."""
+LEAST_ROWS = 16
+"""Steps with fewer packed rows are captured as if they had these; they take as long."""
 _CPU, _GPU = (16, 2e8, 2e8), (140, 2e11, 1e12)
 """What a step takes besides its rows: the rows that are computed in the time in which the weights are read, whatever
 the model, and the FLOPs of the time that launches and the host take, for a decode step and for a prompt step. Those of
@@ -28,8 +39,57 @@ _WIDTHS_PER_OCTAVE = 8
 """Widths between one power of two and the next for which a step is captured: an eighth is padding at most."""
 
 
+def padded_rows(rows: int) -> int:
+    """For how many packed rows a step is captured that has ``rows``: few of them are padding, and they fill tiles."""
+    octave = power_of_two(rows)
+    if octave <= FEW_ROWS:
+        return max(octave, LEAST_ROWS)
+    grain = max(octave // (2 * _WIDTHS_PER_OCTAVE), FEW_ROWS)
+    return -(-rows // grain) * grain
+
+
+def captured_width(width: int, count: int) -> int:
+    """For which width of the window a step is captured, where ``count`` sequences have up to ``width`` columns.
+
+    The padding costs little, so this is one of few powers of two.
+    """
+    return max(power_of_two(width), min(LEAST_WIDTH, MOST_CELLS // power_of_two(count)))
+
+
+def fill(left: Sequence[int], most: int, budget: int, others: int = 0, width: int = 1) -> list[int]:
+    """How many rows the next step runs of each of the first sequences that wait.
+
+    Args:
+        left: the rows that each has left to run, in the order in which they came; there is at least one.
+        most: the most rows of a sequence.
+        budget: the most rows of all.
+        others: the number of further sequences in the step.
+        width: the least number of columns of its window.
+
+    A sequence that is not run to its end has a column more than rows, for the token behind them. Each has a row at
+    least, and the window has at most ``MOST_CELLS`` places unless there is a single sequence in the step.
+    """
+    count = _num_within(left, most, budget)
+    together = power_of_two(count + others)
+    columns = most if together == 1 else min(most, max(width, 2, MOST_CELLS // together))
+    counts = []
+    for rows in left[:count]:
+        counts.append(rows if rows <= min(columns, budget) else max(1, min(columns - 1, budget)))
+        budget -= counts[-1]
+    return counts
+
+
+def _num_within(left: Sequence[int], most: int, budget: int) -> int:
+    """How many sequences it takes to use up the budget; all of them if that is not enough."""
+    for index, rows in enumerate(left):
+        budget -= min(rows, most)
+        if budget <= 0:
+            return index + 1
+    return len(left)
+
+
 def padded_width(width: int, count: int) -> int:
-    """The width at which a window of ``width`` rows runs for ``count`` sequences.
+    """The width at which a window of ``width`` rows is run as it is for ``count`` sequences.
 
     It is a power of two for few rows. Above, it is a multiple of a sixteenth of the next power of two, so that few rows
     are padding, and one for which all rows together fill tiles.
@@ -67,11 +127,12 @@ class Overhead(NamedTuple):
 def group_size(rows: int, width: int, ends: float, overhead: Overhead) -> int:
     """How many sequences best enter together, where ``rows`` sequences decode with ``width`` rows each.
 
-    Every group costs the overhead of a prompt step, and while a group gathers, half of its rows are idle on average.
-    With ``ends`` sequences that end per decode step, and a prompt step's overhead of ``F`` decode steps, a group of
-    ``g`` costs ``ends / g * F`` of the time, and ``g / 2 / rows``: together the least for ``sqrt(2 rows ends F)``.
+    Those that decode take part in the step that runs the prompts of a group. So every group costs what such a step
+    costs more than a decode step, and while a group gathers, half of its rows are idle on average. With ``ends``
+    sequences that end per decode step, and that cost as ``F`` decode steps, a group of ``g`` costs ``ends / g * F`` of
+    the time, and ``g / 2 / rows``: together the least for ``sqrt(2 rows ends F)``.
     """
-    factor = overhead.prompt / (overhead.decode + rows * width)
+    factor = (overhead.prompt - overhead.decode) / (overhead.decode + rows * width)
     return max(1, min(rows // 2, round(math.sqrt(2 * rows * ends * factor))))
 
 

@@ -29,13 +29,14 @@ from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_count
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
+from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
 from specgraph.runtime.memory import most_pages
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
-from specgraph.runtime.prompt_shapes import entries, padded_width
+from specgraph.runtime.prompt_shapes import captured_width, entries, padded_rows
 from specgraph.runtime.state import Entering, Entrance, load_block, load_chunk, padded_block, staged, uploaded
 from specgraph.runtime.workspace import PATIENCE, Captured, Kept, Mode, Shape, Workspace, bucket, room
 
@@ -102,7 +103,7 @@ class Runner:
 
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """A step over a window of prompt tokens. A step that pauses is given what the host does meanwhile."""
-        return self._send(self._call(*self.load(chunk), pause))
+        return self._send(self._call(*self.load(chunk), pause, chunk.num_rows))
 
     def load(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Set the row counts of a chunk's sequences, and give its row index and its windows, both on the device."""
@@ -110,7 +111,12 @@ class Runner:
 
     def run(self, step: fx.GraphModule, rows: Tensor, window: Tensor) -> Any:
         """What a variant of the step returns that is run as it is, whatever is captured."""
-        return step(window=window, **{**self.state, ROWS: rows})
+        return step(**self._given(rows, window))
+
+    def _given(self, rows: Tensor, window: Tensor, room: int | None = None) -> dict[str, Any]:
+        """All inputs of a step."""
+        given = {"window": window, **self.state, ROWS: rows}
+        return given if room is None else given | {ROOM: window.new_empty(room)}
 
     def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
         """A step of the sequences ``rows``, over the windows that their last steps have laid out."""
@@ -137,12 +143,12 @@ class Runner:
         (window,) = gather_state(rows, [self.state["next_window"]], [0])
         return window[:, : self.width].contiguous()
 
-    def _call(self, rows: Tensor, window: Tensor, pause: Pause | None = None) -> Tensor:
-        """Run the step, and pack what it returns."""
+    def _call(self, rows: Tensor, window: Tensor, pause: Pause | None = None, room: int | None = None) -> Tensor:
+        """Run the step, and pack what it returns. ``room`` is the number of packed rows, if it runs these."""
         assert self._step is not None, "Runner.use comes first"
+        given = self._given(rows, window, room)
         if not isinstance(self._step, PausedStep):
-            return self._pack(self.run(self._step, rows, window), rows)
-        given = {"window": window, **self.state, ROWS: rows}
+            return self._pack(self._step(**given), rows)
         kept = self._step.begin(**given)
         if pause is not None:
             pause.prepare()
@@ -178,8 +184,8 @@ class GraphRunner(Runner):
     def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
         """Replay a graph of the next larger shape."""
         count = entries(len(chunk.rows), self.space.sizes["B"])
-        width = padded_width(chunk.block.shape[1] - 3, count)
-        shape = Shape(self._mode, count, width)
+        width = captured_width(chunk.block.shape[1] - 3, count)
+        shape = Shape(self._mode, count, width, padded_rows(chunk.num_rows))
         first, second = self._graphs(shape, GraphRunner._load, pause)
         block = padded_block(chunk.block, count, width)
         first.given.copy_(staged(block, first.given.device), non_blocking=True)
@@ -227,8 +233,8 @@ class GraphRunner(Runner):
         """A step, or its first half, whose results are kept."""
         rows, window = read(self, given)
         if not isinstance(self._step, PausedStep):
-            return self._call(rows, window)
-        values = self._step.begin(window=window, **{**self.state, ROWS: rows})
+            return self._call(rows, window, room=shape.room)
+        values = self._step.begin(**self._given(rows, window, shape.room))
         self.space.kept[shape] = Kept(rows, window, values)
         logits: Tensor = values["for_host"]
         return logits
@@ -237,7 +243,7 @@ class GraphRunner(Runner):
         """The second half of a step, over what its first half has left."""
         assert isinstance(self._step, PausedStep), "only a step that pauses has halves"
         rows, window, values = self.space.kept[shape._replace(half=1)]
-        return self._pack(self._step.finish(values, window=window, **{**self.state, ROWS: rows}), rows)
+        return self._pack(self._step.finish(values, **self._given(rows, window, shape.room)), rows)
 
     def _load(self, block: Tensor) -> tuple[Tensor, Tensor]:
         return load_block(self.state, block)

@@ -31,8 +31,9 @@ class UnderWay:
     """A step that the device may still be running.
 
     Attributes:
-        sequences: those that it runs, in the order of its entries.
-        forced: how many next tokens each of them is given; empty in a decode step.
+        sequences: those that it runs, in the order of its entries: first those whose prompts it runs, then those that
+            decode.
+        forced: how many next tokens each of the first is given; empty in a decode step.
         going_on: those whose prompt is not at its end with this step.
         pause: what the host did in the middle of it.
     """

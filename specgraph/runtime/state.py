@@ -14,10 +14,10 @@ from torch import Tensor
 from specgraph.ir.program import Program
 from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer, map_input
-from specgraph.kernels.step import scatter_state_
+from specgraph.kernels.step import gather_state, scatter_state_
 from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.pages import num_pages
-from specgraph.runtime.prefill import Chunk
+from specgraph.runtime.prefill import LAID_OUT, Chunk
 from specgraph.runtime.requests import Request
 
 _ALIGNMENT = 16
@@ -211,8 +211,13 @@ def load_block(state: State, block: Tensor) -> tuple[Tensor, Tensor]:
     """Set the row counts of a chunk's sequences in ``state``, and give what its call brings.
 
     ``block`` is that of a :class:`Chunk`, on the device. The result is the row index int64 ``[b]`` and the window int64
-    ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing.
+    ``[b, W]``. An entry whose row is -1 is no sequence, and sets nothing. For one that decodes, counts and window are
+    what its last step has laid out.
     """
     rows, num_rows, num_forced = (column.contiguous() for column in block[:, :3].unbind(1))
-    scatter_state_(rows, [state["num_rows"], state["num_forced"]], [num_rows, num_forced])
-    return rows, block[:, 3:].contiguous()
+    decodes, given = num_rows == LAID_OUT, block[:, 3:]
+    chosen = rows.masked_fill(decodes, -1)
+    scatter_state_(chosen, [state["num_rows"], state["num_forced"]], [num_rows, num_forced])
+    (laid_out,) = gather_state(rows, [state["next_window"]], [0])
+    padded = torch.nn.functional.pad(laid_out, (0, given.shape[1] - laid_out.shape[1]))
+    return rows, torch.where(decodes.unsqueeze(1), padded, given)

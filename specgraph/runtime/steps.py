@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         outputs: one for every sequence to which something happened.
-        prompt_tokens: those it ran, 0 for a decode step.
+        prompt_tokens: those it ran; other sequences may have decoded in the same step.
         seconds: since the step before it was read.
         drafts: how many drafts of a sequence a decode step of this kind verifies at most.
         ran: whether a step was run at all.
@@ -55,5 +55,5 @@ class Step:
 
     @property
     def decoding(self) -> bool:
-        """Whether it was a decode step."""
+        """Whether any sequence decoded in it."""
         return any(output.decoding for output in self.outputs)

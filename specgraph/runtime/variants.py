@@ -10,6 +10,7 @@ from torch import fx
 from specgraph.ir.program import Program
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
+from specgraph.passes.pack_rows import PackRows
 from specgraph.passes.pause_step import PausedStep, PauseStep, halves
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
 from specgraph.passes.process_drafts import ProcessDrafts
@@ -46,6 +47,7 @@ class Variants:
         with self._lock:
             if mode not in self.steps:
                 program = self._make([*self._passes(mode)])
+                self._compiled = program.compile_modules(self._compiled)
                 step = program.executable(self._compiled)
                 self.steps[mode] = halves(step, program.one("logits").name) if mode.paused else step
             return self.steps[mode]
@@ -54,6 +56,8 @@ class Variants:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
         yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
+        if mode.packed:
+            yield PackRows()
         if mode.paused:
             yield PauseStep()
 

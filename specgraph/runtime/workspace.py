@@ -1,7 +1,7 @@
 """A state with the graphs that are captured over it, and how large it is.
 
 A :class:`Workspace` has room for the largest batch so far, and over it a graph for each :class:`Shape` of a step: the
-number of sequences, and for prompt steps the width of their windows. Both are rounded up
+number of sequences, and for prompt steps the width of their windows and the number of rows. All are rounded up
 (:mod:`specgraph.runtime.prompt_shapes`). Other graphs begin sequences, for each number of them.
 """
 
@@ -32,12 +32,14 @@ class Mode(NamedTuple):
         unused: the inputs it does without.
         drafts: how many drafts it makes and verifies; None: K, for which the state has room.
         paused: whether the host changes logits in the middle of it.
+        packed: whether its modules run packed rows, as steps that run prompts do.
     """
 
     logprobs: str = "none"
     unused: tuple[str, ...] = ()
     drafts: int | None = None
     paused: bool = False
+    packed: bool = False
 
 
 PATIENCE = 8
@@ -53,12 +55,14 @@ class Shape(NamedTuple):
         mode: the variant of the step.
         entries: those of its row index, so the most sequences that it runs.
         width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
+        room: how many rows all sequences have together, if it runs prompts.
         half: 2 for what comes behind the pause of a step, which is a graph of its own.
     """
 
     mode: Mode
     entries: int
     width: int | None = None
+    room: int | None = None
     half: int = 1
 
     def idle_input(self) -> Tensor:
@@ -153,11 +157,11 @@ class Workspace:
     def describe(self) -> str:
         """Which steps are captured, and the memory that their graphs share."""
         decode = sorted({shape.entries for shape in self.shapes if shape.width is None})
-        prompts = sorted({(shape.entries, shape.width) for shape in self.shapes if shape.width is not None})
+        prompts = sorted({(shape.entries, shape.room) for shape in self.shapes if shape.room is not None})
         return (
             f"captured for {len({shape.mode[:2] for shape in self.shapes})} kinds of request: decode steps of "
-            f"{_listed(decode)} sequences; prompt steps of {_listed(f'{b} x {width}' for b, width in prompts)} rows; "
-            f"these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
+            f"{_listed(decode)} sequences; steps with prompts of {_listed(f'{r} rows of {b}' for b, r in prompts)} "
+            f"sequences; these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
             f"{self.num_bytes / 1e6:,.0f} MB"
         )
 

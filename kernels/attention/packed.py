@@ -1,0 +1,45 @@
+"""Attention of packed rows in plain PyTorch: the grid that they stand for, through the definition, and back.
+
+A row of a sequence attends to that sequence's cache alone, so nothing but the arrangement of the rows differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention, RotaryAttention
+from specgraph.kernels.packing import (
+    PackedPlaces,
+    PackRows,
+    UnpackRows,
+    pack_rows_reference,
+    packed_places_reference,
+    unpack_rows_reference,
+)
+
+Given = TypeVar("Given", PagedAttention, RotaryAttention)
+
+
+def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
+    """What ``attend`` gives for the grid of the packed rows of ``given``, packed again. It waits for the device."""
+    starts = given.row_starts
+    assert starts is not None, "the rows are not packed"
+    counts = (starts[1:-1] - starts[:-2]).clamp_min(0)
+    width = max(1, int(counts.max()) if len(counts) else 1)
+
+    def grid(rows: Tensor) -> Tensor:
+        return unpack_rows_reference(UnpackRows(rows, starts, width))
+
+    new = {name: grid(getattr(given, name).transpose(1, 2)).transpose(1, 2) for name in ("q", "k", "v")}
+    if isinstance(given, RotaryAttention):
+        new |= {name: grid(getattr(given, name)) for name in ("cos", "sin")}
+    new |= {"slots": grid(given.slots - PADDING_SLOT) + PADDING_SLOT, "positions": grid(given.positions)}
+    out = attend(dataclasses.replace(given, **new, row_starts=None))
+    room = torch.empty(given.q.shape[2], device=starts.device)
+    _, source = packed_places_reference(PackedPlaces(counts, room, width, 0))
+    return pack_rows_reference(PackRows(out, source, 0))

@@ -1,0 +1,345 @@
+"""Packed rows: the real rows of all sequences, one behind the other, without the padding between them.
+
+A step has a grid of rows ``[B, W]``. Sequence ``b`` has ``num_rows[b]`` real rows at the beginning of its line, and the
+rest of the line is padding. Where the numbers of rows differ much, as among prompts, or where prompts run beside
+sequences that decode, most of the grid is padding. A module costs time for every row, so it runs the packed rows
+``[1, R]``. ``R`` is how many there is room for, and is known to the host; what no sequence needs lies at the end.
+
+``row_starts`` int64 ``[B + 2]`` says where each sequence begins: those of sequence ``b`` are the packed rows from
+``row_starts[b]`` to ``row_starts[b + 1]``. The last interval is the padding, so ``row_starts[B + 1]`` is ``R``.
+``source`` int64 ``[R]`` names the place of each packed row in the grid, ``b * W + t``, or -1 for padding.
+
+The ops move rows and compute integers. The programs of a kernel copy a part of one row each, so no row depends on
+others. This is the layout of variable-length attention (``cu_seqlens`` of FlashAttention, Dao 2023, arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+
+_BLOCK = 1024
+
+
+@dataclass(slots=True)
+class PackedPlaces:
+    """Where packed rows lie: ``row_starts`` and ``source``, see :func:`packed_places`."""
+
+    num_rows: Tensor
+    room: Tensor
+    width: int
+    extra: int
+
+
+@dataclass(slots=True)
+class PackRows:
+    """The packed rows ``[1, R, ...]`` of a grid ``values`` ``[B, W, ...]``; padding is ``fill``."""
+
+    values: Tensor
+    source: Tensor
+    fill: int
+
+
+@dataclass(slots=True)
+class UnpackRows:
+    """The grid ``[B, width, ...]`` of packed rows ``values`` ``[1, R, ...]``; padding is 0."""
+
+    values: Tensor
+    row_starts: Tensor
+    width: int
+
+
+@dataclass(slots=True)
+class TakePackedRows:
+    """``count`` rows of every sequence from its row ``first`` ``[B]`` on: ``[B, count, ...]`` of ``[1, R, ...]``.
+
+    With a ``width``, the last of them is the last column of a grid of that width at most. Where a sequence has no such
+    row, it is some row.
+    """
+
+    values: Tensor
+    row_starts: Tensor
+    first: Tensor
+    count: int
+    width: int | None = None
+
+
+def packed_places(num_rows: Tensor, room: Tensor, grid: Tensor, extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Where the real rows of a grid lie when they are packed: ``row_starts`` ``[B + 2]`` and ``source`` ``[R]``.
+
+    Args:
+        num_rows: int64 ``[B]``, the real rows of each sequence.
+        room: ``[R]``; its length is the number of packed rows that there is room for. Rows beyond it are left out.
+        grid: ``[B, W, ...]``, any values of the grid, which give its width.
+        extra: the room for further rows of every sequence, so that there is room for ``R + B * extra`` in all.
+    """
+    row_starts, source = torch.ops.specgraph.packed_places(num_rows, room, grid.shape[1], extra)
+    return row_starts, source
+
+
+def pack_rows(values: Tensor, source: Tensor, fill: int = 0) -> Tensor:
+    """The packed rows ``[1, R, ...]`` of ``values`` ``[B, W, ...]``, with ``fill`` where there is padding."""
+    packed: Tensor = torch.ops.specgraph.pack_rows(values, source, fill)
+    return packed
+
+
+def unpack_rows(values: Tensor, row_starts: Tensor, grid: Tensor) -> Tensor:
+    """The grid ``[B, W, ...]`` of packed rows ``values`` ``[1, R, ...]``, with 0 where there is padding.
+
+    ``grid`` ``[B, W, ...]`` gives the width.
+    """
+    unpacked: Tensor = torch.ops.specgraph.unpack_rows(values, row_starts, grid.shape[1])
+    return unpacked
+
+
+def take_packed_rows(values: Tensor, row_starts: Tensor, first: Tensor, count: int) -> Tensor:
+    """:func:`~specgraph.kernels.step.step.take_rows` of the grid whose packed rows are ``values`` ``[1, R, H]``."""
+    taken: Tensor = torch.ops.specgraph.take_packed_rows(values, row_starts, first, count)
+    return taken
+
+
+def needed_packed_rows(values: Tensor, row_starts: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:
+    """:func:`~specgraph.kernels.step.step.needed_rows` of ``grid`` ``[B, T, ...]``: ``[B, min(T, count), H]``.
+
+    Its packed rows are ``values`` ``[1, R, H]``.
+    """
+    width = grid.shape[1]
+    needed: Tensor = torch.ops.specgraph.take_packed_rows(values, row_starts, num_forced, min(count, width), width)
+    return needed
+
+
+def packed_places_reference(given: PackedPlaces) -> tuple[Tensor, Tensor]:
+    """:class:`PackedPlaces` in plain PyTorch."""
+    counts, width = given.num_rows.clamp(0, given.width), given.width
+    room = _room(given)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 1)).clamp_max(room)
+    starts[-1] = room
+    row = torch.arange(room, device=starts.device)
+    sequence = torch.searchsorted(starts[1:-1].contiguous(), row, right=True)
+    place = sequence * width + row - starts[sequence]
+    return starts, torch.where(sequence < len(counts), place, -1)
+
+
+def pack_rows_reference(given: PackRows) -> Tensor:
+    """:class:`PackRows` in plain PyTorch."""
+    values, source = given.values.flatten(0, 1), given.source
+    padding = (source < 0).view(-1, *[1] * (values.dim() - 1))
+    return values[source.clamp_min(0)].masked_fill(padding, given.fill).unsqueeze(0)
+
+
+def unpack_rows_reference(given: UnpackRows) -> Tensor:
+    """:class:`UnpackRows` in plain PyTorch."""
+    starts, values = given.row_starts[:-1], given.values[0]
+    row = torch.arange(given.width, device=values.device)
+    place = (starts[:-1, None] + row).clamp_max(len(values) - 1)
+    padding = row >= (starts[1:] - starts[:-1]).unsqueeze(1)
+    return values[place].masked_fill(padding.view(*padding.shape, *[1] * (values.dim() - 1)), 0)
+
+
+def take_packed_rows_reference(given: TakePackedRows) -> Tensor:
+    """:class:`TakePackedRows` in plain PyTorch."""
+    first = given.first if given.width is None else given.first.clamp(max=given.width - given.count)
+    row = (first.unsqueeze(1) + torch.arange(given.count, device=first.device)).clamp_min(0)
+    place = (given.row_starts[:-2, None] + row).clamp_max(given.values.shape[1] - 1)
+    return given.values[0][place]
+
+
+@triton.jit(do_not_specialize=["batch", "width", "room"])
+def _packed_places_kernel(
+    row_starts, source, num_rows, batch, width, room,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Where up to ``BLOCK`` rows of one sequence lie, or of the padding. The grid is (B + 1, blocks of rows)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    lane = tl.arange(0, SEQUENCES)
+    counts = tl.load(num_rows + lane, mask=lane < batch, other=0)
+    counts = tl.minimum(tl.maximum(counts, 0), width)
+    begin = tl.minimum(tl.sum(tl.where(lane < b, counts, 0), 0), room)
+    end = tl.minimum(tl.sum(tl.where(lane <= b, counts, 0), 0), room)
+    end = tl.where(b == batch, room, end)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(1) == 0:
+        tl.store(row_starts + b, begin)
+        tl.store(row_starts + b + 1, end, mask=b == batch)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(source + begin + row, tl.where(b == batch, -1, b * width + row), mask=row < end - begin)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _pack_rows_kernel(packed, values, source, size, FILL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy a part of one packed row. The grid is (R, blocks of elements)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(source + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values + tl.maximum(place, 0) * size + column, mask=(column < size) & (place >= 0), other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    fill = tl.full([BLOCK], FILL, tl.int32).to(value.dtype)
+    tl.store(packed + row * size + column, tl.where(place >= 0, value, fill), mask=column < size)
+
+
+@triton.jit(do_not_specialize=["width", "size"])
+def _unpack_rows_kernel(grid, values, row_starts, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy a part of one row of the grid. The grid of programs is (B * W, blocks of elements)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b, row = tl.program_id(0) // width, tl.program_id(0) % width
+    begin = tl.load(row_starts + b)
+    real = row < tl.load(row_starts + b + 1) - begin
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values + (begin + row) * size + column, mask=(column < size) & real, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(grid + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
+
+
+@triton.jit(do_not_specialize=["count", "latest", "room", "size"])
+def _take_packed_rows_kernel(
+    taken, values, row_starts, first, count, latest, room, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Copy a part of one row. The grid is (B * count, blocks of elements)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b, r = tl.program_id(0) // count, tl.program_id(0) % count
+    row = tl.maximum(tl.minimum(tl.load(first + b), latest) + r, 0)
+    place = tl.minimum(tl.load(row_starts + b) + row, room - 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values + place * size + column, mask=column < size)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(taken + tl.program_id(0).to(tl.int64) * size + column, value, mask=column < size)
+
+
+def packed_places_triton(given: PackedPlaces) -> tuple[Tensor, Tensor]:
+    """:class:`PackedPlaces` in one kernel."""
+    row_starts, source = _packed_places_fake(given)
+    batch, pdl = len(given.num_rows), supports_pdl(source.device)
+    _packed_places_kernel[(batch + 1, triton.cdiv(len(source), _BLOCK))](
+        row_starts, source, given.num_rows.contiguous(), batch, given.width, len(source),
+        SEQUENCES=triton.next_power_of_2(batch + 1), BLOCK=_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
+    return row_starts, source
+
+
+def pack_rows_triton(given: PackRows) -> Tensor:
+    """:class:`PackRows` in one kernel."""
+    values, packed = given.values.contiguous(), _pack_rows_fake(given)
+    if packed.numel():
+        size, options = _parts(packed, packed.shape[1])
+        grid = (packed.shape[1], triton.cdiv(size, options["BLOCK"]))
+        _pack_rows_kernel[grid](packed, values, given.source, size, FILL=given.fill, **options)
+    return packed
+
+
+def unpack_rows_triton(given: UnpackRows) -> Tensor:
+    """:class:`UnpackRows` in one kernel."""
+    values, unpacked = given.values.contiguous(), _unpack_rows_fake(given)
+    if unpacked.numel():
+        rows = unpacked.shape[0] * given.width
+        size, options = _parts(unpacked, rows)
+        grid = (rows, triton.cdiv(size, options["BLOCK"]))
+        _unpack_rows_kernel[grid](unpacked, values, given.row_starts, given.width, size, **options)
+    return unpacked
+
+
+def take_packed_rows_triton(given: TakePackedRows) -> Tensor:
+    """:class:`TakePackedRows` in one kernel."""
+    values, taken = given.values.contiguous(), _take_packed_rows_fake(given)
+    if taken.numel():
+        rows, room = taken.shape[0] * given.count, values.shape[1]
+        latest = room if given.width is None else given.width - given.count
+        size, options = _parts(taken, rows)
+        _take_packed_rows_kernel[(rows, triton.cdiv(size, options["BLOCK"]))](
+            taken, values, given.row_starts, given.first.contiguous(), given.count, latest, room, size, **options
+        )
+    return taken
+
+
+def _parts(result: Tensor, rows: int) -> tuple[int, dict[str, object]]:
+    """The elements of a row of a result of so many rows, and how a kernel copies a row in parts."""
+    size, pdl = result.numel() // rows, supports_pdl(result.device)
+    block = min(triton.next_power_of_2(size), _BLOCK)
+    return size, {"BLOCK": block, "PDL": pdl, "num_warps": 1 if block < 128 else 4, **launch_options(pdl)}
+
+
+def _room(given: PackedPlaces) -> int:
+    return given.room.shape[0] + given.num_rows.shape[0] * given.extra
+
+
+def _packed_places_fake(given: PackedPlaces) -> tuple[Tensor, Tensor]:
+    num_rows, room = given.num_rows, given.room
+    require(num_rows.dim() == 1 and room.dim() == 1, lambda: "num_rows must be [B], room [R]")
+    return num_rows.new_empty(num_rows.shape[0] + 2), num_rows.new_empty(_room(given))
+
+
+def _pack_rows_fake(given: PackRows) -> Tensor:
+    values, source = given.values, given.source
+    require(values.dim() >= 2 and source.dim() == 1, lambda: "values must be [B, W, ...], source [R]")
+    return values.new_empty(1, source.shape[0], *values.shape[2:])
+
+
+def _unpack_rows_fake(given: UnpackRows) -> Tensor:
+    values, starts = given.values, given.row_starts
+    _check_packed(values, starts)
+    return values.new_empty(starts.shape[0] - 2, given.width, *values.shape[2:])
+
+
+def _take_packed_rows_fake(given: TakePackedRows) -> Tensor:
+    values, starts, count = given.values, given.row_starts, given.count
+    _check_packed(values, starts)
+    check_batch("first", given.first, starts.shape[0] - 2)
+    fits = given.width is None or count <= given.width
+    require(fits, lambda: f"there are no {count} rows together in a line of the grid")
+    return values.new_empty(starts.shape[0] - 2, count, *values.shape[2:])
+
+
+def _check_packed(values: Tensor, row_starts: Tensor) -> None:
+    require(values.dim() >= 2 and values.shape[0] == 1, lambda: f"values must be [1, R, ...], not {list(values.shape)}")
+    require(row_starts.dim() == 1 and row_starts.shape[0] >= 2, lambda: "row_starts must be [B + 2]")
+
+
+PACKED_PLACES = declare(
+    Op(
+        "packed_places",
+        PackedPlaces,
+        _packed_places_fake,
+        triton_or_reference(packed_places_triton, packed_places_reference, moves_only=True),
+    )
+)
+PACK_ROWS = declare(
+    Op(
+        "pack_rows",
+        PackRows,
+        _pack_rows_fake,
+        triton_or_reference(pack_rows_triton, pack_rows_reference, moves_only=True),
+    )
+)
+UNPACK_ROWS = declare(
+    Op(
+        "unpack_rows",
+        UnpackRows,
+        _unpack_rows_fake,
+        triton_or_reference(unpack_rows_triton, unpack_rows_reference, moves_only=True),
+    )
+)
+TAKE_PACKED_ROWS = declare(
+    Op(
+        "take_packed_rows",
+        TakePackedRows,
+        _take_packed_rows_fake,
+        triton_or_reference(take_packed_rows_triton, take_packed_rows_reference, moves_only=True),
+    )
+)

@@ -1,0 +1,306 @@
+"""Modules run the real rows of all sequences one behind the other, instead of a grid that is partly padding.
+
+A step has a window ``[b, T]``. In a step over prompts, and in one where prompts run beside sequences that decode, most
+of this grid is padding. The functions between the modules compute a few integers for every place of it; a module runs a
+whole network. So this pass puts in front of every module call what packs its rows (:mod:`specgraph.kernels.packing`),
+and behind it what unpacks them again, or what takes the rows that are needed. Where what one module returns is
+unpacked and packed again for the next one, both are left out.
+
+Rows influence each other only through ops that read the cache, and these know the packed layout (``row_starts``).
+A module in which another op reads pages runs the grid as before, and so does one whose rows are not known to be a few
+more than those of the window at most; the report says which.
+
+The decoder applies this pass to steps that run prompts. ``room`` is a further input of such a step: its length is the
+number of rows that all sequences may have together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from torch import fx
+
+from specgraph.ir.graphs import calls, copy_module
+from specgraph.ir.program import Program
+from specgraph.ir.shapes import propagate
+from specgraph.kernels import step
+from specgraph.kernels.ops import find
+from specgraph.kernels.state import per_call
+from specgraph.passes.base import NearMiss, Pass, PassResult
+from specgraph.passes.index_rows import gathered
+from specgraph.passes.patterns import Mismatch
+
+ROOM = "room"
+"""The input ``[R]`` that says how many packed rows there is room for."""
+COUNTING = (step.settle, step.count_emitted, step.catch_up_rows, step.expand_draft_inputs, step.rerun)
+"""Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
+rows of the window, and as many further ones as the grid has further columns."""
+SEQUENCE_INPUTS = ("num_rows", "max_length")
+"""The inputs of a module from which only the slots of its rows are computed."""
+
+
+@dataclass(frozen=True)
+class PackRows(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "pack_rows"
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"packed_rows"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""
+        propagate(program)
+        packer = _Packer(program, program.placeholder(ROOM, per_call("R")))
+        found, misses = 0, []
+        for call in list(program.graph.find_nodes(op="call_module")):
+            try:
+                found += packer.pack(call)
+            except Mismatch as reason:
+                misses.append(NearMiss(call.name, str(reason)))
+        _take_from_packed(program)
+        _drop_uncalled(program)
+        grids = [node.name for node in calls(program.graph, step.unpack_rows)]
+        notes = (f"{found} calls run packed rows", *([f"unpacked again: {', '.join(grids)}"] if grids else []))
+        return PassResult(found, near_misses=tuple(misses), notes=notes)
+
+
+def grid_width(node: Any) -> str | None:
+    """The number of columns of a grid of rows ``[b, W, ...]``, such as ``T+1``; None if a node is no such grid."""
+    shape = str(node.meta.get("shape", "")) if isinstance(node, fx.Node) else ""
+    found = re.match(r"\w+\[b, (T(?:\+\d+)?)[,\]]", shape)
+    return found and found[1]
+
+
+class _Packing(NamedTuple):
+    """A grid whose rows are packed: a node of that width, and the nodes of what says where its rows lie."""
+
+    grid: fx.Node
+    row_starts: fx.Node
+    source: fx.Node
+
+
+@dataclass
+class _Packer:
+    """Packs the calls of one step graph.
+
+    Attributes:
+        packings: by the width of the grid and the node with the numbers of real rows.
+        packed: the packed rows of what was packed, or never need be unpacked, by node and packing.
+        homes: the packing of every node that unpacks rows.
+    """
+
+    program: Program
+    room: fx.Node
+    packings: dict[tuple[str, fx.Node], _Packing] = field(default_factory=dict)
+    packed: dict[tuple[fx.Node, _Packing], fx.Node] = field(default_factory=dict)
+    homes: dict[fx.Node, _Packing] = field(default_factory=dict)
+
+    def pack(self, call: fx.Node) -> bool:
+        """Let a call run packed rows; False if it runs no grid.
+
+        Raises:
+            Mismatch: it has to run a grid.
+        """
+        given = self._arguments(call)
+        grids = [name for name, node in given.items() if grid_width(node)]
+        if not grids:
+            return False
+        packing = self._packing(call, given, grids)
+        module = f"{call.target}_packed"
+        if module not in self.program.modules:
+            self.program.modules[module] = packed_module(self.program.modules[str(call.target)], grids)
+            if call.target in self.program.compiled and self.program.target.device.type != "cpu":
+                self.program.compiled |= {module}  # on a CPU, prompts run through modules as they are
+        names = [node.name for node in self.program.modules[module].graph.find_nodes(op="placeholder")]
+        with self.program.graph.inserting_before(call):
+            own = {name: self._pack(given[name], packing) if name in grids else given.get(name) for name in names}
+            if "slots" in names:
+                own["slots"] = self._slots(call, given, packing)
+            if "row_starts" in names:
+                own["row_starts"] = packing.row_starts
+            new = self.program.graph.create_node("call_module", module, (), own)
+        self._replace(call, new, packing)
+        return True
+
+    def _arguments(self, call: fx.Node) -> dict[str, Any]:
+        names = [n.name for n in self.program.modules[str(call.target)].graph.find_nodes(op="placeholder")]
+        return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+
+    def _packing(self, call: fx.Node, given: dict[str, Any], grids: list[str]) -> _Packing:
+        """How the rows of a call are packed: as those of the call that gave them, if nothing counts them anew."""
+        widths = {str(grid_width(given[name])) for name in grids}
+        if len(widths) > 1:
+            raise Mismatch(f"it runs grids of the widths {', '.join(sorted(widths))}")
+        if "num_rows" not in given:
+            homes = {self.homes.get(given[name]) for name in grids}
+            home = homes.pop()
+            if homes or home is None:
+                raise Mismatch("nothing says which of its rows are real")
+            return home
+        (width,) = widths
+        counts, window_rows = self._counts(given["num_rows"], width), gathered(self.program, "num_rows")
+        key = (width, counts)
+        if key not in self.packings:
+            extra = int(width[2:] or 0)
+            grid = self.program.input("window") if counts is window_rows else given[grids[0]]
+            self.packings[key] = self._places(counts, grid, extra, call)
+        return self.packings[key]
+
+    def _counts(self, num_rows: fx.Node, width: str) -> fx.Node:
+        """The node that says how many rows of a grid are packed.
+
+        Rows of the window that were accepted are packed as all of its real rows are, so that nothing has to be moved
+        between the target and a drafter.
+        """
+        window_rows = gathered(self.program, "num_rows")
+        if num_rows is window_rows:
+            return window_rows
+        origin = num_rows.args[0] if num_rows.target is operator.getitem else num_rows
+        if not isinstance(origin, fx.Node) or origin.target not in COUNTING:
+            raise Mismatch(f"{num_rows.name} may be more rows than there is room for")
+        return window_rows if width == "T" else num_rows
+
+    def _call(self, function: Callable[..., Any], *args: Any, name: str, **kwargs: Any) -> fx.Node:
+        """A call of a function where the graph inserts; its name gets a number if another node has it."""
+        return self.program.graph.create_node("call_function", function, args, kwargs, name=name)
+
+    def _places(self, counts: fx.Node, grid: fx.Node, extra: int, call: fx.Node) -> _Packing:
+        with self.program.graph.inserting_before(call):
+            options = {"extra": extra} if extra else {}
+            places = self._call(step.packed_places, counts, self.room, grid, name="places", **options)
+            starts = self._call(operator.getitem, places, 0, name="row_starts")
+            source = self._call(operator.getitem, places, 1, name="source")
+        return _Packing(grid, starts, source)
+
+    def _pack(self, grid: fx.Node, packing: _Packing, fill: int = 0) -> fx.Node:
+        """The packed rows of a grid."""
+        key = (grid, packing)
+        if key not in self.packed:
+            options = {"fill": fill} if fill else {}
+            name = f"packed_{grid.name}"
+            self.packed[key] = self._call(step.pack_rows, grid, packing.source, name=name, **options)
+        return self.packed[key]
+
+    def _slots(self, call: fx.Node, given: dict[str, Any], packing: _Packing) -> fx.Node:
+        """The slots of the packed rows of a call."""
+        module = self.program.modules[str(call.target)]
+        (inside,) = calls(module.graph, step.row_slots)
+        arguments = tuple(given[node.name] for node in inside.args)  # type: ignore[union-attr]
+        slots = self._call(step.row_slots, *arguments, name="slots", **inside.kwargs)
+        return self._pack(slots, packing, fill=-1)
+
+    def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
+        """Let results of the new call stand in the place of the old one's, unpacked where they are grids."""
+        new.meta = {key: value for key, value in call.meta.items() if key not in ("shape", "outputs", "pass_name")}
+        results = [(call, new)]
+        if "outputs" in call.meta:
+            results = []
+            for old in list(call.users):
+                with self.program.graph.inserting_before(old):
+                    item = self._call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
+                results.append((old, item))
+        name = call.name
+        for old, value in results:
+            self._unpack(old, value, packing)
+        self.program.graph.erase_node(call)
+        new.name = name
+
+    def _unpack(self, old: fx.Node, value: fx.Node, packing: _Packing) -> None:
+        """Let a result, unpacked if it is a grid, stand in the place of an old one."""
+        if grid_width(old):
+            with self.program.graph.inserting_after(value):
+                arguments = (value, packing.row_starts, packing.grid)
+                unpacked = self.program.graph.call_function(step.unpack_rows, arguments)
+            self.packed[unpacked, packing] = value
+            self.homes[unpacked] = packing
+            unpacked.meta["shape"] = old.meta["shape"]
+        else:
+            unpacked = value
+        for key in ("role",):
+            if key in old.meta:
+                unpacked.meta[key] = old.meta[key]
+        name = old.name
+        old.replace_all_uses_with(unpacked)
+        if old.op != "call_module":
+            self.program.graph.erase_node(old)
+            unpacked.name = name
+
+
+def packed_module(module: fx.GraphModule, grids: list[str]) -> fx.GraphModule:
+    """A copy of a module that takes the inputs ``grids`` ``[b, W, ...]`` as packed rows ``[1, R, ...]``.
+
+    It takes their ``slots`` where it has computed these, and ``row_starts`` where anything needs to know which sequence
+    a row is of.
+
+    Raises:
+        Mismatch: an op of it reads pages, and takes no packed rows.
+    """
+    copy = copy_module(module)
+    graph = copy.graph
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    with graph.inserting_after([*inputs.values()][-1]):
+        row_starts = graph.placeholder("row_starts")
+        slots = graph.placeholder("slots")
+    for node in list(calls(graph, step.row_slots)):
+        if any(not isinstance(arg, fx.Node) or arg.op != "placeholder" for arg in node.args):
+            raise Mismatch(f"{node.name} is computed from other values than the module's inputs")
+        node.replace_all_uses_with(slots)
+        graph.erase_node(node)
+    for node in list(_across_rows(graph)):
+        if node.target is step.take_rows:
+            values, first, count = node.args
+            node.target, node.args = step.take_packed_rows, (values, row_starts, first, count)
+        else:
+            node.update_kwarg("row_starts", row_starts)
+    slots.name = "slots"  # which the node in its place may have been named
+    for node in (slots, row_starts, *(inputs[name] for name in SEQUENCE_INPUTS if name in inputs)):
+        if not node.users:
+            graph.erase_node(node)
+    left = [name for name in SEQUENCE_INPUTS if name in inputs and inputs[name].users]
+    if left:
+        raise Mismatch(f"it reads {left[0]} for something else than slots")
+    graph.lint()
+    copy.recompile()
+    return copy
+
+
+def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that have to know which sequence a row is of.
+
+    Raises:
+        Mismatch: one of them does not take packed rows.
+    """
+    for node in graph.nodes:
+        op = find(node.target)
+        names = {entry.name for entry in dataclasses.fields(op.arguments)} if op is not None else set()
+        if node.target is step.take_rows or "row_starts" in names:
+            yield node
+        elif "block_table" in names:
+            raise Mismatch(f"{node.name} reads pages and takes no packed rows")
+
+
+def _take_from_packed(program: Program) -> None:
+    """Take rows of a grid from the packed ones, and leave out what then is unpacked for nobody."""
+    for unpacked in list(calls(program.graph, step.unpack_rows)):
+        values, row_starts, grid = unpacked.args
+        for user in list(unpacked.users):
+            if user.target is step.needed_rows:
+                user.target, user.args = step.needed_packed_rows, (values, row_starts, grid, *user.args[1:])
+            elif user.target is step.take_rows:
+                user.target, user.args = step.take_packed_rows, (values, row_starts, *user.args[1:])
+        if not unpacked.users:
+            program.graph.erase_node(unpacked)
+
+
+def _drop_uncalled(program: Program) -> None:
+    """Leave out modules whose calls have all become calls of another."""
+    called = {node.target for node in program.graph.find_nodes(op="call_module")}
+    for name in program.modules.keys() - called:
+        if f"{name}_packed" in called:
+            del program.modules[name]
+    program.compiled &= program.modules.keys()

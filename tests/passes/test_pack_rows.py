@@ -1,0 +1,159 @@
+"""Packed rows of modules: where the nodes stand, what stays a grid, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.ir.state import allocate
+from specgraph.ir.verifier import verify_program
+from specgraph.kernels import step
+from specgraph.passes.fuse_step import FuseStep
+from specgraph.passes.fuse_verify import FuseVerify
+from specgraph.passes.index_rows import IndexRows
+from specgraph.passes.insert_processors import InsertProcessors
+from specgraph.passes.pack_rows import ROOM, PackRows, grid_width
+from specgraph.passes.pipeline import apply
+from tests.compiler.test_pipeline import body
+from tests.drafters.test_matrix import DRAFTERS, VOCAB, decoder, heads_exported_once
+from tests.passes.test_insert_processors import built
+
+__all__ = ["heads_exported_once"]
+pytestmark = pytest.mark.usefixtures("cached_traces")
+WHOLE = (FuseVerify(), InsertProcessors(), FuseStep(), IndexRows())
+COUNTS = (5, 0, 1, 7, 3)
+"""The real rows of each sequence; the second is inactive, and the last one decodes."""
+
+
+def packed(program: Program) -> tuple[Program, Any]:
+    report, after = apply(PackRows(), program)
+    verify_program(after)
+    return after, report.result
+
+
+def test_the_target_runs_packed_rows_and_only_needed_ones_are_taken_from_them() -> None:
+    program, result = packed(built("none", *WHOLE))
+    lines = [
+        line for line in body(program) if any(word in line for word in ("pack", "row_starts", "places", "lm_head"))
+    ]
+    assert lines == [
+        "row_starts, source = packed_places(gathered_num_rows, room, window)",
+        "packed_window = pack_rows(window, source)",
+        "packed_positions = pack_rows(positions, source)",
+        "packed_slots = pack_rows(slots, source, fill=-1)",
+        "hidden = self.target_packed(tokens=packed_window, positions=packed_positions, "
+        "block_table=gathered_block_table, caches=target_caches, slots=packed_slots, row_starts=row_starts)",
+        "needed = needed_packed_rows(hidden, row_starts, window, gathered_num_forced, 1)",
+        "logits = self.lm_head(needed)",
+    ]
+    assert result.notes == ("1 calls run packed rows",) and not result.near_misses
+    assert "target" not in program.modules and "max_length" not in str(program.modules["target_packed"].graph)
+
+
+def test_what_a_draft_model_reads_is_packed_with_room_for_a_row_more_of_each() -> None:
+    program, result = packed(built("draft_model", *WHOLE))
+    assert result.matches == 2 and len(list(calls(program.graph, step.packed_places))) == 2
+    (own,) = (node for node in calls(program.graph, step.packed_places) if node.kwargs)
+    assert own.kwargs == {"extra": 1}
+    # A chained call drafts for one row of each sequence, which is no grid.
+    assert [n.target for n in program.graph.find_nodes(op="call_module") if "draft" in n.target] == [
+        "draft_packed", "draft", "draft",
+    ]  # fmt: skip
+
+
+def test_a_grid_is_told_by_its_columns() -> None:
+    program = built("draft_model", *WHOLE)
+    verify_program(program)
+    widths = {node.name: grid_width(node) for node in program.graph.nodes}
+    assert widths["window"] == "T" and widths["start"] is None and widths["position_1"] is None
+    assert "T+1" in widths.values()
+
+
+def outcome(program: Program, state: dict[str, Any], window: Tensor, room: int | None) -> tuple[Any, dict[str, Any]]:
+    """What a step gives for active sequences, and the state behind it."""
+    own = {name: _clone(value) for name, value in state.items() if room is not None or name != ROOM}
+    if room is not None:
+        own[ROOM] = torch.empty(room, dtype=torch.int64)
+    with torch.no_grad():
+        results = program.step()(window=window, **own)
+    own.pop(ROOM, None)
+    return [part for part in results if isinstance(part, Tensor)], own
+
+
+def _clone(value: Any) -> Any:
+    return tuple(map(_clone, value)) if isinstance(value, tuple) else value.clone()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_step_over_prompts_and_drafts_is_the_same(name: str) -> None:
+    """Prompts of all lengths, and a sequence that verifies drafts, some of them wrong."""
+    program = decoder(name, None, "llama", "block", 3, max_length=64).stages["index_rows"]
+    batch, width = len(COUNTS), max(COUNTS)
+    state = allocate(program, {"B": batch, "M": 8, "N": 8 * batch, "S": 64, "E": 1, "R": 1}, torch.device("cpu"))
+    state["block_table"].copy_(torch.randperm(8 * batch, generator=torch.Generator().manual_seed(1)).view(batch, 8))
+    state["max_length"].fill_(30)
+    state["eos_ids"].fill_(-1)
+    state["seeds"].copy_(torch.arange(batch))
+    state["temperature"].copy_(torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))
+    state["num_rows"].copy_(torch.tensor(COUNTS))
+    state["num_forced"].copy_(torch.tensor([5, 0, 0, 6, 0]))
+    window = torch.randint(0, VOCAB, (batch, width), generator=torch.Generator().manual_seed(2))
+    after, result = packed(program)
+    assert result.matches and not result.near_misses
+    expected, kept = outcome(program, state, window, None)
+    for spare in (0, 9):
+        found, own = outcome(after, state, window, sum(COUNTS) + spare)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        for key, value in kept.items():
+            _close(own[key], value, key)
+
+
+def _close(found: Any, expected: Any, key: str) -> None:
+    if isinstance(expected, tuple):
+        for a, b in zip(found, expected, strict=True):
+            _close(a, b, key)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{key}: {text}")
+
+
+def _with(program: Program, change: Callable[[fx.Graph], None]) -> Program:
+    copy = program.copy()
+    change(copy.modules["target"].graph)
+    copy.modules["target"].recompile()
+    return copy
+
+
+def test_a_module_that_reads_its_row_counts_for_something_else_runs_the_grid() -> None:
+    def read(graph: fx.Graph) -> None:
+        rows = next(node for node in graph.nodes if node.name == "num_rows")
+        (result,) = graph.output_node().args
+        with graph.inserting_before(graph.output_node()):
+            some = graph.call_function(torch.ops.aten.sum.default, (rows,))
+            graph.output_node().args = (graph.call_function(torch.ops.aten.add.Tensor, (result, some)),)
+
+    program, result = packed(_with(built("none", *WHOLE), read))
+    assert [(miss.where, miss.reason) for miss in result.near_misses] == [
+        ("hidden", "it reads num_rows for something else than slots")
+    ]
+    assert "target" in program.modules and not result.matches
+
+
+def test_rows_that_are_counted_by_an_unknown_function_run_as_a_grid() -> None:
+    program = built("draft_model", *WHOLE)
+    every = program.graph.find_nodes(op="call_module", target="draft")
+    (call,) = (node for node in every if grid_width(node.kwargs["tokens"]))
+    with program.graph.inserting_before(call):
+        more = program.graph.call_function(torch.add, (call.kwargs["num_rows"], 1))
+    more.name = "more"
+    call.update_kwarg("num_rows", more)
+    _, result = packed(program)
+    assert [(miss.where, miss.reason) for miss in result.near_misses] == [
+        (call.name, "more may be more rows than there is room for")
+    ]
