@@ -190,45 +190,43 @@ class _Packer:
         """The slots of the packed rows of a call."""
         module = self.program.modules[str(call.target)]
         (inside,) = calls(module.graph, step.row_slots)
-        arguments = tuple(given[node.name] for node in inside.args)  # type: ignore[union-attr]
+        inputs: Any = inside.args
+        arguments = [given[node.name] for node in inputs]
         slots = self._call(step.row_slots, *arguments, name="slots", **inside.kwargs)
         return self._pack(slots, packing, fill=-1)
 
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
         """Let results of the new call stand in the place of the old one's, unpacked where they are grids."""
         new.meta = {key: value for key, value in call.meta.items() if key not in ("shape", "outputs", "pass_name")}
-        results = [(call, new)]
-        if "outputs" in call.meta:
-            results = []
-            for old in list(call.users):
-                with self.program.graph.inserting_before(old):
-                    item = self._call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
-                results.append((old, item))
-        name = call.name
-        for old, value in results:
-            self._unpack(old, value, packing)
-        self.program.graph.erase_node(call)
+        items = list(call.users) if "outputs" in call.meta else []
+        for old in items:
+            with self.program.graph.inserting_before(old):
+                item = self._call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
+            unpacked = self._unpacked(old, item, packing)
+            if "role" in old.meta:
+                unpacked.meta["role"] = old.meta["role"]
+            self._exchange(old, unpacked)
+        if not items:
+            call.replace_all_uses_with(self._unpacked(call, new, packing))
+        self._exchange(call, new)
+
+    def _exchange(self, old: fx.Node, new: fx.Node) -> None:
+        """Erase a node, for which another one stands under its name."""
+        name = old.name
+        old.replace_all_uses_with(new)
+        self.program.graph.erase_node(old)
         new.name = name
 
-    def _unpack(self, old: fx.Node, value: fx.Node, packing: _Packing) -> None:
-        """Let a result, unpacked if it is a grid, stand in the place of an old one."""
-        if grid_width(old):
-            with self.program.graph.inserting_after(value):
-                arguments = (value, packing.row_starts, packing.grid)
-                unpacked = self.program.graph.call_function(step.unpack_rows, arguments)
-            self.packed[unpacked, packing] = value
-            self.homes[unpacked] = packing
-            unpacked.meta["shape"] = old.meta["shape"]
-        else:
-            unpacked = value
-        for key in ("role",):
-            if key in old.meta:
-                unpacked.meta[key] = old.meta[key]
-        name = old.name
-        old.replace_all_uses_with(unpacked)
-        if old.op != "call_module":
-            self.program.graph.erase_node(old)
-            unpacked.name = name
+    def _unpacked(self, old: fx.Node, value: fx.Node, packing: _Packing) -> fx.Node:
+        """A grid for the packed rows ``value`` if a result was a grid before, and else ``value`` as it is."""
+        if not grid_width(old):
+            return value
+        with self.program.graph.inserting_after(value):
+            unpacked = self.program.graph.call_function(step.unpack_rows, (value, packing.row_starts, packing.grid))
+        unpacked.meta["shape"] = old.meta["shape"]
+        self.packed[unpacked, packing] = value
+        self.homes[unpacked] = packing
+        return unpacked
 
 
 def packed_module(module: fx.GraphModule, grids: list[str]) -> fx.GraphModule:

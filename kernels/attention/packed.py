@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
     def grid(rows: Tensor) -> Tensor:
         return unpack_rows_reference(UnpackRows(rows, starts, width))
 
-    new = {name: grid(getattr(given, name).transpose(1, 2)).transpose(1, 2) for name in ("q", "k", "v")}
+    new: dict[str, Any] = {"slots": grid(given.slots - PADDING_SLOT) + PADDING_SLOT, "positions": grid(given.positions)}
+    new |= {name: grid(getattr(given, name).transpose(1, 2)).transpose(1, 2) for name in ("q", "k", "v")}
     if isinstance(given, RotaryAttention):
         new |= {name: grid(getattr(given, name)) for name in ("cos", "sin")}
-    new |= {"slots": grid(given.slots - PADDING_SLOT) + PADDING_SLOT, "positions": grid(given.positions)}
     out = attend(dataclasses.replace(given, **new, row_starts=None))
     room = torch.empty(given.q.shape[2], device=starts.device)
     _, source = packed_places_reference(PackedPlaces(counts, room, width, 0))

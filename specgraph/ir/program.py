@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.errors import PassError
+from specgraph.ir.compiling import compile_module
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.graphs import copy_graph, copy_module, new_module
 from specgraph.ir.model_info import ModelInfo
@@ -60,7 +61,7 @@ class Program:
         """
         known = known or {}
         new = sorted(self.compiled - known.keys())
-        compiled: dict[str, Any] = {name: torch.compile(self.modules[name], dynamic=True) for name in new}
+        compiled: dict[str, Any] = {name: compile_module(self.modules[name]) for name in new}
         if self.target.device.type != "cpu":
             return {**known, **compiled}
         most = 2 * (self.drafter.num_speculative_tokens + 1)  # of a draft call that catches up, with its mask rows

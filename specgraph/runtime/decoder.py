@@ -355,7 +355,9 @@ class SpeculativeDecoder:
         with self._plain_mode():
             runner = self._runners.take(sizes)
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
-        policy = Policy(self.config.cache.prefill_chunk, fair, self._drafts_by_load())
+        # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
+        joint = not (self._program.compiled and self._program.target.device.type == "cpu")
+        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load())
         engine = Engine(runner, self._variants.step, policy, self._overhead, logprobs, always_draws, self._host_time)
         try:
             yield engine

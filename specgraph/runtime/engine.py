@@ -33,7 +33,7 @@ from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.workspace import Mode
 
 BESIDE = 256
-"""Prompt rows in a step in which others decode, where these shall not wait for long."""
+"""Prompt rows in a step while others decode, where these shall not wait for long."""
 BESIDE_ALL = 1024
 """The same where nobody waits for single tokens: with more, rows stand idle longer while their prompts are run."""
 
@@ -46,12 +46,15 @@ class Policy:
         chunk: the most prompt rows of a sequence in a step.
         fair: whether somebody waits for every token, so that no step may take long and no sequence waits for others to
             enter together with it.
+        joint: whether sequences that decode take part in steps that run prompts. Else the two take turns, or, if not
+            ``fair``, all prompts come first. That is better where decode steps have faster code than prompts have.
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
             empty table, is the drafter's own. Prompt steps make as many drafts always, so there is one variant of them.
     """
 
     chunk: int
     fair: bool
+    joint: bool = True
     drafts: Mapping[int, int | None] = field(default_factory=dict)
 
     def drafts_of(self, count: int) -> int | None:
@@ -90,6 +93,7 @@ class Engine:
         self._under_way: deque[UnderWay] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
+        self._last_was_wide = False
         self._reused_tokens = 0
         self._lock = threading.Lock()
         self._begin = time.perf_counter()
@@ -193,7 +197,8 @@ class Engine:
         with self._lock:
             if self._decoding and not self._policy.fair:  # nobody watches, so all together is what counts
                 ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
-                enough = group_size(self._runner.sizes["B"], self._runner.width, ends, self._overhead)
+                sizes = self._runner.sizes["B"], self._runner.width
+                enough = group_size(*sizes, ends, self._overhead, joint=self._policy.joint)
                 if len(self._free_rows) < min(enough, len(self._waiting)):
                     return
             if self._waiting and self._free_rows:
@@ -246,10 +251,15 @@ class Engine:
 
     def _enqueue(self, going: list[Running]) -> UnderWay:
         """One more step: over what the last ones laid out for those ``going`` on, and over prompts that are pending."""
+        policy, wide = self._policy, bool(self._prefill.pending())
+        if wide and going and not policy.joint:
+            wide = not (policy.fair and self._last_was_wide)
+            going = [] if wide else going
+        self._last_was_wide = wide
         for sequence in going:
             sequence.room -= 1
         self._num_decode_steps += bool(going)
-        if self._prefill.pending():
+        if wide:
             return self._enqueue_prompts(going)
         self._choose_mode(self._policy.drafts_of(len(going)), going)
         pause = self._pause(going)
@@ -278,12 +288,9 @@ class Engine:
         return sorted([s for s in self._decoding if s.room > 0], key=_row)
 
     def _enqueue_prompts(self, going: list[Running]) -> UnderWay:
-        beside = BESIDE if self._policy.fair else BESIDE_ALL
         drafts = self._policy.drafts_of(len(going)) if going else None
-        chunk = self._prefill.fill(
-            self._policy.chunk, beside if going else MOST_ROWS, [s.row for s in going],
-            None if drafts is None else drafts + 1,
-        )  # fmt: skip
+        width = None if drafts is None else drafts + 1
+        chunk = self._prefill.fill(self._policy.chunk, self._budget(going), [s.row for s in going], width)
         pending = {*self._prefill.pending()}
         prompts = [self._running[row] for row in chunk.rows[: len(chunk.forced)]]
         sequences = [*prompts, *going]
@@ -300,6 +307,12 @@ class Engine:
             sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
             self.pages.offer(sequence.reserved, sequence.request.prompt)
         return UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause)
+
+    def _budget(self, going: list[Running]) -> int:
+        """The most prompt rows of a step in which those ``going`` on take part."""
+        if self._policy.fair and self._decoding:
+            return BESIDE
+        return BESIDE_ALL if going else MOST_ROWS
 
     def _cancel(self) -> None:
         """End what is to be cancelled, whether it waits or runs."""

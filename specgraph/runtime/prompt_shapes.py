@@ -124,15 +124,15 @@ class Overhead(NamedTuple):
         return Overhead(*(max(reading, round(flops / (2 * num_parameters))) for flops in launching))
 
 
-def group_size(rows: int, width: int, ends: float, overhead: Overhead) -> int:
+def group_size(rows: int, width: int, ends: float, overhead: Overhead, *, joint: bool = True) -> int:
     """How many sequences best enter together, where ``rows`` sequences decode with ``width`` rows each.
 
-    Those that decode take part in the step that runs the prompts of a group. So every group costs what such a step
-    costs more than a decode step, and while a group gathers, half of its rows are idle on average. With ``ends``
-    sequences that end per decode step, and that cost as ``F`` decode steps, a group of ``g`` costs ``ends / g * F`` of
-    the time, and ``g / 2 / rows``: together the least for ``sqrt(2 rows ends F)``.
+    Every group costs the overhead of a step that runs its prompts; if sequences that decode take part in it
+    (``joint``), what this is more than that of a decode step. While a group gathers, half of its rows are idle on
+    average. With ``ends`` sequences that end per decode step, and an overhead of ``F`` decode steps, a group of ``g``
+    costs ``ends / g * F`` of the time, and ``g / 2 / rows``: together the least for ``sqrt(2 rows ends F)``.
     """
-    factor = (overhead.prompt - overhead.decode) / (overhead.decode + rows * width)
+    factor = (overhead.prompt - joint * overhead.decode) / (overhead.decode + rows * width)
     return max(1, min(rows // 2, round(math.sqrt(2 * rows * ends * factor))))
 
 

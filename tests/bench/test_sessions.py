@@ -73,10 +73,13 @@ def test_bytes_are_those_of_every_step() -> None:
     work.add_call([len(prompt) for prompt in PROMPTS], decoder.stream(**call))
     contexts = sum(len(prompt) + i for prompt, n in zip(PROMPTS, NEW, strict=True) for i in range(1, n))
     assert sum(batch * steps for batch, steps in work.decode_steps.items()) == sum(n - 1 for n in NEW)
-    assert (max(work.decode_steps), work.prompt_tokens) == (2, 26)
+    assert (max(work.decode_steps), work.prompt_tokens, work.prompt_steps) == (2, 8, 1)  # other prompts join others
+    assert work.shared_steps == 3
     steps = work.prompt_steps + work.decode_steps.total()
     assert steps == decoder.generate(**call).stats.steps
-    assert work.num_bytes(decoder.stages["insert_verify"], 0) == (TARGET + ROTARY) * steps + 2 * PER_TOKEN * contexts
+    expected = (TARGET + ROTARY) * steps + 2 * PER_TOKEN * contexts
+    # Contexts are means, so each number of sequences may lose a part of a byte.
+    assert 0 <= expected - work.num_bytes(decoder.stages["insert_verify"], 0) <= len(work.decode_steps)
 
 
 def test_batches_wait_for_their_longest_sequence_and_a_session_does_not() -> None:

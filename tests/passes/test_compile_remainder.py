@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from specgraph.errors import ConfigError, PassError
+from specgraph.ir import compiling
 from specgraph.ir.graphs import remove_dead_code
 from specgraph.ir.program import CompiledFor
 from specgraph.passes.base import PassResult
@@ -71,7 +73,7 @@ def test_on_a_cpu_a_prompt_runs_through_the_modules_as_they_are(monkeypatch: pyt
     """A decode step has 3 rows per sequence; a module with at most twice as many is compiled."""
     compiled_widths: list[int] = []
 
-    def compile_nothing(module: torch.nn.Module, dynamic: bool) -> torch.nn.Module:
+    def compile_nothing(module: torch.nn.Module, **options: object) -> torch.nn.Module:
         def noting(*args: object, **kwargs: torch.Tensor) -> object:
             (first,) = {value.shape[1] for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) == 3} or {0}
             compiled_widths.append(first)
@@ -100,3 +102,21 @@ def test_a_module_that_takes_no_rows_is_compiled_as_well():
     """As the one that holds the hidden state of P-EAGLE's mask rows."""
     constant = Call(lambda: 3)
     assert CompiledFor(4, Call(lambda: 2), constant)() == 3
+
+
+@pytest.mark.usefixtures("torch_compile")
+def test_code_that_was_compiled_for_other_ops_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor keeps code on disk, and knows ops by their names alone."""
+    counters, linear = torch._dynamo.utils.counters["inductor"], torch.nn.Linear(3, 2)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def misses() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            compiling.compile_module(linear)(torch.ones(1, 3))
+        return counters["fxgraph_cache_miss"]
+
+    assert (misses(), misses()) == (1, 0)
+    monkeypatch.setattr(compiling, "_digest", lambda: b"other ops")
+    assert (misses(), misses()) == (1, 0)

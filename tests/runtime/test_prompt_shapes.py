@@ -11,12 +11,17 @@ import pytest
 from specgraph.runtime.prompt_shapes import (
     FEW_ROWS,
     FORESEEN,
+    MOST_CELLS,
     MOST_ROWS,
     Overhead,
+    captured_width,
     entries,
+    fill,
     group_size,
     num_together,
+    padded_rows,
     padded_width,
+    power_of_two,
 )
 
 LARGE, SMALL = Overhead.of(8 * 10**9, "cuda"), Overhead.of(10**7, "cuda")
@@ -114,14 +119,66 @@ def _cost_as_taken(widths: list[int], most: int, overhead: int) -> float:
 
 
 def test_groups_are_larger_where_prompt_steps_cost_more_and_more_sequences_end() -> None:
-    assert group_size(64, 1, 0.25, LARGE) == 5 and group_size(64, 4, 0.6, LARGE) == 5
-    assert group_size(64, 1, 0.5, SMALL) == 18 and group_size(64, 4, 1.4, SMALL) == 30
+    assert group_size(64, 1, 0.25, LARGE) == group_size(64, 4, 0.6, LARGE) == 1  # reading the weights is paid anyway
+    assert group_size(64, 1, 0.25, LARGE, joint=False) == 5 and group_size(64, 4, 1.4, SMALL, joint=False) == 30
+    assert group_size(64, 1, 0.5, SMALL) == 16 and group_size(64, 4, 1.4, SMALL) == 26
     assert group_size(64, 1, 64.0, SMALL) == 32 and group_size(2, 1, 0.1, LARGE) == group_size(1, 1, 1.0, SMALL) == 1
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(("width", "ends", "overhead"), [(1, 0.25, LARGE), (4, 0.6, LARGE), (1, 0.5, SMALL)])
-def test_no_other_group_costs_less(width: int, ends: float, overhead: Overhead) -> None:
+def test_no_other_group_costs_less(width: int, ends: float, overhead: Overhead, joint: bool) -> None:
     def cost(group: int) -> float:
-        return overhead.prompt * ends / group + (overhead.decode + 64 * width) * group / 2 / 64
+        more = overhead.prompt - (overhead.decode if joint else 0)
+        return more * ends / group + (overhead.decode + 64 * width) * group / 2 / 64
 
-    assert min(range(1, 33), key=cost) in {group_size(64, width, ends, overhead) + d for d in (-1, 0, 1)}
+    assert min(range(1, 33), key=cost) in {group_size(64, width, ends, overhead, joint=joint) + d for d in (-1, 0, 1)}
+
+
+def test_packed_rows_are_rounded_up_to_whole_tiles() -> None:
+    assert [padded_rows(rows) for rows in (1, 17, 128, 129, 300, 1100, 2049, 5000)] == [
+        16, 32, 128, 256, 384, 1152, 2304, 5120,
+    ]  # fmt: skip
+    for rows in range(1, 9000):
+        padded = padded_rows(rows)
+        assert padded >= rows and padded_rows(padded) == padded
+        assert padded - rows < max(rows / 8, FEW_ROWS)
+    assert len({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)}) == 4 + 15 + 16
+
+
+def test_windows_have_few_widths_and_little_room_for_many_sequences() -> None:
+    assert [captured_width(width, 1) for width in (1, 200, 257, 2048)] == [256, 256, 512, 2048]
+    assert [captured_width(3, count) for count in (2, 64, 65, 1024)] == [256, 256, 128, 16]
+
+
+@pytest.mark.parametrize(
+    ("left", "most", "budget", "others", "taken"),
+    [
+        ([7], 9, 100, 0, [7]),
+        ([30], 9, 100, 0, [8]),  # the token behind them is the ninth column
+        ([30, 5, 9, 10], 9, 100, 0, [8, 5, 9, 8]),
+        ([30, 5, 9], 9, 12, 0, [8, 4]),
+        ([30, 5, 9], 99, 33, 0, [30, 3]),
+        ([5, 9], 99, 5, 3, [5]),
+        ([2000, 900], 2048, 8192, 14, [1023, 900]),  # 16 sequences have 1,024 columns each
+        ([2000, 900], 2048, 8192, 0, [2000, 900]),
+        ([9000], 2048, 8192, 63, [255]),
+        ([5, 5], 1, 100, 0, [1, 1]),
+    ],
+)
+def test_prompts_are_run_in_their_order_as_far_as_they_have_room(
+    left: list[int], most: int, budget: int, others: int, taken: list[int]
+) -> None:
+    assert fill(left, most, budget, others) == taken
+
+
+def test_no_window_is_too_large_and_none_stands_still() -> None:
+    dice = random.Random(1)
+    for _ in range(500):
+        left = [dice.randint(1, dice.choice((9, 300, 4000))) for _ in range(dice.randint(1, 80))]
+        most, budget, others = dice.choice((2, 7, 256, 2048)), dice.choice((1, 60, 256, 8192)), dice.choice((0, 5, 63))
+        counts = fill(left, most, budget, others)
+        columns = [n + (n < rows) for n, rows in zip(counts, left, strict=False)]
+        assert counts and min(counts) >= 1 and sum(counts) <= budget and max(columns) <= max(most, 2)
+        assert len(counts) + others == 1 or power_of_two(len(counts) + others) * max(columns) <= MOST_CELLS
+        assert all(n <= rows for n, rows in zip(counts, left, strict=False))

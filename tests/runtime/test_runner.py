@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
 from specgraph.runtime.cuda_graphs import Mailbox, first_error
+from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.runner import GraphRunner, Runners
 from specgraph.runtime.state import staged
 from specgraph.runtime.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
@@ -214,9 +214,9 @@ def test_an_interrupted_call_leaves_the_counters_of_its_workspace(
 
 def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: SpeculativeDecoder) -> None:
     decoder.generate(PROMPTS, max_new_tokens=2)
-    (step,) = decoder._variants.steps.values()
+    steps = decoder._variants.steps.values()
     kept = {tensor.data_ptr() for tensor in idle(decoder)._weights.values()}
-    assert {p.data_ptr() for p in (*step.parameters(), *step.buffers())} <= kept
+    assert len(steps) == 2 and {p.data_ptr() for step in steps for p in (*step.parameters(), *step.buffers())} <= kept
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
@@ -228,12 +228,13 @@ def test_capturing_a_prompt_step_changes_no_state(kind: str) -> None:
             session.submit(prompt, max_new_tokens=40, eos_token_id=[], temperature=1.0, seed=1)
         for _ in range(9):
             session.step()
-        runner, ((mode, step),) = session._engine._runner, decoder._variants.steps.items()
+        runner, steps = session._engine._runner, decoder._variants.steps
         assert isinstance(runner, GraphRunner)
         before = pytree.tree_map(torch.clone, runner.state)
-        shape = Shape(mode, 2, 16)
+        (mode,) = (mode for mode in steps if mode.packed)
+        shape = Shape(mode, 2, 16, 32)
         assert shape not in runner.space.shapes
-        assert runner._step is step
+        runner.use(mode, steps[mode])
         runner._graph(shape, GraphRunner._load)
         assert shape in runner.space.shapes and bool(before["num_rows"].any())
         assert all(map(torch.equal, pytree.tree_leaves(runner.state), pytree.tree_leaves(before)))
@@ -244,28 +245,32 @@ def test_a_prompt_step_runs_in_the_next_larger_shape_and_gives_the_same(
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": [1, 2, 3, 4]}
     expected = plain.generate(PROMPTS, **options).new_tokens
-    widths = lambda space: {(shape.entries, shape.width) for shape in space.shapes if shape.width is not None}  # noqa: E731
     seen = []
-    for grain in (None, 5, 32):
-        if grain is not None:
-            rounded = functools.partial(lambda grain, width, count: -(-width // grain) * grain, grain)
-            monkeypatch.setattr("specgraph.runtime.runner.padded_width", rounded)
+    for columns, rows in ((None, None), (8, 24), (32, 64)):
+        if columns is not None:
+            monkeypatch.setattr("specgraph.runtime.runner.captured_width", lambda width, count, n=columns: n)
+            monkeypatch.setattr("specgraph.runtime.runner.padded_rows", lambda count, n=rows: n)
         decoder = replaying()
         assert same(decoder.generate(PROMPTS, **options).new_tokens, expected)
-        seen.append(widths(idle(decoder)))
-    # Windows of the three longer prompts, up to 7 wide, and of what is left of two of them.
-    assert seen[0] == {(4, 8), (2, 8), (1, 8)} and seen[2] == {(4, 32), (2, 32), (1, 32)} and seen[1] != seen[0]
+        seen.append({tuple(shape[1:4]) for shape in idle(decoder).shapes if shape.width is not None})
+    # The first step has the first rows of all prompts; beside what is left of two of them, the others decode.
+    assert seen == [{(4, 256, 16), (4, 256, 32)}, {(4, 8, 24)}, {(4, 32, 64)}]
 
 
 def test_nothing_is_enqueued_behind_a_step_that_surely_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, decoded = replaying("none"), []
-    replay = GraphRunner.decode
-    monkeypatch.setattr(GraphRunner, "decode", lambda own, rows, pause: decoded.append([*rows]) or replay(own, rows))
+    decoder, decoded = replaying("none"), list[int]()
+    decode, wide = GraphRunner.decode, GraphRunner.wide
+
+    def beside(chunk: Chunk) -> list[int]:
+        return chunk.rows[len(chunk.forced) :]
+
+    monkeypatch.setattr(GraphRunner, "decode", lambda own, rows, pause: decoded.extend(rows) or decode(own, rows))
+    monkeypatch.setattr(GraphRunner, "wide", lambda own, chunk, _: decoded.extend(beside(chunk)) or wide(own, chunk))
     for count in (1, 3):
         decoded.clear()
         out = decoder.generate(PROMPTS, max_new_tokens=count, eos_token_id=[])
         assert [len(tokens) for tokens in out.new_tokens] == [count] * 4
-        assert decoded == [[0, 1, 2, 3]] * (count - 1)
+        assert sorted(decoded) == [row for row in range(4) for _ in range(count - 1)]
 
 
 def test_the_report_says_what_is_captured_and_the_memory_it_takes(
@@ -276,8 +281,8 @@ def test_the_report_says_what_is_captured_and_the_memory_it_takes(
     decoder.generate(PROMPTS[:1], max_new_tokens=2)
     decoder.generate(PROMPTS[:1], max_new_tokens=2, temperature=1.0)
     assert decoder.report().endswith(
-        f"{first_use}- captured for 2 kinds of request: decode steps of 1 sequences; prompt steps of 1 x 8 rows; these "
-        "graphs share 3 MB, and their state takes 0 MB\n"
+        f"{first_use}- captured for 2 kinds of request: decode steps of 1 sequences; steps with prompts of 16 rows "
+        "of 1 sequences; these graphs share 3 MB, and their state takes 0 MB\n"
     )
     assert "while running" not in plain.report()
 

@@ -1,0 +1,41 @@
+"""How modules go through ``torch.compile``."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from specgraph import kernels
+
+
+class _OurOps(CustomGraphPass):
+    """Changes nothing. It makes what Inductor finds in its caches depend on the sources of our ops.
+
+    Compiled code calls an op with all arguments of its schema, and relies on the shapes and strides that its fake
+    implementation gives. Inductor keeps such code on disk, and knows an op by its name alone. So without this, another
+    version of specgraph would run code that was compiled for the ops of this one.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> bytes:
+        """Equal for equal sources."""
+        return _digest()
+
+
+@functools.cache
+def _digest() -> bytes:
+    folder = Path(kernels.__file__).parent
+    digest: bytes = get_hash_for_files(tuple(str(path) for path in sorted(folder.rglob("*.py"))))
+    return digest
+
+
+def compile_module(module: nn.Module) -> Any:
+    """``module`` compiled by Inductor, for sizes that may change, when it is first called."""
+    return torch.compile(module, dynamic=True, options={"post_grad_custom_pre_pass": _OurOps()})
