@@ -24,18 +24,13 @@ from specgraph.errors import InputError
 from specgraph.runtime.pages import known_tokens, num_pages
 from specgraph.runtime.pause import HostTime, Pause, Paused
 from specgraph.runtime.prefill import Prefill
-from specgraph.runtime.prompt_shapes import MOST_ROWS, Overhead, group_size
+from specgraph.runtime.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, group_size, rows_beside
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Runner, StepModule
 from specgraph.runtime.sequences import Running, UnderWay, not_a_number
 from specgraph.runtime.state import Entering, stop
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.workspace import Mode
-
-BESIDE = 256
-"""Prompt rows in a step while others decode, where these shall not wait for long."""
-BESIDE_ALL = 1024
-"""The same where nobody waits for single tokens: with more, rows stand idle longer while their prompts are run."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +284,8 @@ class Engine:
 
     def _enqueue_prompts(self, going: list[Running]) -> UnderWay:
         drafts = self._policy.drafts_of(len(going)) if going else None
-        width = None if drafts is None else drafts + 1
-        chunk = self._prefill.fill(self._policy.chunk, self._budget(going), [s.row for s in going], width)
+        width = self._prefill.width if drafts is None else drafts + 1
+        chunk = self._prefill.fill(self._policy.chunk, self._budget(going, width), [s.row for s in going], width)
         pending = {*self._prefill.pending()}
         prompts = [self._running[row] for row in chunk.rows[: len(chunk.forced)]]
         sequences = [*prompts, *going]
@@ -308,11 +303,17 @@ class Engine:
             self.pages.offer(sequence.reserved, sequence.request.prompt)
         return UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause)
 
-    def _budget(self, going: list[Running]) -> int:
-        """The most prompt rows of a step in which those ``going`` on take part."""
-        if self._policy.fair and self._decoding:
-            return BESIDE
-        return BESIDE_ALL if going else MOST_ROWS
+    def _budget(self, going: list[Running], width: int) -> int:
+        """The most prompt rows of a step in which those ``going`` on take part, with ``width`` rows each.
+
+        Where nobody waits for single tokens, large steps are better, unless nearly all sequences decode and have so few
+        rows that those of prompts cost hardly anything beside them.
+        """
+        rows, policy = len(going) * width, self._policy
+        if not (going or (policy.fair and self._decoding)):
+            return MOST_ROWS
+        crowded = 4 * len(going) >= 3 * self._runner.sizes["B"] and 2 * rows <= FULL_ROWS
+        return rows_beside(rows, patient=not (policy.fair or crowded))
 
     def _cancel(self) -> None:
         """End what is to be cancelled, whether it waits or runs."""

@@ -41,13 +41,16 @@ class Prefill:
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
     A wide step runs sequences whose prompt is pending, and no others. One with little left to run joins one with much
     if the padding costs less than a step of its own (:func:`~specgraph.runtime.prompt_shapes.num_together`).
+
+    Attributes:
+        width: the number of rows of a decode step.
     """
 
     def __init__(self, width: int, rows: int, overhead: int, most_rows: int = MOST_ROWS) -> None:
         """``width`` is the number of rows of a decode step, which no window is narrower than; ``rows`` is the number of
         sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows`` is
         the most rows of a step of several sequences."""
-        self._width, self._rows, self._overhead, self._most_rows = width, rows, overhead, most_rows
+        self.width, self._rows, self._overhead, self._most_rows = width, rows, overhead, most_rows
         self._prompts: dict[int, Tensor] = {}
         self._done: dict[int, int] = {}
         self._ends: dict[int, int] = {}
@@ -77,19 +80,19 @@ class Prefill:
         """
         return self._cut({row: self._next_rows(row, most) for row in self._together(most)})
 
-    def fill(self, most: int, budget: int, decoding: Sequence[int] = (), width: int | None = None) -> Chunk:
+    def fill(self, most: int, budget: int, decoding: Sequence[int] = (), width: int = 1) -> Chunk:
         """The next window whose rows are packed; call it while sequences are pending.
 
         Args:
             most: the most columns of a prompt, as for :meth:`chunk`.
             budget: the most prompt rows of all sequences together.
             decoding: the rows of sequences that decode in the same step.
-            width: how many rows each of these has at most; None is the width of a decode step.
+            width: how many rows each of these has at most.
         """
         waiting = self.pending()[:budget]
         left = [self._ends[row] - self._done[row] for row in waiting]
-        counts = fill(left, most, budget, len(decoding), self._width)
-        return self._cut(dict(zip(waiting, counts, strict=False)), decoding, self._width if width is None else width)
+        counts = fill(left, most, budget, len(decoding), self.width)
+        return self._cut(dict(zip(waiting, counts, strict=False)), decoding, width)
 
     def _cut(self, counts: Mapping[int, int], decoding: Sequence[int] = (), width: int = 0) -> Chunk:
         """A window with the next rows of some sequences, which are then done."""
@@ -97,7 +100,7 @@ class Prefill:
         # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
         known = [self._prompts[row][self._done[row] : self._done[row] + n + 1].numpy() for row, n in counts.items()]
         forced = [len(tokens) - 1 for tokens in known]
-        columns = max(self._width, *map(len, known))
+        columns = max(self.width, *map(len, known))
         block = np.zeros((len(rows) + len(decoding), 3 + columns), dtype=np.int64)
         for line, row, tokens in zip(block, rows, known, strict=False):
             line[:3] = row, counts[row], len(tokens) - 1

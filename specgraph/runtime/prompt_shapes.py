@@ -20,6 +20,11 @@ from typing import NamedTuple
 FEW_ROWS = 128
 """Up to this many rows in all, a step takes hardly longer than with a single row (with an 8B model on an H200, 5.3 ms
 instead of 3.9). More rows are cut into tiles of this many, so a step takes as long as one whose last tile is full."""
+FULL_ROWS = 256
+"""Up to this many rows, the linear layers read their weights once for all of them (``kernels/linear/hopper.py``). With
+an 8B model on an H200, 256 rows take 7.8 ms and 257 take 12.1."""
+MANY_ROWS = 1024
+"""Fewer rows take longer per row: 14.5 ms for 512 of them, and 26.8 for 1,024."""
 MOST_CELLS = 16_384
 """The largest window ``b * W`` of several sequences; what a drafter keeps of each of its places takes memory."""
 MOST_ROWS = 8192
@@ -54,6 +59,16 @@ def captured_width(width: int, count: int) -> int:
     The padding costs little, so this is one of few powers of two.
     """
     return max(power_of_two(width), min(LEAST_WIDTH, MOST_CELLS // power_of_two(count)))
+
+
+def rows_beside(rows: int, *, patient: bool) -> int:
+    """How many rows of prompts best run beside ``rows`` of sequences that decode, so that the step is full.
+
+    At least half of ``FULL_ROWS`` are for prompts. If nobody is ``patient``, the step is as small as that allows. If
+    all are, many rows run, which take less time each.
+    """
+    full = -(-(rows + FULL_ROWS // 2) // FULL_ROWS) * FULL_ROWS
+    return max(full, MANY_ROWS if patient else 0) - rows
 
 
 def fill(left: Sequence[int], most: int, budget: int, others: int = 0, width: int = 1) -> list[int]:

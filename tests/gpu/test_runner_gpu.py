@@ -132,8 +132,11 @@ def test_prompt_steps_captured_between_steps_of_others_leave_them_alone(
             session.step()
         runner = session._engine._runner
         assert isinstance(runner, GraphRunner)
-        before, shape = pytree.tree_map(torch.clone, runner.state), Shape(runner._mode, 4, 48)
+        steps = decoder._variants.steps
+        mode = next(mode for mode in steps if mode.packed)
+        before, shape = pytree.tree_map(torch.clone, runner.state), Shape(mode, 4, 48, 100)
         assert shape not in runner.space.shapes
+        runner.use(mode, steps[mode])
         with torch.no_grad(), runner.active():
             runner._graph(shape, GraphRunner._load)
         runner.close()
@@ -143,8 +146,8 @@ def test_prompt_steps_captured_between_steps_of_others_leave_them_alone(
 
 
 def test_the_report_names_the_memory_of_the_graphs(decoder: SpeculativeDecoder, expected: list[Tensor]) -> None:
-    found = re.search(r"prompt steps of (.*) rows; these graphs share (\d+) MB", decoder.report())
-    assert found is not None and " x " in found[1]
+    found = re.search(r"steps with prompts of (.*) sequences; these graphs share (\d+) MB", decoder.report())
+    assert found is not None and " rows of " in found[1]
     assert 2 <= int(found[2]) < 1000 and idle(decoder)._pool.num_bytes > 2_000_000  # a segment has 2 MB at least
 
 

@@ -22,6 +22,7 @@ from specgraph.runtime.prompt_shapes import (
     padded_rows,
     padded_width,
     power_of_two,
+    rows_beside,
 )
 
 LARGE, SMALL = Overhead.of(8 * 10**9, "cuda"), Overhead.of(10**7, "cuda")
@@ -149,6 +150,11 @@ def test_packed_rows_are_rounded_up_to_whole_tiles() -> None:
 def test_windows_have_few_widths_and_little_room_for_many_sequences() -> None:
     assert [captured_width(width, 1) for width in (1, 200, 257, 2048)] == [256, 256, 512, 2048]
     assert [captured_width(3, count) for count in (2, 64, 65, 1024)] == [256, 256, 128, 16]
+
+
+def test_steps_that_decode_beside_prompts_are_full() -> None:
+    assert [rows_beside(rows, patient=False) for rows in (1, 64, 128, 129, 256, 400)] == [255, 192, 128, 383, 256, 368]
+    assert [rows_beside(rows, patient=True) for rows in (1, 64, 256, 1000)] == [1023, 960, 768, 280]
 
 
 @pytest.mark.parametrize(
