@@ -2,9 +2,9 @@
 
 A step has a window ``[b, T]``. In a step over prompts, and in one where prompts run beside sequences that decode, most
 of this grid is padding. The functions between the modules compute a few integers for every place of it; a module runs a
-whole network. So this pass puts in front of every module call what packs its rows (:mod:`specgraph.kernels.packing`),
-and behind it what unpacks them again, or what takes the rows that are needed. Where what one module returns is
-unpacked and packed again for the next one, both are left out.
+whole network. So this pass puts in front of every module call what packs its rows
+(:mod:`specgraph.kernels.attention.packing`), and behind it what unpacks them again, or what takes the rows that are
+needed. Where what one module returns is unpacked and packed again for the next one, both are left out.
 
 Rows influence each other only through ops that read the cache, and these know the packed layout (``row_starts``).
 A module in which another op reads pages runs the grid as before, and so does one whose rows are not known to be a few

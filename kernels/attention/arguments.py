@@ -47,8 +47,9 @@ class PagedAttention:
         block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
         positions: int64 ``[B, T]``, absolute positions of the rows.
         sinks, scale, window, softcap: as in :class:`Attention`.
-        row_starts: int64 ``[B + 2]``, if the rows of all sequences are packed (:mod:`specgraph.kernels.packing`). Then
-            ``[B, T]`` is ``[1, R]`` everywhere but in ``block_table``.
+        row_starts: int64 ``[B + 2]``, if the rows of all sequences are packed
+            (:mod:`specgraph.kernels.attention.packing`). Then ``[B, T]`` is ``[1, R]`` everywhere but in
+            ``block_table``.
     """
 
     q: Tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.attention.arguments import PADDING_SLOT, PagedAttention, RotaryAttention
-from specgraph.kernels.packing import (
+from specgraph.kernels.attention.packing import (
     PackedPlaces,
     PackRows,
     UnpackRows,

@@ -1,6 +1,6 @@
 """The functions from which step graphs are built, and the packing of a step's results."""
 
-from specgraph.kernels.packing import (
+from specgraph.kernels.attention.packing import (
     needed_packed_rows,
     pack_rows,
     packed_places,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.attention.attention import PAGED_ATTENTION, ROTARY_ATTENTION
+from specgraph.kernels.attention.packing import PackedPlaces, PackRows, pack_rows_reference, packed_places_reference
 from specgraph.kernels.attention.paged import Tiling
 from specgraph.kernels.ops import Op
-from specgraph.kernels.packing import PackedPlaces, PackRows, pack_rows_reference, packed_places_reference
 from tests.kernels.attention.test_paged_attention import (
     DEVICE,
     PREFILL,
