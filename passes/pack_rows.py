@@ -7,8 +7,8 @@ whole network. So this pass puts in front of every module call what packs its ro
 needed. Where what one module returns is unpacked and packed again for the next one, both are left out.
 
 Rows influence each other only through ops that read the cache, and these know the packed layout (``row_starts``).
-A module in which another op reads pages runs the grid as before, and so does one whose rows are not known to be a few
-more than those of the window at most; the report says which.
+A module in which another op reads pages, or that calls a function of somebody's own, runs the grid as before. So does
+one whose rows are not known to be a few more than those of the window at most. The report says which, and why.
 
 The decoder applies this pass to steps that run prompts. ``room`` is a further input of such a step: its length is the
 number of rows that all sequences may have together.
@@ -19,12 +19,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 from torch import fx
 
+from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls, copy_module
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import propagate
@@ -35,11 +37,15 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.index_rows import gathered
 from specgraph.passes.patterns import Mismatch
 
+SUFFIX = "_packed"
+"""What the name of a module that runs packed rows has more than that of the one that runs a grid."""
 ROOM = "room"
 """The input ``[R]`` that says how many packed rows there is room for."""
 COUNTING = (step.settle, step.count_emitted, step.catch_up_rows, step.expand_draft_inputs, step.rerun)
 """Functions that say how many rows of a grid are real: those that a step has accepted, which are no more than the real
 rows of the window, and as many further ones as the grid has further columns."""
+BY_ROW = ("specgraph.kernels.linear", "specgraph.kernels.attention")
+"""Where the functions are that a module may call for each row by itself."""
 SEQUENCE_INPUTS = ("num_rows", "max_length")
 """The inputs of a module from which only the slots of its rows are computed."""
 
@@ -54,19 +60,43 @@ class PackRows(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""
-        propagate(program)
-        packer = _Packer(program, program.placeholder(ROOM, per_call("R")))
-        found, misses = 0, []
-        for call in list(program.graph.find_nodes(op="call_module")):
+        program.placeholder(ROOM, per_call("R"))
+        try:
+            propagate(program)
+        except VerificationError as error:
+            return PassResult(0, near_misses=(NearMiss("step", f"its shapes are not known: {error}"),))
+        before, refused = program.copy(), dict[str, str]()
+        while True:
+            result = _pack_calls(program, refused)
             try:
-                found += packer.pack(call)
-            except Mismatch as reason:
-                misses.append(NearMiss(call.name, str(reason)))
-        _take_from_packed(program)
-        _drop_uncalled(program)
-        grids = [node.name for node in calls(program.graph, step.unpack_rows)]
-        notes = (f"{found} calls run packed rows", *([f"unpacked again: {', '.join(grids)}"] if grids else []))
-        return PassResult(found, near_misses=tuple(misses), notes=notes)
+                propagate(program)
+            except VerificationError as error:
+                if not result.changed:
+                    raise
+                # A module may look at several rows in a way that only their shapes show, in it or behind it.
+                name = error.graph.removesuffix(SUFFIX)
+                refused |= dict.fromkeys(before.modules if name == error.graph else [name], str(error))
+                own = before.copy()
+                program.graph, program.modules, program.compiled = own.graph, own.modules, own.compiled
+            else:
+                return result
+
+
+def _pack_calls(program: Program, refused: Mapping[str, str]) -> PassResult:
+    """Pack the rows of all calls but those of modules that are ``refused``, each with its reason."""
+    packer, found, misses = _Packer(program, program.input(ROOM)), 0, []
+    for call in list(program.graph.find_nodes(op="call_module")):
+        try:
+            if call.target in refused:
+                raise Mismatch(refused[str(call.target)])
+            found += packer.pack(call)
+        except Mismatch as reason:
+            misses.append(NearMiss(call.name, str(reason)))
+    _take_from_packed(program)
+    _drop_uncalled(program)
+    grids = [node.name for node in calls(program.graph, step.unpack_rows)]
+    notes = (f"{found} calls run packed rows", *([f"unpacked again: {', '.join(grids)}"] if grids else []))
+    return PassResult(found, near_misses=tuple(misses), notes=notes)
 
 
 def grid_width(node: Any) -> str | None:
@@ -111,7 +141,7 @@ class _Packer:
         if not grids:
             return False
         packing = self._packing(call, given, grids)
-        module = f"{call.target}_packed"
+        module = f"{call.target}{SUFFIX}"
         if module not in self.program.modules:
             self.program.modules[module] = packed_module(self.program.modules[str(call.target)], grids)
             if call.target in self.program.compiled and self.program.target.device.type != "cpu":
@@ -280,6 +310,8 @@ def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
             yield node
         elif "block_table" in names:
             raise Mismatch(f"{node.name} reads pages and takes no packed rows")
+        elif isinstance(node.target, FunctionType) and not node.target.__module__.startswith(BY_ROW):
+            raise Mismatch(f"{node.name} calls {node.target.__name__}, which may look at several rows")
 
 
 def _take_from_packed(program: Program) -> None:
@@ -299,6 +331,6 @@ def _drop_uncalled(program: Program) -> None:
     """Leave out modules whose calls have all become calls of another."""
     called = {node.target for node in program.graph.find_nodes(op="call_module")}
     for name in program.modules.keys() - called:
-        if f"{name}_packed" in called:
+        if f"{name}{SUFFIX}" in called:
             del program.modules[name]
     program.compiled &= program.modules.keys()

@@ -18,7 +18,15 @@ class PassError(SpecgraphError):
 
 
 class VerificationError(PassError):
-    """After a pass, a program violates an invariant of its level."""
+    """After a pass, a program violates an invariant of its level.
+
+    Attributes:
+        graph: where: ``step``, or the name of a module; empty where that is not known.
+    """
+
+    def __init__(self, message: str, graph: str = "") -> None:
+        super().__init__(message)
+        self.graph = graph
 
 
 class NumericsError(SpecgraphError, ArithmeticError):

@@ -149,7 +149,8 @@ class _Run:
             except VerificationError:
                 raise
             except Exception as error:
-                raise VerificationError(f"{name}: {node.name} = {_called(node)} fails: {_reason(error)}") from error
+                text = f"{name}: {node.name} = {_called(node)} fails: {_reason(error)}"
+                raise VerificationError(text, name) from error
             if write:
                 node.meta["shape"] = describe(value)
                 node.meta.pop("outputs", None)

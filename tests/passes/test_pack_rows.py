@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,62 @@ def test_a_module_that_reads_its_row_counts_for_something_else_runs_the_grid() -
         ("hidden", "it reads num_rows for something else than slots")
     ]
     assert "target" in program.modules and not result.matches
+
+
+def changed(value: Callable[[fx.Graph, fx.Node], fx.Node]) -> Callable[[fx.Graph], None]:
+    """Puts what ``value`` makes of a module's result in its place."""
+
+    def change(graph: fx.Graph) -> None:
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            output.args = (value(graph, output.args[0]),)  # type: ignore[arg-type]
+
+    return change
+
+
+def backwards(values: Tensor) -> Tensor:
+    return values.flip(1)
+
+
+def per_sequence(graph: fx.Graph, result: fx.Node) -> fx.Node:
+    table = next(node for node in graph.nodes if node.name == "block_table")
+    pages = graph.call_function(torch.ops.aten.sum.dim_IntList, (table, [1]))
+    return graph.call_function(torch.ops.aten.add.Tensor, (result, graph.call_function(
+        torch.ops.aten.view.default, (pages, [-1, 1, 1]))))  # fmt: skip
+
+
+def in_its_module(graph: fx.Graph, result: fx.Node) -> fx.Node:
+    tokens = next(node for node in graph.nodes if node.name == "tokens")
+    table = next(node for node in graph.nodes if node.name == "block_table")
+    joined = graph.call_function(torch.ops.aten.cat.default, ([tokens, table], 1))
+    first = graph.call_function(torch.ops.aten.slice.Tensor, (joined, 1, 0, 1))
+    return graph.call_function(torch.ops.aten.add.Tensor, (result, graph.call_function(
+        torch.ops.aten.unsqueeze.default, (first, 2))))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (lambda graph, result: graph.call_function(backwards, (result,)), "backwards, which may look at several rows"),
+        (in_its_module, "target_packed: .* fails: "),
+        (per_sequence, "step: needed = .* fails: values must be"),
+    ],
+)
+def test_a_module_that_looks_at_several_rows_runs_the_grid(value: Any, reason: str) -> None:
+    program, result = packed(_with(built("none", *WHOLE), changed(value)))
+    (miss,) = result.near_misses[:1]
+    assert miss.where == "hidden" and re.search(reason, miss.reason)
+    assert "target" in program.modules and "target_packed" not in program.modules and not result.matches
+
+
+def test_where_shapes_are_not_known_every_module_runs_the_grid() -> None:
+    program = built("none", *WHOLE)
+    (advance,) = calls(program.graph, step.advance_)
+    advance.target = lambda next_window, *others: next_window.zero_()
+    report, after = apply(PackRows(), program)
+    (miss,) = report.result.near_misses
+    assert re.search("its shapes are not known: .* in place without saying so", miss.reason)
+    assert ROOM in after.inputs and "target" in after.modules
 
 
 def test_rows_that_are_counted_by_an_unknown_function_run_as_a_grid() -> None:

@@ -106,7 +106,8 @@ def test_each_k_is_captured_once() -> None:
     decode = [(shape.mode.drafts, shape.entries) for shape in space.shapes if shape.width is None]
     assert {drafts for drafts, _ in decode} == {None, 3, 0, 2}
     assert {*decode} <= {(None, 1), (3, 2), (3, 4), (0, 4), (2, 8)} and len(decode) == len({*decode})
-    assert {shape.mode.drafts for shape in space.shapes if shape.width is not None} == {None}
+    # A step that runs prompts alone makes all drafts, and one in which others decode as many as a decode step would.
+    assert None in {shape.mode.drafts for shape in space.shapes if shape.width is not None} <= {None, 3, 0, 2}
     before = space.shapes
     in_a_session(tested)
     assert idle(tested) is space and space.shapes == before
