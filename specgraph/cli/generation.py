@@ -34,6 +34,7 @@ NO_KEYS = {
     "prefix_allowed_tokens_fn": _PYTHON,
     "output_scores": "no scores are printed",
     "output_logits": "no logits are printed",
+    "renormalize_logits": "no scores are printed",
 }
 """Arguments of the decoder that are no keys, and why."""
 
