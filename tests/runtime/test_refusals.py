@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from specgraph import (
     UnsupportedModelError,
 )
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.medusa import MedusaDrafter
 from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model
 
@@ -240,6 +243,13 @@ def nan_head() -> Any:
     return head
 
 
+def medusa(width: int) -> DraftHead:
+    """Random Medusa heads for a target with hidden states of so many numbers."""
+    head = MedusaDrafter.random(make_model("llama", hidden_size=width), MedusaDrafter.Config(num_speculative_tokens=2))
+    assert head is not None
+    return head
+
+
 def of(**options: Any) -> Callable[[], object]:
     return lambda: compiled(llama(), **options)
 
@@ -257,6 +267,12 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                      ConfigError, "The head is torch.float64 on cpu, the target torch.float32 on cpu"),
     "head's features": (lambda: compiled(llama(), draft=make_head(llama(), features=(9,))),
                         PassError, r"hs\[9\] does not exist; this model has hs\[0\] to hs\[3\]"),
+    "head's width": (lambda: compiled(llama(), draft=make_head(make_model("llama", hidden_size=64))), ConfigError,
+                     "The head reads hidden states of width 64, and those of LlamaForCausalLM have 32; it is for an"),
+    "head's count": (lambda: compiled(llama(), draft=replace(make_head(llama()), features=(0, 1))), ConfigError,
+                     r"The head reads 3 hidden states of its target, and its features name \[0, 1\]; name as many"),
+    "Medusa's width": (lambda: compiled(llama(), "medusa", 2, draft=medusa(64)), ConfigError,
+                       "The head reads hidden states of width 64, and those of LlamaForCausalLM have 32"),
     "draft of a number": (lambda: specgraph.compile_speculative(llama(), draft=5),  # type: ignore[arg-type]
                           UnsupportedModelError, "draft: Expected a transformers causal LM, got int"),
     "K of 2.5": (of(k=2.5), ConfigError, "num_speculative_tokens is an integer, not 2.5"),
