@@ -287,7 +287,7 @@ class SpeculativeDecoder:
         """
         from specgraph.dump import dump
 
-        return dump(self.stages, Path(folder), report=self.report(), weights=weights)
+        return dump(self.stages, folder, report=self.report(), weights=weights)
 
     def __reduce__(self) -> Any:
         raise InputError(
