@@ -127,11 +127,12 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time steps, kernels, linears, the first token, sessions or whole answers, or soak a session. Print what was
-    measured, and a table."""
+    """Time steps, kernels, linears, the first token, sessions, options or whole answers, or soak a session. Print what
+    was measured, and a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
+    from specgraph.bench.options import describe
 
     if OmegaConf.is_missing(cfg, "target"):
         raise ConfigError(
@@ -154,6 +155,8 @@ def bench(cfg: DictConfig) -> dict[str, str]:
         prompts, model = _file_prompts(options), _bench_model(options, device, dtype)
         if options.what == "soak":
             return {"requests": str(sum(row.requests for row in run.run_soak(model, options, config)))}
+        if options.what == "options":
+            return dict(describe(run.run_options(model, options, config)))
         if options.what == "sessions":
             rows = run.run_sessions(model, prompts, options, config)
         elif options.what == "first_token":
