@@ -12,7 +12,7 @@ from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "soak", "cpu")
+KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "options", "soak", "cpu")
 
 
 @dataclass
@@ -22,7 +22,8 @@ class BenchConfig(Config):
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
     linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which;
-    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size; soak:
+    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size;
+    options: decode steps of requests with penalties, a regex, logits and a Python processor, beside plain ones; soak:
     very many short requests in one session, of which nothing may stay behind; cpu: whole answers, one prompt at a time,
     beside transformers' generate and its assisted generation.
     """
@@ -31,7 +32,9 @@ class BenchConfig(Config):
     of a model.
     """
     batch_sizes: list[int] | None = None
-    """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token."""
+    """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token and
+    options.
+    """
     num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
     """Values of K; each is measured. They take the place of draft.num_speculative_tokens."""
     rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
@@ -66,9 +69,9 @@ class BenchConfig(Config):
     limit: int = 4
     """cpu: how many prompts are decoded."""
     new_tokens: int = 96
-    """cpu: the most tokens that are added to a prompt."""
+    """cpu, options: the most tokens that are added to a prompt."""
     rounds: int = 5
-    """sessions, cpu: how often everything is decoded; the best time counts."""
+    """sessions, cpu, options: how often everything is decoded; the best time counts, and for options the median."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
     device: str = "auto"
@@ -83,7 +86,7 @@ class BenchConfig(Config):
     @property
     def batches(self) -> list[int]:
         """The numbers of sequences that are measured."""
-        return self.batch_sizes or ([1, 8] if self.what == "first_token" else [1, 8, 32])
+        return self.batch_sizes or ([1, 8] if self.what in ("first_token", "options") else [1, 8, 32])
 
 
 def check_bench_config(config: BenchConfig) -> None:
@@ -126,8 +129,10 @@ def _check_files(config: BenchConfig) -> None:
         path = getattr(config, key)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
             raise ConfigError(f"{key}={path}: there is no folder for that file; create it first.")
-    if config.plot is not None and config.what == "cpu":
-        raise ConfigError(f"plot={config.plot}: bench cpu has no limits to draw; leave plot out, or write json=FILE.")
+    if config.plot is not None and config.what in ("cpu", "options"):
+        raise ConfigError(
+            f"plot={config.plot}: bench {config.what} has no limits to draw; leave plot out, or write json=FILE."
+        )
     if config.plot is not None and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot={config.plot}: a plot ends in .png, .svg or .pdf.")
     if config.plot is not None and find_spec("matplotlib") is None:

@@ -11,6 +11,7 @@ from typing import Any
 from specgraph.bench.cpu import CpuRow
 from specgraph.bench.first_token import FirstTokenRow
 from specgraph.bench.kernels import KernelRow
+from specgraph.bench.options import OPTION_COLUMNS, OptionRow
 from specgraph.bench.sessions import SESSION_COLUMNS, SessionRow
 from specgraph.bench.steps import StepRow
 from specgraph.tables import text_table
@@ -18,8 +19,8 @@ from specgraph.tables import text_table
 LimitedRow = StepRow | KernelRow | FirstTokenRow | SessionRow
 """A measurement beside the time that its bytes take."""
 Limited = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow]
-Row = LimitedRow | CpuRow
-Rows = Limited | Sequence[CpuRow]
+Row = LimitedRow | CpuRow | OptionRow
+Rows = Limited | Sequence[CpuRow] | Sequence[OptionRow]
 
 STEP_COLUMNS = {
     "batch": "batch",
@@ -81,6 +82,7 @@ _DIGITS = {
     "speedup": 2,
     "limit_s": 2,
     "share": 2,
+    "over": 1,
 }
 
 
@@ -88,6 +90,8 @@ def columns_of(row: Row) -> Mapping[str, str]:
     """The fields of a row that a table shows, with the names of their columns."""
     if isinstance(row, CpuRow):
         return CPU_COLUMNS
+    if isinstance(row, OptionRow):
+        return OPTION_COLUMNS
     if isinstance(row, SessionRow):
         return SESSION_COLUMNS
     if isinstance(row, FirstTokenRow):

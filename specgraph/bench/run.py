@@ -17,6 +17,7 @@ from specgraph.bench.first_token import FirstTokenRow, bench_first_token
 from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
+from specgraph.bench.options import OptionRow, bench_options, option_lines
 from specgraph.bench.sessions import SessionRow, bench_sessions, file_workload, random_workload
 from specgraph.bench.sizes import Sizes
 from specgraph.bench.soak import SoakRow, bench_soak, soak_text
@@ -94,6 +95,20 @@ def run_sessions(
         found.append(row)
         print(f"K = {row.k}, {row.how}: {row.tokens_per_second:.1f} tokens/s", flush=True)
     _finish(options, about | _about(options, device, model.dtype, bandwidth) | _decoder(config), found)
+    return found
+
+
+def run_options(model: PreTrainedModel, options: BenchConfig, config: Config) -> list[OptionRow]:
+    """Measure and print decode steps of a loaded model with each option, and a table in Markdown."""
+    device = next(model.parameters()).device
+    about = _about(options, device, model.dtype) | _decoder(config)
+    about |= {name: getattr(options, name) for name in ("prompt_length", "new_tokens", "rounds")}
+    found: list[OptionRow] = []
+    for row in bench_options(model, options, config):
+        found.append(row)
+        print(f"batch {row.batch}, K = {row.k}, {row.option}: {row.ms:.3f} ms per step", flush=True)
+    _finish(options, about, found)
+    print("\n" + "\n".join(option_lines(found)))
     return found
 
 

@@ -98,12 +98,17 @@ def needed_length(options: BenchConfig, k: int) -> int:
 
 def check_length(model: PreTrainedModel, options: BenchConfig, k: int) -> None:
     """Refuse measurements that need more positions than the target has."""
+    keys = f"prompt_length={options.prompt_length} and steps={options.steps} at K = {k}"
+    check_positions(model, options, needed_length(options, k), keys)
+
+
+def check_positions(model: PreTrainedModel, options: BenchConfig, needed: int, keys: str) -> None:
+    """Refuse so many positions, for which ``keys`` ask, if the target has fewer."""
     text: Any = model.config.get_text_config()
-    known, needed = getattr(text, "max_position_embeddings", None), needed_length(options, k)
+    known = getattr(text, "max_position_embeddings", None)
     if known is not None and needed > known:
         raise ConfigError(
-            f"prompt_length={options.prompt_length} and steps={options.steps} at K = {k} take up to {needed} "
-            f"positions, but {options.target} is right for {known}; lower one of them."
+            f"{keys} take up to {needed} positions, but {options.target} is right for {known}; lower one of them."
         )
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from specgraph.checkpoints.files import open_files
+from specgraph.checkpoints.files import open_files, read_json
 from specgraph.errors import ConfigError
 
 DAMAGED = (
@@ -38,17 +38,28 @@ def load_causal_lm(
     Raises:
         ConfigError: it cannot be loaded, or its files lack a tensor, which transformers would fill at random.
     """
+    model: PreTrainedModel = load_whole(name, what, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+    return model
+
+
+def load_whole(name: str | Path, what: str, **options: Any) -> Any:
+    """What ``AutoModelForCausalLM.from_pretrained`` loads; see :func:`load_causal_lm`.
+
+    Raises:
+        ConfigError: it cannot be loaded, its files lack a tensor, or its ``generation_config.json`` is damaged, which
+            transformers would leave out.
+    """
     try:
         with _silent_report():
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
-                trust_remote_code=trust_remote_code,
-            )  # fmt: skip
+                name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except DAMAGED as error:
         raise not_loaded(what, name, error) from error
     _check_complete(loaded, report, what)
-    model: PreTrainedModel = loaded.eval()
-    return model
+    if (generation := Path(name) / "generation_config.json").is_file():
+        read_json(generation)
+    return loaded
 
 
 def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
@@ -59,13 +70,19 @@ def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
         name: the folder or name of the model.
         error: what transformers raised.
     """
-    reason = f"{why_not_loaded(error)}."
+    reason = "there is no such folder." if is_missing_folder(name) else f"{why_not_loaded(error)}."
     if Path(name).is_dir():
         try:
             open_files(name)
         except ConfigError as damage:
             reason = str(damage)
     return ConfigError(f"{what} cannot be loaded as a causal LM: {reason}")
+
+
+def is_missing_folder(name: str | Path) -> bool:
+    """Whether ``name`` can only be a path, and not that of a folder."""
+    text = str(name)
+    return (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(name).is_dir()
 
 
 def why_not_loaded(error: Exception) -> str:

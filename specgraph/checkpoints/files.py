@@ -66,7 +66,7 @@ def open_files(path: str | Path) -> Files:
     if not path.exists():
         raise ConfigError(f"There is nothing at {str(path)!r}; give {ALLOWED}.")
     folder = path if path.is_dir() else path.parent
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     tensors: dict[str, StoredTensor] = {}
     for file in _weight_files(path) if path.is_dir() else [path]:
         found = _open(file)
@@ -77,7 +77,12 @@ def open_files(path: str | Path) -> Files:
     return Files(path, config, tensors)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        ConfigError: it is missing or damaged, or holds something else.
+    """
     if not path.is_file():
         raise ConfigError(f"There is no {path}; a checkpoint is {ALLOWED}.")
     try:
@@ -115,7 +120,7 @@ def _is_like(file: Path, name: str) -> bool:
 
 
 def _shards(index: Path) -> list[Path]:
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
         raise ConfigError(f"{index} has no weight_map from tensors to files beside it; download or copy it again.")
     files = [index.parent / name for name in sorted(set(names.values()))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -53,4 +54,6 @@ def check_options(options: GenerateConfig, tokenizer: Any, vocab_size: int, coun
     limits, grammars = Limits(vocab_size, _ENOUGH), Grammars(vocab_size)
     reader = Reader(read_defaults=model, limits=limits, watch=model, tokenizers=model, grammars=grammars)
     sampling = dict.fromkeys(_SAMPLING)
-    reader.call([torch.zeros(1, dtype=torch.int64)] * count, None, others, seed=options.seed, **{**sampling, **own})
+    with warnings.catch_warnings(action="ignore"):  # the decoder gives them again, when it knows the model
+        prompts = [torch.zeros(1, dtype=torch.int64)] * count
+        reader.call(prompts, None, others, seed=options.seed, **{**sampling, **own})

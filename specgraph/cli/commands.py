@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import DAMAGED, load_causal_lm, not_loaded, why_not_loaded
+from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
 from specgraph.cli.check_options import check_options
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.decode_prompts import (
@@ -127,11 +127,12 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time steps, kernels, linears, the first token, sessions or whole answers, or soak a session. Print what was
-    measured, and a table."""
+    """Time steps, kernels, linears, the first token, sessions, options or whole answers, or soak a session. Print what
+    was measured, and a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
+    from specgraph.bench.options import describe
 
     if OmegaConf.is_missing(cfg, "target"):
         raise ConfigError(
@@ -154,6 +155,8 @@ def bench(cfg: DictConfig) -> dict[str, str]:
         prompts, model = _file_prompts(options), _bench_model(options, device, dtype)
         if options.what == "soak":
             return {"requests": str(sum(row.requests for row in run.run_soak(model, options, config)))}
+        if options.what == "options":
+            return dict(describe(run.run_options(model, options, config)))
         if options.what == "sessions":
             rows = run.run_sessions(model, prompts, options, config)
         elif options.what == "first_token":
@@ -273,7 +276,7 @@ def check_folder(name: str, key: str = "model") -> None:
     """
     if not name:
         raise ConfigError(f"{key} is empty; give the folder or name of a causal LM.")
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+    if is_missing_folder(name):
         raise ConfigError(f"{key}={name}: there is no such folder.")
 
 
@@ -314,4 +317,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's file is read by libraries that raise errors of their own
-        raise ConfigError(f"model={name} has no tokenizer that can be loaded: {why_not_loaded(error)}.") from error
+        folder = Path(name)
+        empty = folder.is_dir() and not any(folder.glob("*token*"))
+        why = "there are no files of one beside it" if empty else why_not_loaded(error)
+        raise ConfigError(f"model={name} has no tokenizer that can be loaded: {why}.") from error

@@ -150,9 +150,9 @@ COMMANDS = {
         "path",
     ),
     "bench": Command(
-        "time steps, kernels, linears, first tokens or sessions against their bytes, or answers against transformers",
+        "time steps, kernels, linears, first tokens, sessions or options, or answers against transformers",
         _bench_config,
-        "[kernels|linears|first_token|sessions|soak|cpu] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
+        "[kernels|linears|first_token|sessions|options|soak|cpu] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         ("target=tiny-shape draft=eagle3 batch_sizes=[1,8]",),
         "what",
     ),

@@ -35,6 +35,7 @@ from specgraph.cli.config import (
 )
 from specgraph.cli.errors import CONFIGURATION_ERRORS, every_key, sentence
 from specgraph.cli.flags import flags_as_keys
+from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.own_file import KEY, own_file
 from specgraph.cli.writers import TEXT, notes
 from specgraph.config.errors import allowed_at, check_keys, did_you_mean, keys
@@ -69,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
         return _fail(f"There is no command {name!r}{did_you_mean(name, known)}; commands are {', '.join(known)}.")
     try:
         overrides = own_file(_with_keys(name, _named(name, overrides)))
+        if name == "generate":
+            refuse_arguments(overrides)
         overrides = draft_paths(name, overrides, sweep=bool(SWEEP & set(overrides)))
         own, overrides = own_drafter_keys(name, overrides)
         name, overrides = choose(name, overrides)
@@ -173,7 +176,7 @@ def _sorted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _with_keys(name: str, arguments: Sequence[str]) -> list[str]:
     """The arguments with flags that name keys as overrides; see :func:`flags_as_keys`."""
-    if not any(argument.startswith("--") for argument in arguments):
+    if not any(argument.startswith(("-", "=")) for argument in arguments):
         return list(arguments)
     schemas = [CONFIGURATIONS[key].schema() for key in ((name, TRAIN_HEAD) if name == "train" else (name,))]
     kinds = {key: allowed_at(key, schema) or "" for schema in schemas for key in keys(every_key(schema))}

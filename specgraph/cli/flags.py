@@ -14,6 +14,8 @@ OF_HYDRA = {
     "experimental-rerun": True, "info": False,
 }  # fmt: skip
 """The flags of Hydra itself, and whether each takes a value."""
+SHORT = ("-h", "-m", "-c", "-r", "-p", "-i", "-sc", "-cp", "-cn", "-cd")
+"""Hydra's own short flags."""
 
 
 def flags_as_keys(arguments: Sequence[str], keys: Collection[str], switches: Collection[str]) -> list[str]:
@@ -25,13 +27,17 @@ def flags_as_keys(arguments: Sequence[str], keys: Collection[str], switches: Col
         switches: those keys that are true or false. Such a flag needs no value, and is then true.
 
     Raises:
-        ConfigError: a flag is neither a key nor one of Hydra's, or its value is missing.
+        ConfigError: a flag is neither a key nor one of Hydra's, or a key or a value is missing.
     """
     rest, read = list(arguments), list[str]()
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.removeprefix("--").partition("=")
         key = name.replace("-", "_")
+        if argument.startswith("="):
+            raise ConfigError(f"There is no key in front of {argument!r}; write key=value.")
+        if argument.startswith("-") and not argument.startswith("--") and argument not in SHORT:
+            raise ConfigError(f"There is no flag {argument}; --help lists the keys.")
         if not argument.startswith("--"):
             read.append(argument)
         elif name in OF_HYDRA:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
+from specgraph.errors import ConfigError
+from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, REFUSED, STRUCTURE
 from specgraph.runtime.processing import Processing
 
-_PYTHON = "is an object of Python"
+_PYTHON = "it is an object of Python"
 _PROMPTS = "prompt and prompts are the keys for this"
 NO_KEYS = {
     "input_ids": _PROMPTS,
@@ -34,6 +36,7 @@ NO_KEYS = {
     "prefix_allowed_tokens_fn": _PYTHON,
     "output_scores": "no scores are printed",
     "output_logits": "no logits are printed",
+    "renormalize_logits": "no scores are printed",
 }
 """Arguments of the decoder that are no keys, and why."""
 
@@ -62,6 +65,19 @@ class GenerationKeys:
     """Seconds after which every text ends."""
     seed: int | None = None
     """The seed, which makes sampling repeatable for any batch size; null draws one."""
+
+
+def refuse_arguments(overrides: Iterable[str]) -> None:
+    """Refuse overrides of what is an argument of the decoder, or of transformers, and no key.
+
+    Raises:
+        ConfigError: names it, and says why there is no such key.
+    """
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        why = NO_KEYS.get(key) or (REFUSED[key].why if key in REFUSED else None)
+        if why is not None and key != "max_length":  # which is a key of the decoder's configuration
+            raise ConfigError(f"{key} is no key of generate ({why}); leave it out.")
 
 
 def option_names() -> list[str]:

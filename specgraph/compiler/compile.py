@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.numerics import NumericsCallback
 from specgraph.compiler.selfcheck import check_draft, self_check
-from specgraph.config import Config, ConfigLike, choose_lowering, load_config, settle_lowering
+from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
 from specgraph.drafters.base import DraftHead, DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
@@ -35,7 +36,7 @@ FALLBACK_MAX_LENGTH = 4096
 
 
 def compile_speculative(
-    model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike | None = None
+    model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike | None = None, **others: Any
 ) -> SpeculativeDecoder:
     """Compile a causal LM of transformers into a lossless speculative decoder.
 
@@ -50,6 +51,7 @@ def compile_speculative(
         cfg: None (drafts come from n-gram lookup), the name of a preset such as ``"draft_model"`` or ``"none"``, the
             path of a YAML file, or a mapping or ``DictConfig`` with the keys of :class:`specgraph.config.Config`.
         draft: a draft model or head, either loaded or as the path of a checkpoint. It decides which drafter runs.
+        others: there are none; the error says where a key of the configuration goes.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded correctly; the message says what is missing.
@@ -57,6 +59,7 @@ def compile_speculative(
         PassError: a pass cannot run, or matched an unexpected number of times.
         NumericsError: ``check_numerics`` is on, and two stages differ.
     """
+    check_no_keys("compile_speculative", others)
     check_is_causal_lm(model)
     check_one_device(model)
     check_dtypes(model)

@@ -6,7 +6,7 @@ the keys, their types and their meaning. The keys ``passes.<name>.<option>`` are
 
 from specgraph.config.draft import DraftConfig, ParallelDraftConfig
 from specgraph.config.groups import group_choices, presets
-from specgraph.config.load import ConfigLike, default_config, load_config
+from specgraph.config.load import ConfigLike, check_no_keys, default_config, load_config
 from specgraph.config.lowering import choose_lowering, settle_lowering
 from specgraph.config.schema import (
     CacheConfig,
@@ -27,6 +27,7 @@ __all__ = [
     "ParallelDraftConfig",
     "PipelineConfig",
     "VerifyConfig",
+    "check_no_keys",
     "choose_lowering",
     "default_config",
     "group_choices",

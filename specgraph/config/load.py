@@ -22,7 +22,7 @@ from specgraph.config.draft import (
     drafter_kinds,
     read_table,
 )
-from specgraph.config.errors import check_keys, did_you_mean, explain
+from specgraph.config.errors import check_keys, did_you_mean, explain, keys, nearest
 from specgraph.config.groups import default_groups, presets, read_group
 from specgraph.config.schema import LOWERINGS, NUMERICS, Config
 from specgraph.errors import ConfigError
@@ -59,6 +59,21 @@ def load_config(given: ConfigLike = None) -> Config:
         config.draft.num_speculative_tokens_by_load = table
     validate(config)
     return config
+
+
+def check_no_keys(function: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not have, most of which are keys of the configuration.
+
+    Raises:
+        ConfigError: names the key that was meant, and shows where it goes.
+    """
+    for name, value in given.items():
+        key = nearest(name, keys(default_config()))
+        example = f", such as {function}(model, {{{key!r}: {value!r:.30}}})" if key else ""
+        raise ConfigError(
+            f"{function} takes a model, a configuration and draft=, but no {name}; keys of the configuration go into "
+            f"a mapping{example}."
+        )
 
 
 def _nested(overlay: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -232,14 +232,31 @@ class Draft:
     notes: tuple[str, ...] = ()
 
 
-def check_place(head: DraftHead, weight: Tensor, info: ModelInfo) -> None:
-    """Refuse a head on another device or in another dtype than its target.
+def check_place(head: DraftHead, weight: Tensor, info: ModelInfo, *, width: int, count: int = 1) -> None:
+    """Refuse a head on another device or in another dtype than its target, or that reads other hidden states.
+
+    Args:
+        head: it.
+        weight: one of its parameters.
+        info: facts about the target.
+        width: of each hidden state that the head reads.
+        count: how many of them it reads.
 
     Raises:
-        ConfigError: says where both are.
+        ConfigError: says what both have.
     """
     if (weight.device, weight.dtype) != (info.device, info.dtype):
         raise ConfigError(
             f"The head is {weight.dtype} on {weight.device}, the target {info.dtype} on {info.device}; move one of "
             "them."
+        )
+    if width != info.hidden_size:
+        raise ConfigError(
+            f"The head reads hidden states of width {width}, and those of {info.name} have {info.hidden_size}; it is "
+            "for another target, so choose a head that is for this one."
+        )
+    if count != len(head.features):
+        raise ConfigError(
+            f"The head reads {count} hidden states of its target, and its features name {list(head.features)}; name as "
+            "many as it reads."
         )

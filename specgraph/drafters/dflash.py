@@ -161,7 +161,9 @@ class DFlashDrafter(Drafter):
         if isinstance(given, Checkpoint):
             checkpoint, given = given, cls.load(given, options, target.model, target.info)
             notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
-        check_place(given, given.module.lm_head.weight, target.info)
+        config: DFlashConfig = given.module.config
+        width, count = config.target_hidden_size, config.num_features
+        check_place(given, given.module.lm_head.weight, target.info, width=width, count=count)
         return Draft(cls.bind(given, options.num_speculative_tokens, options.block_rows), notes=notes)
 
     @classmethod

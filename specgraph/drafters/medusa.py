@@ -175,7 +175,8 @@ class MedusaDrafter(Drafter):
         notes: tuple[str, ...] = ()
         if isinstance(given, Checkpoint):
             given, notes = load_heads(given, target.model, target.info, options.num_speculative_tokens), (given.about,)
-        check_place(given, given.module.projection, target.info)
+        weight = given.module.projection
+        check_place(given, weight, target.info, width=weight.shape[1])
         return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
 
     @classmethod

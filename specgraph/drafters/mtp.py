@@ -318,7 +318,8 @@ class MtpDrafter(Drafter):
             stored = used_modules(checkpoint, options.num_modules)
             shared = (shared_notes(stored[i], m, target.model, module_name(i)) for i, m in enumerate(given.module))
             notes = (checkpoint.about, *itertools.chain.from_iterable(shared))
-        check_place(given, given.module[0].projection.weight, target.info)
+        weight = given.module[0].projection.weight
+        check_place(given, weight, target.info, width=len(weight))
         bound = cls.bind(given, target, options.num_speculative_tokens, options.beyond)
         return Draft(bound, notes=notes)
 

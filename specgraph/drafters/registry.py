@@ -30,6 +30,8 @@ def drafter_class(kind: str) -> type[Drafter]:
     if "." in kind:
         own: type[Drafter] = own_drafter(kind)
         return own
+    if kind not in drafter_kinds():
+        raise ConfigError(f"draft.kind is one of {', '.join(drafter_kinds())}, not {kind!r}.")
     module = importlib.import_module(f"specgraph.drafters.{kind}")
     return next(
         value
@@ -112,6 +114,8 @@ def _with_kind(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
         return config, None
     if "." in kind:
         return config, given
+    if given == "":
+        raise ConfigError("draft is empty; give a model, or the folder or name of a checkpoint.")
     if isinstance(given, str | Path) and Path(given).exists():
         given = open_checkpoint(given, kind)
     elif isinstance(given, str) and given in drafter_kinds():

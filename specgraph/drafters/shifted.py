@@ -279,7 +279,9 @@ class ShiftedDrafter(ChainDrafter):
         if isinstance(given, Checkpoint):
             checkpoint, given = given, cls.load(given, options, target.model, target.info)
             notes = (checkpoint.about, *shared_notes(checkpoint.tensors, given.module, target.model))
-        check_place(given, given.module.lm_head.weight, target.info)
+        module: ShiftedHead = given.module
+        width, count = module.target_hidden_size, module.num_features
+        check_place(given, module.lm_head.weight, target.info, width=width, count=count)
         return Draft(cls.bind(given, options.num_speculative_tokens), notes=notes)
 
     @classmethod

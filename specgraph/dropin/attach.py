@@ -19,15 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.compiler.compile import compile_speculative
-from specgraph.config import ConfigLike
+from specgraph.config import ConfigLike, check_no_keys
 from specgraph.drafters.base import DraftLike
-from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments
+from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments, check_prepared
 from specgraph.errors import InputError
 from specgraph.frontend.tracing import check_is_causal_lm
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 
-def attach(model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike | None = None) -> SpeculativeDecoder:
+def attach(
+    model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike | None = None, **others: Any
+) -> SpeculativeDecoder:
     """Compile a model, and let its ``generate`` decode through the result, until :func:`detach`.
 
     ``model.generate(...)`` and what calls it, such as ``pipeline("text-generation", model=model)``, return what they
@@ -39,6 +41,7 @@ def attach(model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike |
         model: the target, as for :func:`specgraph.compile_speculative`, like the other two.
         cfg: the configuration.
         draft: a draft model or head.
+        others: there are none; the error says where a key of the configuration goes.
 
     Returns:
         The decoder, which can also be called by itself.
@@ -47,6 +50,7 @@ def attach(model: PreTrainedModel, cfg: ConfigLike = None, *, draft: DraftLike |
         InputError: the model is attached already.
         SpecgraphError: it cannot be compiled; the model is as it was.
     """
+    check_no_keys("attach", others)
     check_is_causal_lm(model)
     if isinstance(vars(model).get("generate"), Attached):
         raise InputError(f"This {type(model).__name__} is attached already; call specgraph.detach(model) first.")
@@ -96,7 +100,7 @@ class Attached:
         check_arguments(self._model, bound.arguments)
         # transformers hands these to its own decoding methods alone.
         streamer = bound.arguments.pop("streamer", None)
-        add_stop_strings(bound.arguments)
+        add_stop_strings(self._model, bound.arguments)
         bound.arguments["custom_generate"] = functools.partial(_decode, self.decoder, streamer)
         return original(*bound.args, **bound.kwargs)
 
@@ -121,9 +125,23 @@ def custom_generate(decoder: SpeculativeDecoder) -> Callable[..., Any]:
         decoder: one that was compiled from the model.
 
     Raises:
-        InputError: when it is called, and the decoder does not do what is asked for.
+        InputError: this is no decoder; or, when it is called, the model is not the one that the decoder was compiled
+            from, or the decoder does not do what is asked for.
     """
-    return functools.partial(_decode, decoder, None)
+    if not isinstance(decoder, SpeculativeDecoder):
+        raise InputError(
+            f"custom_generate takes a decoder, which compile_speculative(model) returns, not {type(decoder).__name__}."
+        )
+    return functools.partial(_decode_named, decoder)
+
+
+def _decode_named(
+    decoder: SpeculativeDecoder, model: PreTrainedModel, input_ids: Tensor, logits_processor: Any,
+    stopping_criteria: Any, generation_config: Any, **prepared: Any,
+) -> Any:  # fmt: skip
+    """Like :func:`_decode`, for a caller's arguments that nobody has looked at."""
+    check_prepared(model, decoder, prepared)
+    return _decode(decoder, None, model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared)
 
 
 def _decode(
@@ -137,12 +155,13 @@ def _decode(
     """
     mask = prepared.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
-    padding = (mask != 0).long().argmax(1).cpu()
-    call = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, padding)
+    call = Prepared(input_ids, mask, logits_processor, stopping_criteria, generation_config)
     call.check(model, decoder)
+    # Ids outside of the vocabulary, such as -1, are a way to say that there is no such token.
+    eos_ids, pads = ([t for t in ids if 0 <= t < decoder.vocab_size] for ids in (call.eos_ids, [call.pad_id]))
     options: dict[str, Any] = {
-        **SETTLED, **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": call.eos_ids,
-        "pad_token_id": call.pad_id, "stopping_criteria": call.host_criteria, "streamer": streamer,
+        **SETTLED, **call.sampling(), "max_new_tokens": call.max_new_tokens, "eos_token_id": eos_ids,
+        "pad_token_id": pads[0] if pads else None, "stopping_criteria": call.host_criteria, "streamer": streamer,
         **call.wanted(),
     }  # fmt: skip
     return call.output(decoder.generate(input_ids, mask, **options))

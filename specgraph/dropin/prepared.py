@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,17 +23,20 @@ from transformers.generation import (
     PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from specgraph.dropin.processors import READERS
+from specgraph.dropin.processors import READERS, with_padded_ngrams
 from specgraph.errors import InputError
 from specgraph.runtime.arguments import REFUSED, asks_for
 from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.defaults import check_config
+from specgraph.runtime.host import read_processors
 from specgraph.runtime.outputs import GenerateOutput
+from specgraph.runtime.processing_options import OFF
+from specgraph.runtime.stopping import stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
@@ -44,16 +48,25 @@ WARPERS: dict[type[LogitsProcessor], str] = {
 _NO_EFFECT = (LogitNormalization,)
 """Processors that change neither the largest score nor any probability."""
 SETTLED: Mapping[str, Any] = {
-    **{name: refusal.neutral[0] for name, refusal in REFUSED.items()},
+    **{name: refusal.neutral[0] for name, refusal in REFUSED.items()}, **OFF,
     "num_return_sequences": 1, "stop_strings": (), "max_time": math.inf,
 }  # fmt: skip
 """What transformers has settled when a decoding method is called, so that the model's configuration does not count."""
 _UNSEEN = (
     "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask", "synced_gpus", "past_key_values",
-    "inputs_embeds", "position_ids",
+    "inputs_embeds", "position_ids", "token_healing",
 )  # fmt: skip
 """Arguments of ``generate`` that cannot be honoured, and that a decoding method does not see."""
-_OUTPUTS = ("output_attentions", "output_hidden_states")
+_OUTPUTS = frozenset({"output_attentions", "output_hidden_states"})
+"""They ask for something only where the output is a class."""
+_BY_PROCESSORS = frozenset({
+    "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "exponential_decay_length_penalty", "remove_invalid_values",
+})  # fmt: skip
+"""What transformers makes logits processors of that look at one sequence and remember nothing. They run on the host."""
+_PREPARED = frozenset({"past_key_values", "position_ids", "cache_position"})
+"""What transformers hands to a decoding method, whether or not a caller gave it."""
+_OF_NO_CONSEQUENCE = frozenset({"input_ids", "attention_mask", "labels", "use_cache", "logits_to_keep", "return_dict"})
+"""Arguments of a model's forward pass on which no token depends, or which the decoder reads."""
 
 
 def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
@@ -68,34 +81,80 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     for name in _UNSEEN:
         if asks_for(name, arguments.get(name, others.get(name))):
             raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
-    if "token_type_ids" in others:
-        if "token_type_ids" in inspect.signature(model.forward).parameters:
-            raise InputError(_refusal(model, "token_type_ids=", "the model was compiled without them"))
-        arguments["kwargs"] = {name: value for name, value in others.items() if name != "token_type_ids"}
+    check_config(arguments.get("generation_config"))
+    inputs, mask = arguments.get("inputs", others.get("input_ids")), others.get("attention_mask")
+    # transformers drops a mask of ones before anybody looks at its shape.
+    if isinstance(inputs, Tensor) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != inputs.shape:
+        raise InputError(f"attention_mask is {[*mask.shape]}, but must be {[*inputs.shape]} like the prompts.")
+    forward = inspect.signature(model.forward).parameters
+    known = _OF_NO_CONSEQUENCE | vars(GenerationConfig()).keys()
+    for name, value in others.items():
+        if name in forward and name not in known and value is not None:
+            raise InputError(_refusal(model, f"{name}=", "the model was compiled without it"))
+    arguments["kwargs"] = {name: value for name, value in others.items() if name != "token_type_ids"}
 
 
-def add_stop_strings(arguments: dict[str, Any]) -> None:
-    """Make a criterion of the stop strings of a call.
+def check_prepared(model: PreTrainedModel, decoder: SpeculativeDecoder, prepared: Mapping[str, Any]) -> None:
+    """Refuse what a caller has given to transformers and what a decoder does not read, as far as it can be seen.
+
+    ``prepared`` is what transformers would give to a forward pass. It makes a cache and positions where a caller gives
+    none, so only those are refused that it would not have made.
+
+    Raises:
+        InputError: the decoder was compiled from another model, or something was given that it would ignore.
+    """
+    if decoder.model is not model:
+        raise InputError(
+            f"This decoder was compiled from another model than this {type(model).__name__}; give custom_generate a "
+            "decoder that compile_speculative has made of it."
+        )
+    for name in REFUSED.keys() - _PREPARED:
+        if name in prepared and asks_for(name, prepared[name]):
+            raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
+    for name in ("past_key_values", "position_ids"):
+        if not _is_fresh(name, prepared):
+            raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
+
+
+def _is_fresh(name: str, prepared: Mapping[str, Any]) -> bool:
+    """Whether a cache is empty, or positions are those that follow from the mask."""
+    given, mask = prepared.get(name), prepared.get("attention_mask")
+    if given is None:
+        return True
+    if name == "past_key_values":
+        return not hasattr(given, "get_seq_length") or int(given.get_seq_length()) == 0
+    if mask is None:
+        return bool((given == torch.arange(given.shape[-1], device=given.device)).all())
+    return given.shape == mask.shape and bool((given == mask.cumsum(-1) - 1)[mask != 0].all())
+
+
+def add_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Make a criterion of the stop strings of a call, of its configuration, or of the model's.
 
     transformers does so itself, but not for a decoding method of the caller's: it has lost the tokenizer by then.
     ``arguments`` are as for :func:`check_arguments`.
 
     Raises:
-        InputError: there is no tokenizer.
+        InputError: there is no tokenizer, or they are no strings.
     """
     others, config = dict(arguments.get("kwargs", {})), arguments.get("generation_config")
-    tokenizer, strings = others.pop("tokenizer", None), others.pop("stop_strings", None)
-    if strings is None and config is not None and config.stop_strings is not None:
-        strings = config.stop_strings
-        arguments["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
+    given = [others.get("stop_strings")] if "stop_strings" in others else [
+        getattr(each, "stop_strings", None) for each in (config, model.generation_config)
+    ]  # fmt: skip
+    strings = next((each for each in given if each is not None), None)
     if strings is None:
         return
-    if tokenizer is None:
-        raise InputError("stop_strings needs the model's tokenizer; pass it as tokenizer=.")
-    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-    arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
-    arguments["kwargs"] = others
+    criteria = [
+        *(arguments.get("stopping_criteria") or []),
+        *stop_criteria(strings, others.pop("tokenizer", None), None),
+    ]
+    if config is not None and config.stop_strings is not None:
+        arguments["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    others.pop("stop_strings", None)
+    if getattr(model.generation_config, "stop_strings", None) is not None:
+        others["stop_strings"] = None  # which counts before the model's
+    arguments["stopping_criteria"], arguments["kwargs"] = StoppingCriteriaList(criteria), others
 
 
 def _refusal(model: object, what: str, why: str) -> str:
@@ -109,17 +168,23 @@ class Prepared:
 
     Attributes:
         input_ids: int64 ``[B, S]``, prompts as given, a sequence for each that is to be returned.
+        mask: ``[B, S]``, nonzero where they are not padding.
         processors: those of the call.
         criteria: when a sequence ends.
         config: the merged configuration.
-        padding: int64 ``[B]``, how much of each prompt is padding, which is on its left.
     """
 
     input_ids: Tensor
+    mask: Tensor
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriteria]
     config: GenerationConfig
-    padding: Tensor
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """How much of each prompt is padding on its left, int64 ``[B]``."""
+        real = (self.mask != 0).long().cpu()
+        return real.argmax(1) if real.shape[1] else real.sum(1)
 
     @property
     def max_new_tokens(self) -> int:
@@ -154,11 +219,10 @@ class Prepared:
         mode = self.config.get_generation_mode().value
         if mode not in ("greedy_search", "sample"):
             raise InputError(_refusal(model, mode.replace("_", " "), "it decodes greedily, or by sampling"))
-        if getattr(self.config, "watermarking_config", None) is not None:
-            raise InputError(_refusal(model, "watermarking_config=", "some of its processors remember earlier calls"))
-        wanted = [name for name in _OUTPUTS if self.config.return_dict_in_generate and getattr(self.config, name)]
-        if wanted:
-            raise InputError(_refusal(model, " and ".join(wanted), "a step keeps none of them"))
+        looked_at = REFUSED.keys() - _BY_PROCESSORS - (set() if self.config.return_dict_in_generate else _OUTPUTS)
+        for name in sorted(looked_at):
+            if asks_for(name, getattr(self.config, name, None)):
+                raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
         longest = self.input_ids.shape[1] + self.max_new_tokens
         if longest > decoder.max_length:
             raise InputError(
@@ -179,7 +243,7 @@ class Prepared:
             options["prefix_allowed_tokens_fn"] = between.pop()._prefix_allowed_tokens_fn
         if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in between):
             raise InputError("prefix_allowed_tokens_fn goes behind all other processors on the host; leave one out.")
-        return options | {"logits_processor": between}
+        return with_padded_ngrams(options, self) | {"logits_processor": between}
 
     def wanted(self) -> dict[str, bool]:
         """Which logits the output class shall have."""
@@ -194,7 +258,7 @@ class Prepared:
     def output(self, out: GenerateOutput) -> Any:
         """What ``generate`` returns: int64 ``[B, S + N]``, or the output class with it."""
         padded = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=self.pad_id)
-        sequences = torch.cat([self.input_ids, padded.to(self.input_ids)], dim=1)
+        sequences = torch.cat([self.input_ids, padded.to(self.input_ids.device)], dim=1)
         if not self.config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=out.scores, logits=out.logits)
@@ -202,12 +266,16 @@ class Prepared:
     def _parts(self) -> tuple[list[LogitsProcessor], list[Any], list[LogitsProcessor]]:
         """The processors: those that the step has in front, those for the host, and those that verification has.
 
-        In each part they are in the order in which they are applied, so all of them are.
+        In each part they are in the order in which they are applied, so all of them are. Scores show what changes no
+        token, such as a temperature before a greedy choice. Where they are wanted, the host applies that, too.
         """
-        processors = [p for p in self.processors if type(p) not in _NO_EFFECT]
+        shown = self.wanted()["output_scores"]
+        processors: list[Any] = read_processors([*self.processors])
+        processors = [p for p in processors if shown or type(p) not in _NO_EFFECT]
         end = len(processors)
         while end and _is_plain(processors[end - 1]) and _in_order(processors[end - 1 :], WARPERS):
             end -= 1
+        end = len(processors) if shown and not self.config.do_sample else end
         begin = 0
         while begin < end and self._processing(processors[begin]) is not None:
             if not _in_order(processors[: begin + 1], READERS):

@@ -52,8 +52,15 @@ def _repetition(processor: RepetitionPenaltyLogitsProcessor, call: Called) -> Op
     return {"repetition_penalty": processor.penalty} if same and flat else None
 
 
+def _sees_padding(call: Called, count: int) -> bool:
+    """Whether the last ``count`` tokens of a prompt begin in its padding, which transformers takes for tokens."""
+    return bool(((call.padding > 0) & (call.input_ids.shape[1] - call.padding < count)).any())
+
+
 def _sequence_bias(processor: SequenceBiasLogitsProcessor, call: Called) -> Options | None:
-    return {"sequence_bias": dict(processor.sequence_bias)}
+    biases: Mapping[tuple[int, ...], float] = processor.sequence_bias
+    reach = max(map(len, biases)) - 1
+    return None if _sees_padding(call, reach) else {"sequence_bias": dict(biases)}
 
 
 def _bad_words(processor: NoBadWordsLogitsProcessor, call: Called) -> Options | None:
@@ -61,11 +68,27 @@ def _bad_words(processor: NoBadWordsLogitsProcessor, call: Called) -> Options | 
     biases: Mapping[tuple[int, ...], float] = processor.sequence_bias
     ends = [(token,) for token in call.eos_ids]
     plain = all(bias == -math.inf for bias in biases.values()) and not any(word in ends for word in biases)
-    return {"bad_words_ids": [list(word) for word in biases]} if plain else None
+    reach = max(map(len, biases), default=1) - 1
+    return {"bad_words_ids": [list(word) for word in biases]} if plain and not _sees_padding(call, reach) else None
 
 
 def _ngrams(processor: NoRepeatNGramLogitsProcessor, call: Called) -> Options | None:
-    return {"no_repeat_ngram_size": processor.ngram_size}
+    """Together with :func:`with_padded_ngrams`. N-grams of padding and new tokens are known only as these come."""
+    return None if _sees_padding(call, processor.ngram_size - 1) else {"no_repeat_ngram_size": processor.ngram_size}
+
+
+def with_padded_ngrams(options: Options, call: Called) -> Options:
+    """The options, in which an n-gram that begins in the padding of a prompt does not occur a second time either.
+
+    A step does not count padding. For transformers it is tokens, so these n-grams are words that are forbidden.
+    """
+    size = options.get("no_repeat_ngram_size", 0)
+    if not size or not bool(call.padding.any()):
+        return options
+    words: Mapping[tuple[int, ...], float] = options.get("sequence_bias", {})
+    rows = zip(call.input_ids.tolist(), call.padding.tolist(), strict=True)
+    ngrams = [{tuple(ids[at : at + size]): -math.inf for at in range(padding)} for ids, padding in rows]
+    return options | {"sequence_bias": [{**words, **own} for own in ngrams]}
 
 
 def _min_length(processor: MinLengthLogitsProcessor, call: Called) -> Options | None:

@@ -32,7 +32,7 @@ SAVED_UNASKED = 256 * 2**20
 """Weights of at most this many bytes are saved unless the user says otherwise."""
 
 
-def dump(stages: Mapping[str, Program], folder: Path, *, report: str, weights: bool | None = None) -> Path:
+def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, weights: bool | None = None) -> Path:
     """Write all stages, the report and (up to 256 MB, or if ``weights`` is true) the weights to ``folder``.
 
     An earlier dump is replaced file by file. A folder that holds other files but no dump is refused, and no file that a
@@ -51,6 +51,10 @@ def dump(stages: Mapping[str, Program], folder: Path, *, report: str, weights: b
     Raises:
         ConfigError: the folder holds files that no dump wrote, or it cannot be written.
     """
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"A dump goes to a folder, which is given by its path, not by {type(folder).__name__}.")
+    if weights is not None and not isinstance(weights, bool):
+        raise ConfigError(f"weights is True, False or None, not {weights!r}.")
     folder = Path(folder)
     target = folder.expanduser().resolve()
     earlier = _files_of(target)

@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """Run the harness with the arguments of the command line; 2 if it is not installed."""
+    """Run the harness with the arguments of the command line; 2 if it is not installed, or the model was refused."""
     missing = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{' and '.join(missing)} must be installed: pip install 'specgraph[eval]'", file=sys.stderr)
@@ -18,8 +18,13 @@ def main() -> int:
     from lm_eval.__main__ import cli_evaluate
 
     import specgraph.evaluation.lm_eval  # noqa: F401  (registers the model)
+    from specgraph.errors import SpecgraphError
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SpecgraphError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

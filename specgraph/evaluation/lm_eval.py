@@ -20,7 +20,9 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
+from specgraph.checkpoints.causal_lm import DAMAGED, load_whole, not_loaded
 from specgraph.compiler.compile import compile_speculative
+from specgraph.errors import ConfigError, SpecgraphError
 
 TOGETHER = 1024
 """Requests in one call of the decoder, which runs ``max_batch_size`` of them at a time and gives the row of a sequence
@@ -28,6 +30,15 @@ that has ended to the next one."""
 
 Scored = tuple[Any, list[int], list[int]]
 """What the harness wants a log-likelihood for: a key for its cache or None, a context, and what follows it."""
+
+
+class WholeCausalLM:
+    """Takes the place of ``AutoModelForCausalLM``, and refuses files that lack a tensor."""
+
+    @staticmethod
+    def from_pretrained(name: str, **options: Any) -> Any:
+        """The model; ``options`` are those of transformers."""
+        return load_whole(name, f"pretrained={name}", **options)
 
 
 @register_model("specgraph")
@@ -39,16 +50,26 @@ class SpecgraphLM(HFLM):  # type: ignore[misc]  # without types
     ``max_batch_size`` is how many sequences run together; the harness's ``--batch_size`` changes nothing.
     """
 
+    AUTO_MODEL_CLASS = WholeCausalLM
+
     def __init__(self, pretrained: Any, draft: Any = None, max_batch_size: int = 64, **options: Any) -> None:
         """Load the model as ``hf`` does, and compile it.
 
         Raises:
-            ConfigError: a key of the configuration does not exist, or a value is out of range.
+            ConfigError: the model cannot be loaded with these arguments, a key of the configuration does not exist, or
+                a value is out of range.
             UnsupportedModelError: the model cannot be decoded correctly.
         """
         config = {name: value for name, value in options.items() if "." in name}
         rest = {name: value for name, value in options.items() if name not in config}
-        super().__init__(pretrained, max_batch_size=max_batch_size, **rest)
+        try:
+            super().__init__(pretrained, max_batch_size=max_batch_size, **rest)
+        except SpecgraphError:
+            raise
+        except DAMAGED as error:
+            raise not_loaded(f"pretrained={pretrained}", str(pretrained), error) from error
+        if self.backend != "causal":
+            raise ConfigError(f"backend={self.backend} is for models with an encoder; specgraph runs causal LMs.")
         self.decoder = compile_speculative(self.model, {**config, "max_batch_size": max_batch_size}, draft=draft)
 
     @property

@@ -21,7 +21,7 @@ OWN = frozenset({
 KNOWN = frozenset({
     "inputs", "generation_config", "do_sample", "max_length", "num_return_sequences", "streamer", "stop_strings",
     "tokenizer", "max_time", "pad_token_id", "return_dict_in_generate", "token_type_ids", "logits_processor",
-    "prefix_allowed_tokens_fn", "output_scores", "output_logits",
+    "prefix_allowed_tokens_fn", "output_scores", "output_logits", "renormalize_logits",
 })  # fmt: skip
 """What else of transformers' arguments is honoured."""
 PROCESSING = ARGUMENTS
@@ -30,11 +30,11 @@ STRUCTURE = frozenset({"json_schema", "regex", "grammar"})
 """What is not transformers': the structure that the output shall have. A sequence has one of them at most."""
 WITHOUT_EFFECT = frozenset({
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "disable_compile", "compile_config",
-    "continuous_batching_config", "prefill_chunk_size", "low_memory", "renormalize_logits", "length_penalty",
-    "early_stopping", "num_beam_groups", "bos_token_id", "decoder_start_token_id", "transformers_version",
-    "_from_model_config", "_commit_hash", "logits_to_keep", "is_assistant", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size", "speculation_type",
+    "continuous_batching_config", "prefill_chunk_size", "low_memory", "length_penalty", "early_stopping",
+    "num_beam_groups", "bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config",
+    "_commit_hash", "logits_to_keep", "is_assistant", "assistant_confidence_threshold", "assistant_ensemble_weight",
+    "assistant_lookbehind", "target_lookbehind", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "max_matching_ngram_size", "speculation_type",
 })  # fmt: skip
 """What is about transformers' own cache, beams or assistant: no token depends on it here."""
 
@@ -83,6 +83,7 @@ REFUSED: Mapping[str, Refusal] = {
     "decoder_input_ids": Refusal((None,), _DECODER),
     "assistant_model": Refusal((None,), _DRAFTS),
     "assistant_tokenizer": Refusal((None,), _DRAFTS),
+    "assistant_early_exit": Refusal((None,), _DRAFTS),
     "prompt_lookup_num_tokens": Refusal((None, 0), _DRAFTS),
     "use_mtp": Refusal(_UNSET, _DRAFTS),
     "output_attentions": Refusal(_UNSET, _STEP),
@@ -113,8 +114,8 @@ def asks_for(name: str, value: Any) -> bool:
         return True
 
 
-def check_names(given: Mapping[str, Any], known: Set[str] = TAKEN) -> None:
-    """Refuse arguments that are not ``known``, and those that are not honoured.
+def check_names(given: Mapping[str, Any], known: Set[str] = TAKEN, function: str = "generate") -> None:
+    """Refuse arguments of ``function`` that are not ``known``, and those that are not honoured.
 
     Raises:
         InputError: names the argument, and says what is there instead.
@@ -123,6 +124,8 @@ def check_names(given: Mapping[str, Any], known: Set[str] = TAKEN) -> None:
         if name in REFUSED:
             if asks_for(name, value):
                 raise InputError(f"{name}={_short(value)} is not supported ({REFUSED[name].why}); leave it out.")
+        elif name not in known and name in OWN | TAKEN:
+            raise InputError(f"{function} does not take {name}, which is for generate and stream; leave it out.")
         elif name not in known:
             raise InputError(f"There is no argument {name!r}; {_suggestion(name, OWN | known - WITHOUT_EFFECT)}")
 

@@ -62,10 +62,12 @@ class Collector:
         values = _tensors(self._logprobs, torch.float32) if self._with_logprobs else None
         reasons = [reason or "length" for reason in self._reasons]
         requests, lengths = self._batch.requests, [*map(len, new_tokens)]
-        scores = recorded_scores(requests, new_tokens) if self._wanted.scores else None
-        logits = recorded_logits(requests, lengths) if self._wanted.logits else None
+        wanted = self._wanted
+        scores = recorded_scores(requests, new_tokens, normalized=wanted.normalized) if wanted.scores else None
+        logits = recorded_logits(requests, lengths) if wanted.logits else None
         sequences = _pad(self._batch, new_tokens)
-        return GenerateOutput(sequences, new_tokens, values, self.stats, reasons, scores, logits)
+        prompts = [request.prompt for request in requests]
+        return GenerateOutput(sequences, new_tokens, values, self.stats, reasons, scores, logits, prompts)
 
     def _count(self, step: Step) -> None:
         stats, thought = self.stats, self._thought

@@ -28,7 +28,7 @@ from specgraph.runtime.pages import num_pages
 from specgraph.runtime.pause import HostTime
 from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.reading import Call, Reader
-from specgraph.runtime.requests import Batch, EosIds, Limits, PerSequence, Request, read_logprobs
+from specgraph.runtime.requests import Batch, EosIds, Limits, Request, read_logprobs
 from specgraph.runtime.runner import Runners
 from specgraph.runtime.score import Cuts, ScoreOutput, Scoring, read_scoring
 from specgraph.runtime.session import Session
@@ -36,7 +36,8 @@ from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
 from specgraph.runtime.stopping import Criterion, Stopping
 from specgraph.runtime.streaming import Columns
-from specgraph.runtime.text import Tokenizers, encode_chats, encode_texts
+from specgraph.runtime.text import Tokenizers, check_text_options, encode_chats, encode_texts
+from specgraph.runtime.values import PerSequence, refuse_others
 from specgraph.runtime.variants import Variants
 from specgraph.runtime.watch import Watch
 
@@ -58,6 +59,7 @@ class SpeculativeDecoder:
         stages: the program after every pass, by name; ``trace`` is the first. Every kind of request that was met adds
             one, ``specialise_step``.
         config: the configuration it was compiled with.
+        model: the target.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class SpeculativeDecoder:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.stages = dict(stages)
-        self.config = config
+        self.config, self.model = config, model
         self._reports = list(reports)
         self._notes = list(notes)
         self._program = list(self.stages.values())[-1]
@@ -89,6 +91,11 @@ class SpeculativeDecoder:
     def max_length(self) -> int:
         """The most tokens of a sequence, prompt included."""
         return self._reader.limits.max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._reader.limits.vocab_size
 
     def generate(
         self,
@@ -111,7 +118,7 @@ class SpeculativeDecoder:
         Args:
             input_ids: int ``[B, S]``, padded on the left or right, or a list of 1-D tensors or lists of any lengths, or
                 what a tokenizer returns.
-            attention_mask: ``[B, S]``, nonzero where ``input_ids`` is not padding.
+            attention_mask: ``[B, S]``, 0 where ``input_ids`` is padding and 1 elsewhere.
             max_new_tokens: tokens to add at most; None takes the model's generation_config, or 20 as transformers does.
             eos_token_id: one id or several that end a sequence; the model's if None, none if an empty list.
             temperature: 0 is greedy. A number, or one per sequence, as are the next four.
@@ -170,7 +177,7 @@ class SpeculativeDecoder:
 
         ``stats`` of what is returned has the counts so far.
         """
-        call = self._reader.call(
+        call = self._reader.stream(
             input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
             stopping_criteria=stopping_criteria,
@@ -184,15 +191,14 @@ class SpeculativeDecoder:
         Args:
             prompts: what is to be continued.
             tokenizer: the model's; None loads it from where the model came from.
-            options: as for :meth:`generate`.
+            options: as for :meth:`generate`. With ``num_return_sequences``, the texts of all prompts are in one list.
 
         Raises:
             InputError: as :meth:`generate`, or there is no tokenizer.
         """
-        several = not isinstance(prompts, str)
+        alone = isinstance(prompts, str)
         own = self._reader.tokenizers.get(tokenizer)
-        new = self._texts(own, encode_texts(own, prompts if several else [prompts]), options)
-        return new if several else new[0]
+        return self._texts(own, encode_texts(own, [prompts] if alone else prompts), options, alone=alone)
 
     def chat(self, messages: Sequence[Any], *, tokenizer: Any = None, **options: Any) -> Any:
         """Answer a conversation, or each of a list: the text of the answer, or a list of them.
@@ -200,17 +206,16 @@ class SpeculativeDecoder:
         Args:
             messages: mappings with ``role`` and ``content``, or a list of such conversations.
             tokenizer: the model's, with a chat template; None loads it from where the model came from.
-            options: as for :meth:`generate`.
+            options: as for :meth:`text`.
 
         Raises:
             InputError: as :meth:`generate`, or there is no tokenizer or no chat template.
         """
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], Mapping)
         own = self._reader.tokenizers.get(tokenizer)
-        new = self._texts(own, encode_chats(own, messages if several else [messages]), options)
-        return new if several else new[0]
+        return self._texts(own, encode_chats(own, messages if several else [messages]), options, alone=not several)
 
-    def session(self, *, return_logprobs: bool | str = False) -> Session:
+    def session(self, *, return_logprobs: bool | str = False, **others: Any) -> Session:
         """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
 
         Its KV cache has room for ``max_batch_size`` sequences of ``max_length``, or for ``cache.pool_tokens``, but
@@ -218,10 +223,12 @@ class SpeculativeDecoder:
 
         Args:
             return_logprobs: as for :meth:`generate`, for all sequences.
+            others: there are none; their names are in the error.
 
         Raises:
             InputError: there is no memory for a KV cache.
         """
+        refuse_others("session", others, "it takes return_logprobs, and its size is of the configuration")
         logprobs = read_logprobs(return_logprobs)
         stack = contextlib.ExitStack()
         engine = stack.enter_context(self._engine(self._session_sizes(), logprobs, fair=True))
@@ -230,7 +237,7 @@ class SpeculativeDecoder:
     def score(
         self, sequences: Any, attention_mask: Any = None, *, start: PerSequence = None, logprobs: str = "raw",
         temperature: PerSequence = None, top_k: PerSequence = None, top_p: PerSequence = None,
-        min_p: PerSequence = None,
+        min_p: PerSequence = None, **others: Any,
     ) -> ScoreOutput:  # fmt: skip
         """The log-probabilities of given tokens, bit for bit those that :meth:`generate` reports for them.
 
@@ -238,19 +245,22 @@ class SpeculativeDecoder:
         and on how sequences are cut into chunks, nor on the drafter. See :mod:`specgraph.runtime.score`.
 
         Args:
-            sequences: prompts with what follows them, as :meth:`generate` takes prompts. Without a mask, pad ids at the
-                ends of a tensor count as padding, so a list is safer.
-            attention_mask: ``[B, S]``, nonzero where ``sequences`` are not padding.
+            sequences: what :meth:`generate` returned, or prompts with what follows them, as it takes prompts. Without a
+                mask, pad ids at the ends of a tensor count as padding, so a list is safer.
+            attention_mask: ``[B, S]``, 0 where ``sequences`` are padding.
             start: the place of the first token to score, padding not counted, such as the length of the prompt: one for
-                all sequences, or for each. None is 1, the second token, since the first has no probability.
+                all sequences, or for each. None is 1, the second token, since the first has no probability. For what
+                ``generate`` returned, None is the first new token.
             logprobs: ``"raw"`` or ``"processed"``, as ``return_logprobs`` of :meth:`generate`.
             temperature, top_k, top_p, min_p: for ``"processed"``, as for :meth:`generate`.
+            others: there are none; their names are in the error.
 
         Raises:
             InputError: an argument is out of range; the message says what is allowed.
             NumericsError: the target's logits were NaN.
         """
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        refuse_others("score", others, f"it takes start, logprobs, {', '.join(sampling)}")
         requests, starts, pass_ = read_scoring(self._reader, sequences, attention_mask, start, logprobs, **sampling)
         sizes = sizes_for(requests, self.config.max_batch_size, self._runners.block_size)
         cuts = Cuts(self._overhead.prompt, self.config.cache.prefill_chunk, self._program.target.vocab_size)
@@ -277,7 +287,7 @@ class SpeculativeDecoder:
         """
         from specgraph.dump import dump
 
-        return dump(self.stages, Path(folder), report=self.report(), weights=weights)
+        return dump(self.stages, folder, report=self.report(), weights=weights)
 
     def __reduce__(self) -> Any:
         raise InputError(
@@ -291,9 +301,11 @@ class SpeculativeDecoder:
         confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
         return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=confidence)
 
-    def _texts(self, tokenizer: Any, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+    def _texts(self, tokenizer: Any, prompts: list[list[int]], options: dict[str, Any], *, alone: bool) -> Any:
+        check_text_options(options)
         new_tokens = self.generate(prompts, tokenizer=tokenizer, **options).new_tokens
-        return [tokenizer.decode(new, skip_special_tokens=True) for new in new_tokens]
+        texts = [tokenizer.decode(new, skip_special_tokens=True) for new in new_tokens]
+        return texts[0] if alone and len(texts) == 1 else texts
 
     def _chunks(self, call: Call, collector: Collector) -> Generator[StreamChunk, None, None]:
         with contextlib.closing(self._run(call, show=False)) as steps:  # so that the state is free when this is closed

@@ -10,11 +10,16 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specgraph.errors import InputError, UnsupportedModelError
 from specgraph.runtime.arguments import PROCESSING, REFUSED, asks_for
+from specgraph.runtime.values import read_flag, read_token_ids, whole
+
+FLAGS = ("output_scores", "output_logits", "renormalize_logits")
+"""Whether the output has scores, and logits, and whether scores are log-probabilities."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Values that ``generate`` uses for what its caller leaves out."""
+    """Values that ``generate`` uses for what its caller leaves out. They are checked as a caller's are, where they are
+    used, except for the ids of tokens and for flags, which are read here."""
 
     eos_ids: tuple[int, ...]
     pad_id: int | None
@@ -25,14 +30,15 @@ class GenerationDefaults:
     top_k: int
     top_p: float
     min_p: float
+    do_sample: bool = False
     num_return_sequences: int = 1
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: Any = None
     max_time: float | None = None
     """Seconds after which every sequence ends."""
     processing: Mapping[str, Any] = field(default_factory=dict)
     """What changes logits, by the names of its options, whether tokens are drawn or not."""
-    wanted: tuple[bool, bool] = (False, False)
-    """Whether the output has scores, and logits."""
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    """What the output has, by the names in :data:`FLAGS`."""
 
 
 def read_generation_config(
@@ -54,8 +60,7 @@ def read_generation_config(
         UnsupportedModelError: the model's configuration asks for something that specgraph does not have.
         InputError: so does the given one, or it is no configuration.
     """
-    if given is not None and not isinstance(given, GenerationConfig):
-        raise InputError(f"generation_config is a GenerationConfig of transformers, not {type(given).__name__}.")
+    check_config(given)
     own: Any = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
     values = _values(own) | ({} if given is None else _values(given))
     wanted = [n for n in REFUSED if n in values and n not in overridden and asks_for(n, values[n])]
@@ -66,28 +71,34 @@ def read_generation_config(
             f"{whose} asks for {listed}, which specgraph does not support and will not ignore. Set it off on "
             f"{'model.' if given is None else 'the '}generation_config if you can do without."
         )
-    sample = bool(values.get("do_sample", False) if do_sample is None else do_sample)
+    sample = bool(read_flag("do_sample", values.get("do_sample")) if do_sample is None else do_sample)
     # What a sampling model's configuration leaves out has a default of transformers' own (top_k = 50, for one).
     common: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)() if sample else {}
     sampling = {**common, **values} if sample else {}
     text: Any = model.config.get_text_config()
     eos, pad = (values.get(n, getattr(text, n, None)) for n in ("eos_token_id", "pad_token_id"))
-    strings = values.get("stop_strings") or ()
     return GenerationDefaults(
-        eos_ids=() if eos is None else (int(eos),) if isinstance(eos, int) else tuple(int(e) for e in eos),
-        pad_id=pad,
+        eos_ids=() if eos is None else tuple(read_token_ids("eos_token_id", eos)),
+        pad_id=None if pad is None else whole("pad_token_id", pad),
         max_new_tokens=values.get("max_new_tokens"),
         max_length=values.get("max_length"),
-        temperature=float(sampling.get("temperature", 1.0) if sample else 0.0),
-        top_k=int(sampling.get("top_k", 0)),
-        top_p=float(sampling.get("top_p", 1.0)),
-        min_p=float(sampling.get("min_p", 0.0)),
-        num_return_sequences=int(values.get("num_return_sequences", 1)),
-        stop_strings=(strings,) if isinstance(strings, str) else tuple(strings),
+        temperature=sampling.get("temperature", 1.0) if sample else 0.0,
+        top_k=sampling.get("top_k", 0),
+        top_p=sampling.get("top_p", 1.0),
+        min_p=sampling.get("min_p", 0.0),
+        do_sample=sample,
+        num_return_sequences=values.get("num_return_sequences", 1),
+        stop_strings=values.get("stop_strings"),
         max_time=values.get("max_time"),
         processing={name: values.get(name) for name in PROCESSING},
-        wanted=(bool(values.get("output_scores")), bool(values.get("output_logits"))),
+        flags={name: bool(read_flag(name, values.get(name))) for name in FLAGS},
     )
+
+
+def check_config(given: object) -> None:
+    """Refuse a caller's configuration that is none."""
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise InputError(f"generation_config is a GenerationConfig of transformers, not {type(given).__name__}.")
 
 
 def _values(config: GenerationConfig) -> dict[str, Any]:

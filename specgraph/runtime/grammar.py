@@ -163,7 +163,7 @@ def _grammar(kind: str, value: Any) -> str:
             raise InputError(
                 f"json_schema is a mapping, its JSON text or a pydantic model, not {type(value).__name__}."
             )
-        value = value if isinstance(value, str) else json.dumps(value)
+        value = value if isinstance(value, str) else _as_json(value)
     elif not isinstance(value, str):
         raise InputError(f"{kind} is a text, not {type(value).__name__}.")
     try:
@@ -174,6 +174,13 @@ def _grammar(kind: str, value: Any) -> str:
     except ValueError as error:
         raise InputError(f"{kind} is not one that llguidance takes: {_first_line(str(error))}") from error
     return text
+
+
+def _as_json(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"json_schema holds something that JSON does not have: {_first_line(str(error))}") from error
 
 
 def _library() -> Any:

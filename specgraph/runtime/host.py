@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import InputError
+from specgraph.runtime.values import check_function, name_of
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 """As transformers' ``LogitsProcessor``: it gives scores float32 ``[1, V]``, changed as tokens int64 ``[1, S]`` want."""
@@ -79,8 +80,11 @@ class PythonProcessors(HostProcessor):
 def _checked(processor: LogitsFunction, scores: Any, logits: Tensor) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != (1, *logits.shape):
         given = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        name = getattr(processor, "__name__", type(processor).__name__)
-        raise InputError(f"A logits processor returns scores [1, {len(logits)}], but {name} returned {given}.")
+        raise InputError(
+            f"A logits processor returns scores [1, {len(logits)}], but {name_of(processor)} returned {given}."
+        )
+    if not torch.can_cast(scores.dtype, logits.dtype):
+        raise InputError(f"A logits processor returns real numbers, but {name_of(processor)} returned {scores.dtype}.")
     return scores
 
 
@@ -94,19 +98,35 @@ class Allowed(HostProcessor):
         """Let all other tokens have no probability.
 
         Raises:
-            InputError: the function allows nothing.
+            InputError: the function allows nothing, or gives something else than token ids.
         """
         tokens, known = all_tokens(rows)
         for row, logits in enumerate(rows.logits):
-            allowed = self._function(self._place, tokens[: known + row])
-            if len(allowed) == 0:
+            allowed = _allowed_ids(self._function(self._place, tokens[: known + row]), len(logits))
+            if allowed.numel() == 0:
                 raise InputError(
                     f"prefix_allowed_tokens_fn allows no token behind {known + row} of sequence {self._place}; it must "
                     "allow one at least."
                 )
             forbidden = torch.ones_like(logits, dtype=torch.bool)
-            forbidden[torch.as_tensor(allowed, device=logits.device)] = False
+            forbidden[allowed.to(logits.device)] = False
             logits.masked_fill_(forbidden, -torch.inf)
+
+
+def _allowed_ids(given: Any, vocab_size: int) -> Tensor:
+    """Token ids, 1-D int64 on the CPU."""
+    try:
+        ids = torch.as_tensor(given, device="cpu").flatten()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"prefix_allowed_tokens_fn gives a list of token ids, not {given!r:.60}.") from error
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise InputError(f"prefix_allowed_tokens_fn gives a list of token ids, not {given!r:.60}.")
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.numel():
+        raise InputError(
+            f"prefix_allowed_tokens_fn gives {int(wrong[0])}, which is not a token id; ids are 0 to {vocab_size - 1}."
+        )
+    return ids.long()
 
 
 def all_tokens(rows: Rows) -> tuple[Tensor, int]:
@@ -124,8 +144,6 @@ def read_processors(given: Any) -> list[LogitsFunction]:
     """
     several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     for processor in several:
-        if not callable(processor):
-            raise InputError(
-                f"logits_processor is a LogitsProcessor of transformers or a list of them, not {processor!r}."
-            )
+        what = "a LogitsProcessor of transformers or a list of them"
+        check_function("logits_processor", what, processor, "tokens", "scores")
     return several

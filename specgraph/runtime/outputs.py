@@ -109,6 +109,7 @@ class GenerateOutput(tuple[Tensor, ...]):
             what was asked), or ``stop`` for a stop string or a stopping criterion.
         scores: for every new token float32 ``[B, V]``, what it was drawn from; None if not asked for.
         logits: for every new token float32 ``[B, V]``, the target's own; None if not asked for.
+        prompts: one 1-D int64 tensor per sequence: its prompt without padding.
     """
 
     sequences: Tensor
@@ -118,15 +119,17 @@ class GenerateOutput(tuple[Tensor, ...]):
     finish_reasons: list[str]
     scores: tuple[Tensor, ...] | None
     logits: tuple[Tensor, ...] | None
+    prompts: list[Tensor]
 
     def __new__(
         cls, sequences: Tensor, new_tokens: list[Tensor], logprobs: list[Tensor] | None, stats: Stats,
         finish_reasons: Sequence[str] = (), scores: tuple[Tensor, ...] | None = None,
-        logits: tuple[Tensor, ...] | None = None,
+        logits: tuple[Tensor, ...] | None = None, prompts: Sequence[Tensor] = (),
     ) -> Self:  # fmt: skip
         self = super().__new__(cls, sequences.unbind())
         self.sequences, self.new_tokens, self.logprobs, self.stats = sequences, new_tokens, logprobs, stats
         self.finish_reasons, self.scores, self.logits = list(finish_reasons), scores, logits
+        self.prompts = list(prompts)
         return self
 
     @property
@@ -141,7 +144,7 @@ class GenerateOutput(tuple[Tensor, ...]):
         return f"GenerateOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def __reduce__(self) -> Any:
-        return GenerateOutput, tuple(getattr(self, name) for name in (*_SHOWN, "scores", "logits"))
+        return GenerateOutput, tuple(getattr(self, name) for name in (*_SHOWN, "scores", "logits", "prompts"))
 
 
 @dataclass(frozen=True)

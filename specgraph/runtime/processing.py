@@ -40,7 +40,7 @@ class Processing:
         biases: words that are made likelier, or less likely, or forbidden.
         no_repeat_ngram_size: no n-gram of so many tokens occurs twice.
         forced_bos_token_id: the token behind a prompt of one token; -1 is off.
-        forced_eos_token_id: the last token that a sequence has room for; -1 is off.
+        forced_eos_token_id: the last token that a sequence has room for; -1 is off. One of several is the host's.
     """
 
     repetition_penalty: float = 1.0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers.generation import ForcedEOSTokenLogitsProcessor, LogitsProcessor
 
-from specgraph.errors import InputError
+from specgraph.errors import InputError, SpecgraphWarning
 from specgraph.kernels.processors.ngrams import MOST
 from specgraph.runtime.processing import ALWAYS, Bias, Processing
-from specgraph.runtime.requests import check_range, is_number, per_sequence, whole
+from specgraph.runtime.values import check_range, is_number, per_sequence, read_token_ids, whole
 
 NUMBERS: dict[str, tuple[str, float, float]] = {
     "repetition_penalty": ("more than 0; 1 is off", 0, math.inf),
@@ -26,8 +28,8 @@ COUNTS: dict[str, tuple[str, float]] = {
     "min_length": ("0 or more", math.inf),
 }
 """Options with one count per sequence: what is allowed in words, and the most."""
-TOKENS = ("forced_bos_token_id", "forced_eos_token_id")
-"""Options with one token per sequence."""
+FIRST, LAST = "forced_bos_token_id", "forced_eos_token_id"
+"""The token at the beginning, one per sequence, and that at the end, which may be one of several."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Sequences:
 
     Attributes:
         given_lengths: tokens of each prompt with its padding, which transformers counts.
+        rooms: the most tokens that each sequence adds.
         eos_ids: those of each sequence.
         vocab_size: tokens of the model.
     """
 
     given_lengths: Sequence[int]
+    rooms: Sequence[int]
     eos_ids: Sequence[tuple[int, ...]]
     vocab_size: int
 
@@ -57,21 +61,50 @@ def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mappin
     options = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     columns: dict[str, Sequence[Any]] = {name: _numbers(name, options.get(name), batch) for name in NUMBERS}
     counts = {name: _counts(name, options.get(name), batch) for name in COUNTS}
-    for name in TOKENS:
-        columns[name] = _tokens(name, options.get(name), batch, known.vocab_size)
+    columns[FIRST] = _first_tokens(options.get(FIRST), batch, known.vocab_size)
+    # One of several is chosen by the host; see forced_ends.
+    columns[LAST] = [
+        own[0] if len(own) == 1 else -1 for own in _last_tokens(options.get(LAST), batch, known.vocab_size)
+    ]
     columns["no_repeat_ngram_size"] = counts["no_repeat_ngram_size"]
     words = {name: _words(name, options.get(name), batch, known.vocab_size) for name in WORDS}
     found = []
     for b, length in enumerate(known.given_lengths):
         own = {name: column[b] for name, column in columns.items()}
         if length != 1:
-            own["forced_bos_token_id"] = -1
+            own[FIRST] = -1
         least = max(counts["min_new_tokens"][b], counts["min_length"][b] - length)
+        _warn_too_few(b, least, known.rooms[b])
         biases = _biases({name: column[b] for name, column in words.items()}, known.eos_ids[b], least)
-        if own["forced_bos_token_id"] >= 0:  # then, the first token that is chosen is the second one
+        if own[FIRST] >= 0:  # then, the first token that is chosen is the second one
             biases = [bias._replace(until=_BEGIN + 1) if bias.until == _BEGIN else bias for bias in biases]
+        _check_not_all(biases, known.vocab_size)
         found.append(Processing(**own, biases=tuple(biases)))
     return found
+
+
+def _warn_too_few(place: int, least: int, room: int) -> None:
+    if 0 < room < least:
+        warnings.warn(
+            f"min_new_tokens or min_length asks for {least} new tokens of sequence {place}, which has room for {room}; "
+            "it gets those.",
+            SpecgraphWarning,
+            stacklevel=5,  # the caller of generate
+        )
+
+
+def forced_ends(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[list[LogitsProcessor]]:
+    """transformers' processor for each sequence whose last token is one of several; of one, the step takes care.
+
+    Raises:
+        InputError: they are no token ids.
+    """
+    value = defaults.get(LAST) if given.get(LAST) is None else given[LAST]
+    each = zip(known.given_lengths, known.rooms, _last_tokens(value, len(known.rooms), known.vocab_size), strict=True)
+    return [
+        [ForcedEOSTokenLogitsProcessor(length + room, own, device="cpu")] if len(own) > 1 else []
+        for length, room, own in each
+    ]
 
 
 _BEGIN = 1
@@ -102,13 +135,27 @@ def _counts(name: str, value: Any, batch: int) -> list[int]:
     return counts
 
 
-def _tokens(name: str, value: Any, batch: int, vocab_size: int) -> list[int]:
-    if isinstance(value, list | tuple) and len(value) == 1:  # transformers takes a list here, too
-        value = value[0]
-    tokens = [whole(name, token) for token in per_sequence(name, value, -1, batch)]
-    if value is not None:
-        _check_ids(name, tokens, vocab_size)
+def _first_tokens(value: Any, batch: int, vocab_size: int) -> list[int]:
+    """A token for each sequence, from one or a list with one for each; -1 for none, which is an empty list."""
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return [-1] * batch
+    value = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    tokens = [whole(FIRST, token) for token in per_sequence(FIRST, value, -1, batch)]
+    _check_ids(FIRST, tokens, vocab_size)
     return tokens
+
+
+def _last_tokens(value: Any, batch: int, vocab_size: int) -> list[list[int]]:
+    """The tokens of each sequence, as EOS ids are read: one, several, or a list with a list for each sequence."""
+    plain = value.tolist() if isinstance(value, Tensor) else value
+    each = isinstance(plain, list | tuple) and any(isinstance(own, list | tuple) for own in plain)
+    if each and len(plain) != batch:
+        raise InputError(f"{LAST} has {len(plain)} lists of ids for {batch} sequences.")
+    found = []
+    for own in plain if each else [plain]:
+        found.append([] if own is None else read_token_ids(LAST, own))
+        _check_ids(LAST, found[-1], vocab_size)
+    return found if each else found * batch
 
 
 def _words(name: str, value: Any, batch: int, vocab_size: int) -> list[list[Bias]]:
@@ -118,7 +165,7 @@ def _words(name: str, value: Any, batch: int, vocab_size: int) -> list[list[Bias
     if plain is None:
         return [[]] * batch
     wrong = InputError(f"{name} is {FORMS[name]}, or a list with one of these per sequence, not {plain!r}.")
-    if not isinstance(plain, Mapping | list | tuple):
+    if not isinstance(plain, list | tuple) and not (isinstance(plain, Mapping) and name == "sequence_bias"):
         raise wrong
     several = not isinstance(plain, Mapping) and len(plain) > 0 and not any(map(is_entry, plain))
     if several and len(plain) != batch:
@@ -166,6 +213,11 @@ FORMS = {
     "suppress_tokens": "a list of token ids",
     "begin_suppress_tokens": "a list of token ids",
 }
+OFF: Mapping[str, Any] = {
+    **{name: getattr(Processing, name) for name in NUMBERS}, **dict.fromkeys(COUNTS, 0), FIRST: (), LAST: (),
+    **dict.fromkeys(WORDS, ()),
+}  # fmt: skip
+"""The value of every option that asks for nothing, whatever the model's configuration says."""
 
 
 def _check_word(name: str, bias: Bias, vocab_size: int) -> None:
@@ -174,6 +226,17 @@ def _check_word(name: str, bias: Bias, vocab_size: int) -> None:
     _check_ids(name, bias.tokens, vocab_size)
     if not is_number(bias.value) or math.isnan(bias.value) or bias.value == math.inf:
         raise InputError(f"{name} must have numbers below infinity as biases, got {bias.value!r}.")
+
+
+def _check_not_all(biases: Sequence[Bias], vocab_size: int) -> None:
+    """Refuse words that leave no token for the first position."""
+    if len(biases) < vocab_size:
+        return
+    forbidden = {bias.tokens for bias in biases if len(bias.tokens) == 1 and bias.value == -math.inf}
+    if len(forbidden) == vocab_size:
+        raise InputError(
+            f"{', '.join(WORDS)} and the minimum of new tokens forbid all {vocab_size} tokens; allow one at least."
+        )
 
 
 def _check_ids(name: str, tokens: Sequence[Any], vocab_size: int) -> None:

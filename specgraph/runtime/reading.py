@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,33 +14,31 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from specgraph.errors import InputError
+from specgraph.errors import InputError, SpecgraphWarning
 from specgraph.runtime.arguments import STRUCTURE, check_names
-from specgraph.runtime.defaults import GenerationDefaults, LiveDefaults
+from specgraph.runtime.defaults import FLAGS, GenerationDefaults, LiveDefaults
 from specgraph.runtime.grammar import Grammars
 from specgraph.runtime.host import Allowed, HostProcessor, PythonProcessors, read_processors
 from specgraph.runtime.processing import ARGUMENTS
-from specgraph.runtime.processing_options import Sequences, read_processing
+from specgraph.runtime.processing_options import Sequences, forced_ends, read_processing
 from specgraph.runtime.requests import (
     Batch,
     EosIds,
     Lengths,
     Limits,
-    PerSequence,
     Request,
     check_prompts,
-    is_number,
     read_eos,
     read_ids,
     read_limits,
     read_logprobs,
     read_prompts,
     read_sampling,
-    whole,
 )
 from specgraph.runtime.scores import Recorder, Wanted
 from specgraph.runtime.stopping import Criterion, read_criteria, stop_criteria
-from specgraph.runtime.text import Tokenizers
+from specgraph.runtime.text import Tokenizers, check_tokenizer
+from specgraph.runtime.values import PerSequence, check_function, is_number, read_flag, whole
 from specgraph.runtime.watch import Watch
 
 
@@ -93,8 +93,10 @@ class Reader:
         self.watch.check()
         input_ids, attention_mask, others = unpack(input_ids, attention_mask, others)
         check_names(others)
-        self._check_token_types(others)
-        do_sample = _flag("do_sample", others.get("do_sample"))
+        if input_ids is None:
+            raise InputError("There is no prompt; give input_ids, as [B, S] or as a list of 1-D tensors.")
+        self._check_unused(others)
+        do_sample = read_flag("do_sample", others.get("do_sample"))
         defaults = self.read_defaults(others.get("generation_config"), do_sample, others.keys())
         copies = _copies(others.get("num_return_sequences"), defaults)
         count = _count(input_ids) * copies
@@ -111,22 +113,31 @@ class Reader:
             chosen["temperature"] = 0.0
         options = read_sampling(len(ends), seed=seed, **chosen)
         greedy = [option.temperature == 0 for option in options]
-        if do_sample and any(greedy):
+        by_config = do_sample is None and defaults.do_sample and sampling.get("temperature") is None
+        if (do_sample or by_config) and any(greedy):
             raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
         if copies > 1 and all(greedy):
             raise InputError(
                 f"num_return_sequences={copies} would give equal sequences, since decoding is greedy; pass "
                 "do_sample=True or a temperature, or leave it out."
             )
-        known = Sequences([given.numel() for given in prompts.given], eos_ids, self.limits.vocab_size)
+        rooms = [end - prompt.numel() for prompt, (end, _) in zip(prompts.prompts, ends, strict=True)]
+        known = Sequences([given.numel() for given in prompts.given], rooms, eos_ids, self.limits.vocab_size)
         processing = read_processing(known, others, defaults.processing)
-        hosts = self._hosts(others, defaults, eos_ids)
+        hosts = self._hosts(others, defaults, known)
         parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, strict=True)
         requests = [Request(p, end, own, eos, capped, *more) for p, (end, capped), own, eos, *more in parts]
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
         batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device)
         criteria = _criteria(stopping_criteria, others, defaults)
         return Call(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults))
+
+    def stream(self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], **options: Any) -> Call:
+        """A checked call of ``stream``, whose chunks have no scores; see :meth:`call`."""
+        for name in ("output_scores", "output_logits"):
+            if others.get(name):
+                raise InputError(f"stream does not take {name}, because its chunks have none; call generate.")
+        return self.call(input_ids, attention_mask, others, **options)
 
     def batch(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Batch:
         """The sequences of a call without arguments of transformers; see :meth:`call`."""
@@ -145,31 +156,39 @@ class Reader:
         """
         seeds = None if seed is None else [seed]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
-        check_names(processing, ARGUMENTS | STRUCTURE | {"tokenizer"})
+        check_names(processing, ARGUMENTS | STRUCTURE | {"tokenizer"}, "submit")
         return self.call([_one_prompt(prompt)], None, processing, **options, **sampling).batch.requests[0]
 
     def _hosts(
-        self, others: Mapping[str, Any], defaults: GenerationDefaults, eos_ids: Sequence[tuple[int, ...]]
+        self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences
     ) -> list[tuple[HostProcessor, ...]]:
         """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
         functions = read_processors(others.get("logits_processor"))
         allowed = others.get("prefix_allowed_tokens_fn")
-        if allowed is not None and not callable(allowed):
-            raise InputError(f"prefix_allowed_tokens_fn is a function of a place and tokens, not {allowed!r}.")
+        if allowed is not None:
+            takes = ("the place of a sequence", "its tokens")
+            check_function("prefix_allowed_tokens_fn", "a function of a place and tokens", allowed, *takes)
         wanted = read_wanted(others, defaults)
-        grammars = self.grammars.read(others, lambda: self.tokenizers.get(others.get("tokenizer")), eos_ids)
+        tokenizer = functools.partial(self.tokenizers.get, others.get("tokenizer"))
+        grammars = self.grammars.read(others, tokenizer, known.eos_ids)
+        lasts = forced_ends(known, others, defaults.processing)
         hosts = []
-        for place, grammar in enumerate(grammars):
-            own: list[HostProcessor] = [PythonProcessors(functions)] if functions else []
+        for place, (grammar, last) in enumerate(zip(grammars, lasts, strict=True)):
+            several = [*last, *functions]
+            own: list[HostProcessor] = [PythonProcessors(several)] if several else []
             own += [Allowed(allowed, place)] if allowed is not None else []
             own += [grammar] if grammar is not None else []
-            own += [Recorder(wanted)] if any(wanted) else []
+            own += [Recorder(wanted)] if wanted.scores or wanted.logits else []
             hosts.append(tuple(own))
         return hosts
 
-    def _check_token_types(self, others: Mapping[str, Any]) -> None:
+    def _check_unused(self, others: Mapping[str, Any]) -> None:
+        """Refuse wrong values also where nothing reads them."""
         if self.reads_token_types and others.get("token_type_ids") is not None:
             raise InputError("token_type_ids is not supported (the model was compiled without them); leave it out.")
+        if others.get("tokenizer") is not None:
+            check_tokenizer(others["tokenizer"])
+        read_flag("return_dict_in_generate", others.get("return_dict_in_generate"))
 
 
 def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -179,10 +198,14 @@ def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tu
     second, as in transformers.
 
     Raises:
-        InputError: there are no prompts, or two kinds of them.
+        InputError: there are two kinds of prompts, or of configurations.
     """
     others = dict(others)
     if isinstance(attention_mask, GenerationConfig):
+        if others.get("generation_config") is not None:
+            raise InputError(
+                "generation_config is given twice, the second argument is one, too; leave one of them out."
+            )
         others["generation_config"], attention_mask = attention_mask, None
     inputs = others.pop("inputs", None)
     if input_ids is not None and inputs is not None:
@@ -194,19 +217,18 @@ def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tu
         given = encoded.pop("attention_mask", None)
         attention_mask = given if attention_mask is None else attention_mask
         others = encoded | others
-    if input_ids is None:
-        raise InputError("There is no prompt; give input_ids, as [B, S] or as a list of 1-D tensors.")
     return _tensor(input_ids), _tensor(attention_mask), others
 
 
 def _tensor(value: Any) -> Any:
-    """An array of NumPy as a tensor; anything else as it is."""
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype != object else value
+    """An array of numbers as a tensor; anything else as it is."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
 
 
 def _count(input_ids: Any) -> int:
     """The number of prompts; what is no list of prompts is refused where they are read."""
-    sized = isinstance(input_ids, Sequence) or (isinstance(input_ids, Tensor) and input_ids.dim() > 0)
+    is_list = isinstance(input_ids, Tensor) and not input_ids.is_nested and input_ids.dim() > 0
+    sized = isinstance(input_ids, Sequence) or is_list
     return len(input_ids) if sized else 0
 
 
@@ -214,12 +236,6 @@ def _one_prompt(prompt: Any) -> Tensor:
     if isinstance(prompt, Tensor) and prompt.dim() != 1:
         raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not a tensor of {prompt.dim()} dims.")
     return read_ids(prompt)
-
-
-def _flag(name: str, value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise InputError(f"{name} is True, False or None, not {value!r}.")
-    return value
 
 
 def _copies(given: Any, defaults: GenerationDefaults) -> int:
@@ -242,6 +258,8 @@ def _pad_id(given: Any, defaults: GenerationDefaults, eos_ids: Sequence[tuple[in
 def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: GenerationDefaults) -> Lengths:
     """How long sequences become. A caller's ``max_new_tokens`` comes first, then its ``max_length``."""
     if max_new_tokens is not None:
+        if others.get("max_length") is not None:
+            warnings.warn("max_new_tokens is given, so max_length has no effect.", SpecgraphWarning, stacklevel=4)
         return Lengths(max_new_tokens, None)
     if others.get("max_length") is not None:
         return Lengths(None, others["max_length"])
@@ -260,8 +278,8 @@ def _criteria(given: Any, others: Mapping[str, Any], defaults: GenerationDefault
 
 def read_wanted(others: Mapping[str, Any], defaults: GenerationDefaults) -> Wanted:
     """Which logits the output shall have."""
-    given = (_flag(f"output_{name}", others.get(f"output_{name}")) for name in Wanted._fields)
-    return Wanted(*(own if value is None else value for value, own in zip(given, defaults.wanted, strict=True)))
+    given = {name: read_flag(name, others.get(name)) for name in FLAGS}
+    return Wanted(*(defaults.flags.get(name, False) if value is None else value for name, value in given.items()))
 
 
 def _streamer(given: Any) -> Any:

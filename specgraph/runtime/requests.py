@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ from torch import Tensor
 from specgraph.errors import InputError
 from specgraph.runtime.host import HostProcessor
 from specgraph.runtime.processing import Processing
+from specgraph.runtime.values import PerSequence, check_range, is_number, kind_of, per_sequence, read_token_ids, whole
 
-PerSequence = float | int | Sequence[float] | Sequence[int] | Tensor | None
 EosIds = int | Sequence[int] | Sequence[Sequence[int]] | Tensor | None
 FALLBACK_NEW_TOKENS = 20
 """What transformers generates where nothing says how much."""
@@ -135,10 +134,10 @@ def read_prompts(
     rows = [_integers(read_ids(row)) for row in input_ids]
     if attention_mask is None:
         return Prompts(rows, rows, [0] * len(rows))
-    if isinstance(attention_mask, Tensor) or len(attention_mask) != len(rows):
+    if not isinstance(attention_mask, Sequence) or len(attention_mask) != len(rows):
         raise InputError("attention_mask goes with a padded [B, S] tensor; a list of 1-D tensors needs none.")
     each = [
-        read_prompts(row.unsqueeze(0), torch.as_tensor(mask).reshape(1, -1), pad_id, eos_ids)
+        read_prompts(row.unsqueeze(0), _mask_row(mask), pad_id, eos_ids)
         for row, mask in zip(rows, attention_mask, strict=True)
     ]
     return Prompts(rows, [one.prompts[0] for one in each], [one.left_padding[0] for one in each])
@@ -152,13 +151,21 @@ def read_ids(row: Any) -> Tensor:
         try:
             ids = torch.tensor(row, device="cpu", dtype=_dtype_of(row))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {type(row).__name__}.") from error
+            raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {_wrong(row)}.") from error
     if ids.dim() != 1:
         raise InputError(
             "input_ids must be [B, S] or a list of 1-D tensors or lists of token ids; for a single prompt, put it into "
             "a list."
         )
     return ids
+
+
+def _wrong(row: Any) -> str:
+    """What is wrong with something that is no prompt."""
+    if not isinstance(row, list | tuple):
+        return type(row).__name__
+    others = [entry for entry in row if not isinstance(entry, int)]
+    return f"a list with {others[0]!r:.40}" if others else f"a list with {max(row, key=abs)}, which has over 64 bits"
 
 
 def _dtype_of(row: Any) -> torch.dtype | None:
@@ -176,19 +183,39 @@ def _mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None, eos_id
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
         given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise InputError(f"attention_mask is {given}, but must be a tensor {list(ids.shape)} like input_ids.")
-    mask = _on_host("attention_mask", attention_mask) != 0
-    if attention_mask.is_floating_point() and bool(attention_mask.isnan().any()):
-        raise InputError("attention_mask holds NaN; it is 0 at padding and 1 elsewhere.")
+    values = _on_host("attention_mask", attention_mask)
+    mask = values != 0
+    if bool((other := mask & (values != 1)).any()):
+        value = values[other][0].item()
+        raise InputError(f"attention_mask holds {_shown(value)}; it is 0 at padding and 1 elsewhere.")
+    if not ids.shape[1]:
+        return mask
     borders = (mask[:, 1:] != mask[:, :-1]).sum(1)
     left_and_right = (borders == 2) & ~mask[:, 0]
     if bool(((borders > 1) & ~left_and_right).any()):
-        raise InputError("attention_mask has a hole inside a prompt; padding must be on the left or on the right.")
+        raise InputError(
+            "attention_mask has a hole inside a prompt; padding must be on the left or on the right. (Where an "
+            "attached model is given no mask, transformers takes every pad id for padding; give one.)"
+        )
     return mask
 
 
+def _shown(value: complex) -> str:
+    return "NaN" if value != value else str(value)
+
+
+def _mask_row(mask: Any) -> Tensor:
+    """The mask of one prompt, ``[1, S]``."""
+    try:
+        return torch.as_tensor(mask).reshape(1, -1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"attention_mask has one list of 0 and 1 per prompt, not {kind_of(mask)}.") from error
+
+
 def _on_host(name: str, tensor: Tensor) -> Tensor:
-    if tensor.is_meta or tensor.layout != torch.strided:
+    if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         what = "on the device meta, where tensors hold no values" if tensor.is_meta else f"of {tensor.layout}"
+        what = "nested" if tensor.is_nested else what
         raise InputError(f"{name} is {what}; give a dense tensor on a CPU or a GPU.")
     return tensor.cpu()
 
@@ -217,44 +244,6 @@ def check_prompts(prompts: Sequence[Tensor], limits: Limits) -> None:
                 f"Prompt {index} holds the id {low if low < 0 else high}; ids are 0 to {limits.vocab_size - 1}. Is the "
                 "tokenizer this model's?"
             )
-
-
-def per_sequence(name: str, value: PerSequence, default: float, batch: int) -> list[Any]:
-    """One value per sequence from a number or a sequence of them."""
-    if value is None:
-        return [default] * batch
-    plain: Any = value.tolist() if isinstance(value, Tensor) else value
-    if is_number(plain):
-        return [plain] * batch
-    if not isinstance(plain, list | tuple) or not all(map(is_number, plain)):
-        raise InputError(f"{name} must be a number or one number per sequence, not {_kind(plain)}.")
-    if len(plain) != batch:
-        raise InputError(f"{name} has {len(plain)} values for {batch} sequences.")
-    return list(plain)
-
-
-def is_number(value: object) -> bool:
-    """A real number of Python's or NumPy's; a bool is none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def whole(name: str, value: Any) -> int:
-    """An integer, or a float that is one."""
-    if not is_number(value) or not math.isfinite(value) or int(value) != value:
-        raise InputError(f"{name} must be an integer, got {value!r}.")
-    return int(value)
-
-
-def _kind(value: object) -> str:
-    kind = type(value).__name__
-    return f"{kind} of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else kind
-
-
-def check_range(name: str, values: Sequence[float], allowed: str, low: float, high: float, *, above: bool) -> None:
-    """Every value within ``[low, high]``, or ``(low, high]`` if ``above``."""
-    for value in values:
-        if not (math.isfinite(value) and (value > low if above else value >= low) and value <= high):
-            raise InputError(f"{name} must be {allowed}, got {value}.")
 
 
 def read_sampling(
@@ -313,6 +302,8 @@ def read_eos(eos_token_id: EosIds, default: tuple[int, ...], vocab_size: int, ba
     for every sequence."""
     plain: Any = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
     each = isinstance(plain, list | tuple) and any(isinstance(own, list | tuple) for own in plain)
+    # An id outside of the vocabulary, such as -1, is a way to say that there is none.
+    default = tuple(token for token in default if 0 <= token < vocab_size)
     if each and len(plain) != batch:
         raise InputError(f"eos_token_id has {len(plain)} lists of ids for {batch} sequences.")
     return [_eos_ids(own, default, vocab_size) for own in (plain if each else [plain] * batch)]
@@ -322,9 +313,7 @@ def _eos_ids(plain: Any, default: tuple[int, ...], vocab_size: int) -> tuple[int
     """The EOS ids of one sequence."""
     if plain is None:
         return default
-    if not is_number(plain) and (not isinstance(plain, Sequence) or isinstance(plain, str)):
-        raise InputError(f"eos_token_id must be a token id or a list of them, not {_kind(plain)}.")
-    ids = [whole("eos_token_id", i) for i in ([plain] if is_number(plain) else plain)]
+    ids = read_token_ids("eos_token_id", plain)
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InputError(f"eos_token_id {token} is not a token id; ids are 0 to {vocab_size - 1}.")

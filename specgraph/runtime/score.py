@@ -25,13 +25,15 @@ from specgraph.errors import InputError, NumericsError
 from specgraph.kernels.step import scatter_state_
 from specgraph.kernels.verify.score import KINDS
 from specgraph.passes.score_rows import ScoreRows
+from specgraph.runtime.outputs import GenerateOutput
 from specgraph.runtime.pages import Reservation
 from specgraph.runtime.prefill import Chunk, Prefill
 from specgraph.runtime.prompt_shapes import MOST_ROWS
 from specgraph.runtime.reading import Reader
-from specgraph.runtime.requests import PerSequence, Request, per_sequence, whole
+from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Runner
 from specgraph.runtime.state import Entering, stop, uploaded
+from specgraph.runtime.values import PerSequence, per_sequence, whole
 
 MOST_LOGITS = 1 << 27
 """The most logits of a step, which has at least two rows nevertheless. In bf16 they take 256 MB, and with a vocabulary
@@ -78,6 +80,14 @@ def read_scoring(
     """
     if not isinstance(logprobs, str) or logprobs not in KINDS:
         raise InputError(f"logprobs is 'raw' or 'processed', not {logprobs!r}.")
+    given = [name for name, value in sampling.items() if value is not None]
+    if logprobs == "raw" and given:
+        raise InputError(
+            f"{', '.join(given)} would change nothing, since logprobs='raw' are the target's own; ask for "
+            "logprobs='processed', or leave it out."
+        )
+    if isinstance(sequences, GenerateOutput):
+        sequences, attention_mask, start = _unpadded(sequences, attention_mask, start)
     reader = replace(reader, limits=replace(reader.limits, max_length=reader.limits.max_length + 1))
     requests = reader.batch(sequences, attention_mask, max_new_tokens=0, seed=0, **sampling).requests
     unused: tuple[str, ...] = ()
@@ -87,6 +97,14 @@ def read_scoring(
     starts = _read_starts(requests, start)
     # The last token is read and not run, so it takes no room.
     return Asked([replace(r, limit=r.prompt.numel() - 1) for r in requests], starts, ScoreRows(logprobs, unused))
+
+
+def _unpadded(out: GenerateOutput, mask: Any, start: PerSequence) -> tuple[list[Tensor], None, PerSequence]:
+    """The sequences of an output of ``generate``, of which by default the new tokens are scored."""
+    if mask is not None:
+        raise InputError("attention_mask goes with a tensor of sequences; what generate returned needs none.")
+    joined = [torch.cat([prompt, new]) for prompt, new in zip(out.prompts, out.new_tokens, strict=True)]
+    return joined, None, [len(prompt) for prompt in out.prompts] if start is None else start
 
 
 def _check_processing(requests: Sequence[Request]) -> None:

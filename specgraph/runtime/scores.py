@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers.generation import (
+    LogitNormalization,
     LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -20,10 +21,11 @@ from specgraph.runtime.requests import Request, Sampling
 
 
 class Wanted(NamedTuple):
-    """What of it a caller asks for."""
+    """What of it a caller asks for, and whether scores are to be log-probabilities."""
 
     scores: bool = False
     logits: bool = False
+    normalized: bool = False
 
 
 class Recorder(HostProcessor):
@@ -58,15 +60,20 @@ def recorded_logits(requests: Sequence[Request], lengths: Sequence[int]) -> tupl
     return _by_token([_joined(request, "logits", n) for request, n in zip(requests, lengths, strict=True)])
 
 
-def recorded_scores(requests: Sequence[Request], new_tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def recorded_scores(
+    requests: Sequence[Request], new_tokens: Sequence[Tensor], *, normalized: bool
+) -> tuple[Tensor, ...]:
     """What the tokens were drawn from, by new token: float32 ``[B, V]`` each, with zeros behind the end of a sequence.
 
     These are logits behind processors, temperature, top-k, top-p and min-p; -inf is a token without probability.
+    ``normalized`` makes log-probabilities of them.
     """
     rows = []
     for request, new in zip(requests, new_tokens, strict=True):
         own = _joined(request, "scores", len(new))
         warpers = _warpers(request.sampling)
+        if normalized:
+            warpers.append(LogitNormalization())
         rows.append(warpers(own.new_zeros(len(own), 0, dtype=torch.int64), own) if warpers and len(own) else own)
     return _by_token(rows)
 

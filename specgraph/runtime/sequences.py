@@ -49,6 +49,6 @@ class UnderWay:
 def not_a_number(number: int) -> NumericsError:
     """The error of a sequence whose logits are not numbers."""
     return NumericsError(
-        f"The target's logits are NaN in sequence {number}. Check the weights and the dtype; the decoder itself is "
-        "still usable."
+        f"The target's logits are NaN in sequence {number}, unless its logits processors have made them so. Check the "
+        "weights and the dtype; the decoder itself is still usable."
     )

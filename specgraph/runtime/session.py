@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class Session:
         self.stats = SessionStats()
         self._engine, self._reader, self._run, self._release = engine, reader, step, release
         self._logprobs = logprobs
-        self._numbers = itertools.count()
+        self._numbers = 0
         self._stepping = threading.RLock()
         self._news = threading.Condition()
         self._closed = False
@@ -110,13 +109,20 @@ class Session:
             prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature, top_k=top_k,
             top_p=top_p, min_p=min_p, seed=seed, processing=processing,
         )  # fmt: skip
-        number = next(self._numbers)
+        with self._news:
+            number, self._numbers = self._numbers, self._numbers + 1
         self._engine.submit(number, request)
         self._wake()
         return number
 
     def cancel(self, number: int) -> None:
-        """End the sequence with this id; its last event says ``cancelled``. One that has ended is left alone."""
+        """End the sequence with this id; its last event says ``cancelled``. One that has ended is left alone.
+
+        Raises:
+            InputError: no sequence ever had this id.
+        """
+        if not isinstance(number, int) or not 0 <= number < self._numbers:
+            raise InputError(f"There is no sequence {number!r} in this session; cancel takes what submit has returned.")
         self._engine.cancel(number)
         self._wake()
 
@@ -131,7 +137,12 @@ class Session:
 
     @property
     def room(self) -> Room:
-        """The rows and pages that are free, for whoever decides how much more to submit."""
+        """The rows and pages that are free, for whoever decides how much more to submit.
+
+        Raises:
+            InputError: the session is closed.
+        """
+        self._check_open()
         engine = self._engine
         return Room(engine.num_free_rows, engine.num_rows, engine.pages.num_free, engine.pages.count)
 
@@ -179,6 +190,9 @@ class Session:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise InputError("A session cannot be pickled or copied: it holds memory of its device; open it where it runs.")
 
     def _wait_and_step(self) -> list[Event]:
         """One step, after waiting for a while if there is nothing to do."""

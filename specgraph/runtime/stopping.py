@@ -6,7 +6,7 @@ what steps emit for it after that is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from specgraph.errors import InputError
 from specgraph.runtime.engine import Engine
 from specgraph.runtime.requests import Batch, Request
 from specgraph.runtime.steps import Output, Step
+from specgraph.runtime.text import check_tokenizer
+from specgraph.runtime.values import check_function, name_of
 
 Criterion = Callable[[Tensor, Any], Any]
 """As transformers' ``StoppingCriteria``: of the tokens int64 ``[1, S]`` of a sequence and of scores, which are always
@@ -33,10 +35,8 @@ def read_criteria(given: Any) -> list[Criterion]:
     # transformers' list of criteria can be called itself, but looks at a whole batch.
     several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     for criterion in several:
-        if not callable(criterion):
-            raise InputError(
-                f"stopping_criteria is a StoppingCriteria of transformers or a list of them, not {criterion!r}."
-            )
+        what = "a StoppingCriteria of transformers or a list of them"
+        check_function("stopping_criteria", what, criterion, "tokens", "scores")
     return several
 
 
@@ -44,19 +44,33 @@ def stop_criteria(strings: Any, tokenizer: Any, seconds: float | None) -> list[C
     """Criteria that end a sequence behind one of ``strings``, and every sequence after so many seconds from now.
 
     Raises:
-        InputError: there is no tokenizer that could read the strings, or they are no strings.
+        InputError: there is no tokenizer that could read the strings, or transformers cannot look for them with this
+            one, or they are no strings.
     """
     criteria: list[Criterion] = []
     strings = [strings] if isinstance(strings, str) else [] if strings is None else strings
-    if not isinstance(strings, Collection) or not all(isinstance(text, str) and text for text in strings):
+    if not isinstance(strings, list | tuple | Set) or not all(isinstance(text, str) and text for text in strings):
         raise InputError(f"stop_strings is a text or a list of texts that are not empty, not {strings!r}.")
     if strings and tokenizer is None:
         raise InputError("stop_strings needs the model's tokenizer; pass it as tokenizer=.")
     if strings:
-        criteria.append(StopStringCriteria(stop_strings=list(strings), tokenizer=tokenizer))
+        criteria.append(_stop_strings(list(strings), tokenizer))
     if seconds is not None:
         criteria.append(MaxTimeCriteria(max_time=seconds))
     return criteria
+
+
+def _stop_strings(strings: list[str], tokenizer: Any) -> Criterion:
+    check_tokenizer(tokenizer)
+    try:
+        criterion: Criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    except (ValueError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
+        raise InputError(
+            f"transformers cannot look for the stop_strings {strings} with this {type(tokenizer).__name__} ({reason}); "
+            "give a stopping criterion that looks for them."
+        ) from error
+    return criterion
 
 
 class Stopping:
@@ -97,11 +111,16 @@ class Stopping:
 
 
 def _says_stop(criterion: Criterion, seen: Tensor) -> bool:
-    said = torch.as_tensor(criterion(seen, None))
+    answer = criterion(seen, None)
+    try:
+        said = torch.as_tensor(answer)
+    except (TypeError, ValueError, RuntimeError):
+        said = torch.empty(0)
     if said.numel() != 1:
+        gave = f"a tensor {list(answer.shape)}" if isinstance(answer, Tensor) else repr(answer)
         raise InputError(
-            f"A stopping criterion is asked for one sequence at a time and answers with one bool for it; "
-            f"{type(criterion).__name__} gave a tensor {list(said.shape)}."
+            "A stopping criterion is asked for one sequence at a time and answers with one bool for it; "
+            f"{name_of(criterion)} gave {gave:.60}."
         )
     return bool(said)
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedModel
 
 from specgraph.errors import InputError
+from specgraph.runtime.values import name_of
 
 
 class Tokenizers:
@@ -21,9 +22,10 @@ class Tokenizers:
         """``given``, else the model's.
 
         Raises:
-            InputError: there is none.
+            InputError: there is none, or ``given`` is none.
         """
         if given is not None:
+            check_tokenizer(given)
             return given
         if self._own is None:
             try:
@@ -34,16 +36,49 @@ class Tokenizers:
         return self._own
 
 
+def check_tokenizer(given: Any) -> None:
+    """Refuse what is no tokenizer of transformers, such as its name."""
+    if not callable(given) or not all(hasattr(given, name) for name in ("decode", "get_vocab")):
+        shown = repr(given) if isinstance(given, str) else name_of(given)
+        raise InputError(
+            f"tokenizer is a tokenizer of transformers, not {shown}; AutoTokenizer.from_pretrained loads one."
+        )
+
+
+_MADE, _ALONE = "the tokenizer makes it", "the result is the text alone"
+_NO_OPTIONS = {
+    **dict.fromkeys(("input_ids", "inputs", "attention_mask", "token_type_ids"), _MADE),
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "return_logprobs"), _ALONE),
+}
+"""Arguments of ``generate`` that have no use where texts go in and come out, and why."""
+
+
+def check_text_options(options: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``generate`` that would have no effect, except where they ask for nothing.
+
+    Raises:
+        InputError: names the argument.
+    """
+    for name, why in _NO_OPTIONS.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise InputError(f"text() and chat() do not take {name} ({why}); leave it out, or call generate().")
+
+
 def encode_texts(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     """The token ids of each text, with the special tokens that the tokenizer adds.
 
     Raises:
         InputError: something is no text, or a text is empty of tokens.
     """
+    if not isinstance(texts, list | tuple):
+        raise InputError(f"Prompts are a text or a list of texts here, not {type(texts).__name__}.")
     for text in texts:
         if not isinstance(text, str):
             raise InputError(f"A prompt is a text here, not {type(text).__name__}; generate() takes token ids.")
-    return [list(tokenizer(text)["input_ids"]) for text in texts]
+    rows = [list(tokenizer(text)["input_ids"]) for text in texts]
+    if [] in rows:
+        raise InputError(f"The tokenizer makes no token of the text {texts[rows.index([])]!r}; give it some text.")
+    return rows
 
 
 def encode_chats(tokenizer: Any, chats: Sequence[Any]) -> list[list[int]]:
@@ -83,3 +118,16 @@ def _check_messages(messages: Any) -> None:
             'A conversation is a list of messages like {"role": "user", "content": "..."}, at least one of them; '
             f"this is {messages!r:.80}."
         )
+    for message in messages:
+        content, role = message["content"], message["role"]
+        unsaid = content is None and bool(message.get("tool_calls"))
+        if not isinstance(role, str) or not (isinstance(content, str) or unsaid or _is_text_parts(content)):
+            raise InputError(
+                'A message has a role, which is a text, and a content, which is a text or a list of {"type": "text", '
+                f'"text": "..."}}; this is {message!r:.80}.'
+            )
+
+
+def _is_text_parts(content: Any) -> bool:
+    is_list = isinstance(content, list | tuple) and len(content) > 0
+    return is_list and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)

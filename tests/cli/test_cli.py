@@ -320,6 +320,8 @@ MISTAKES = {
     "foo=1": "Unknown configuration key 'foo': valid keys are draft, ",
     "+foo=1": "Unknown configuration key 'foo': valid keys are draft, ",
     "promt=x": "Unknown configuration key 'promt': did you mean 'prompt'?",
+    "num_beams=4": "num_beams is no key of generate (tokens are chosen greedily or by sampling); leave it out.",
+    "+num_return_sequences=2": "num_return_sequences is no key of generate (every prompt has one answer; a file may ",
     "~drft": "Unknown configuration key 'drft': did you mean 'draft'?",
     "draft.num_speculative_tokens=many": "draft.num_speculative_tokens is an integer, not 'many'.",
     "temperature=warm": "temperature is a number or null, not 'warm'.",
@@ -365,6 +367,15 @@ def test_a_file_in_another_encoding(model: Path, capsys: pytest.CaptureFixture[s
     Path("a.txt").write_bytes(b"\xef\xbb\xbfone\r\n")  # as editors of Windows write it
     assert main(["generate", f"model={model}", "prompts=a.txt", "format=jsonl", *QUICK]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "one"
+
+
+def test_a_model_without_a_tokenizer_gets_one_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("model").absolute()
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*token*"))
+    assert main(["generate", "prompt=a", f"model={folder}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: model={folder} has no tokenizer that can be loaded: there are no files of one beside it.\n"
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"version": "1.0"}'])
@@ -445,6 +456,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a value of another type": (_configured(vocab_size="many"), "vocab_size"),
     "a shape that is none": (_configured(num_attention_heads=7), "32"),
     "a list for a configuration": (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list, not an"),
+    "a damaged generation configuration": (
+        lambda folder: (folder / "generation_config.json").write_text("{"),
+        "generation_config.json is not JSON (",
+    ),
     "a pickle of garbage": (_damaged_pickle, "pytorch_model.bin is truncated or damaged (its pickle cannot be read)"),
     "a shard that is missing": (_without_shard, "model-00002-of-00002.safetensors"),
 }

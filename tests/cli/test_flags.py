@@ -38,6 +38,8 @@ def test_flags_beside_those_of_hydra(capsys: pytest.CaptureFixture[str]) -> None
         (["--nothing-like-it"], "There is no flag --nothing-like-it; --help lists the keys."),
         (["--prompt"], "--prompt has no value; write prompt=VALUE."),
         (["--temperature", "warm"], "temperature is a number or null, not 'warm'."),
+        (["-x"], "There is no flag -x; --help lists the keys."),
+        (["prompt=a", "=3"], "There is no key in front of '=3'; write key=value."),
     ],
 )
 def test_flags_that_do_not_work(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ REFUSED = {
     "repetition_penalty=0": "repetition_penalty must be more than 0; 1 is off, got 0.0.",
     "repetition_penalty=much": "repetition_penalty is a number or null, not 'much'.",
     "format=json": "There is no format=json (did you mean 'jsonl'?); it is text or jsonl.",
-    "num_beams=4": "Unknown configuration key 'num_beams': ",
+    "num_beams=4": "num_beams is no key of generate (tokens are chosen greedily or by sampling)",
     "eos=3": "Unknown configuration key 'eos': did you mean 'eos_token_id'?",
 }
 

@@ -100,6 +100,18 @@ def test_every_class_in_the_folder_is_found_and_one_takes_what_no_other_claims()
     assert [cls.kind for cls in drafter_classes() if cls.fallback] == [drafter_classes()[-1].kind] == ["draft_model"]
 
 
+def test_a_drafter_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"draft.kind is one of dflash, draft_model, .*, suffix, not 'nope'\."):
+        drafter_class("nope")
+    model = make_model("llama", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="draft is empty; give a model, or the folder or name of a checkpoint"):
+        compiled(model, draft="")
+    with pytest.raises(
+        ConfigError, match="The draft '/nowhere' cannot be loaded as a causal LM: there is no such folder"
+    ):
+        compiled(model, draft="/nowhere")
+
+
 def test_the_keys_of_all_drafters_carry_their_text() -> None:
     texts = {item.name: item.metadata["text"] for item in dataclasses.fields(DraftKeys) if item.metadata}
     assert texts["max_ngram"] == "ngram: the longest n-gram looked up."

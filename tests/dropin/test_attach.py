@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -31,6 +32,7 @@ from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TypicalLogitsWarper,
 )
@@ -95,6 +97,10 @@ CALLS: dict[str, dict[str, Any]] = {
         **ONE, "max_new_tokens": NEW, "logits_processor": LogitsProcessorList([TopKLogitsWarper(3)]),
     },
     "normalised scores": {**ONE, "max_new_tokens": NEW, "renormalize_logits": True},
+    "ids of 32 bits": {"input_ids": ONE["input_ids"].int(), "max_new_tokens": NEW},
+    "an EOS that is no token": {**PADDED, "max_new_tokens": NEW, "eos_token_id": -1, "min_new_tokens": 3},
+    "ends that are no tokens": {**ONE, "max_new_tokens": 40, "eos_token_id": [7, 5000], "pad_token_id": -100},
+    "no prompt": {"max_new_tokens": NEW, "bos_token_id": 5},
 }  # fmt: skip
 
 
@@ -123,6 +129,40 @@ def test_a_changed_generation_config_counts_from_the_next_call_on(pair: tuple[An
         for each in (model, own):
             each.generation_config.max_new_tokens, each.generation_config.eos_token_id = 9, [7, 50, 60]
         assert torch.equal(own.generate(**PADDED), model.generate(**PADDED))
+    finally:
+        own.generation_config = before
+
+
+OFF: dict[str, tuple[Any, Any]] = {
+    "repetition_penalty": (1.4, 1.0),
+    "no_repeat_ngram_size": (1, 0),
+    "suppress_tokens": ([26, 46, 60, 70], None),
+    "begin_suppress_tokens": ([46, 60, 75], None),
+    "bad_words_ids": ([[26], [46]], None),
+    "sequence_bias": ({(9,): 30.0}, None),
+    "forced_eos_token_id": (9, None),
+    "min_new_tokens": (NEW, 0),
+    "eos_token_id": ([46, 26], None),
+    "stop_strings": ([*"6v"], None),
+}
+"""What a model's configuration asks for, and what a call says instead."""
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_call_can_switch_off_what_the_models_configuration_asks_for(pair: tuple[Any, Any], name: str) -> None:
+    model, own = (copy.deepcopy(pair[0]), pair[1])
+    before = copy.deepcopy(own.generation_config)
+    by_config, by_call = OFF[name]
+    call = {**PADDED, "max_new_tokens": NEW, "eos_token_id": [50] if name == "min_new_tokens" else 2} | {name: by_call}
+    try:
+        for each in (model, own):
+            setattr(each.generation_config, name, by_config)
+        assert torch.equal(own.generate(**call), model.generate(**call))
+        named = {"tokenizer": TOKENIZER} if name == "stop_strings" else {}
+        asked = {key: value for key, value in call.items() if key != name} | named
+        expected = model.generate(**asked)
+        assert torch.equal(own.generate(**asked), expected)
+        assert not torch.equal(expected, model.generate(**call))
     finally:
         own.generation_config = before
 
@@ -246,6 +286,29 @@ def test_padding_is_penalised_or_not_as_transformers_has_it(pair: tuple[Any, Any
     assert torch.equal(actual, expected)
 
 
+PADDING_COUNTS: dict[str, dict[str, Any]] = {
+    "n-grams": {"no_repeat_ngram_size": 2, "sequence_bias": {(0,): 9.0, (44,): 1.0}},
+    "single tokens": {"no_repeat_ngram_size": 1, "max_new_tokens": 60},
+    "n-grams longer than a prompt": {"no_repeat_ngram_size": 6, "sequence_bias": {(0,): 30.0}},
+    "a word longer than a prompt": {"sequence_bias": {(0, 63, 90, 94, 8): 40.0}},
+    "a forbidden word longer than a prompt": {"bad_words_ids": [[0, 63, 90, 94, 46]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDING_COUNTS)
+def test_padding_is_tokens_where_transformers_has_it_so(pair: tuple[Any, Any], name: str) -> None:
+    model, own = pair
+    call = {**PADDED, "max_new_tokens": NEW, "eos_token_id": None, **PADDING_COUNTS[name]}
+    expected = model.generate(**call)
+    assert torch.equal(own.generate(**call), expected)
+    for prompt in PROMPTS:
+        call |= {"input_ids": prompt.unsqueeze(0), "attention_mask": None}
+        alone = model.generate(**call)[0, len(prompt) :]
+        if alone.tolist() not in expected[:, PADDED["input_ids"].shape[1] :].tolist():
+            return
+    raise AssertionError("padding changes nothing here")
+
+
 class Wave(LogitsProcessor):
     """Shifts every score by something that depends on all tokens so far."""
 
@@ -325,6 +388,25 @@ def test_scores_and_logits_are_in_the_output_class(pair: tuple[Any, Any]) -> Non
     torch.testing.assert_close(*transitions, atol=1e-5, rtol=1e-5)
 
 
+SCORED: dict[str, dict[str, Any]] = {
+    "normalised": {"renormalize_logits": True, "repetition_penalty": 1.4},
+    "a temperature before a greedy choice": {"logits_processor": [TemperatureLogitsWarper(0.5)]},
+    "a filter before a greedy choice": {"logits_processor": [TopKLogitsWarper(3)], "renormalize_logits": True},
+    "drawn": {"do_sample": True, "top_k": 1, "temperature": 0.6},
+    "drawn and normalised": {"do_sample": True, "top_k": 1, "temperature": 0.6, "renormalize_logits": True},
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_are_what_transformers_gives(pair: tuple[Any, Any], name: str) -> None:
+    options = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True, **SCORED[name]}
+    if "logits_processor" in options:
+        options["logits_processor"] = LogitsProcessorList(options["logits_processor"])
+    expected, actual = (each.generate(**PADDED, max_new_tokens=5, eos_token_id=None, **options) for each in pair)
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.scores, expected.scores, atol=1e-5, rtol=1e-5)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3}, "beam search"),
     "a watermark": ({"watermarking_config": WatermarkingConfig()}, "watermarking_config="),
@@ -332,6 +414,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     "an assistant": ({"assistant_model": "anything"}, "assistant_model="),
     "guidance": ({"negative_prompt_ids": PROMPTS[0].unsqueeze(0)}, "negative_prompt_ids="),
+    "guidance by an empty prompt": ({"guidance_scale": 1.7}, "guidance_scale="),
+    "a penalty of an encoder's": ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty="),
+    "n-grams of an encoder's": ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size="),
+    "healing": ({"token_healing": True, "tokenizer": TOKENIZER}, "token_healing="),
+    "an exit": ({"assistant_early_exit": 1}, "assisted generation"),
+    "a mask of another length": (
+        {"attention_mask": torch.ones(1, 3)},
+        r"attention_mask is \[1, 3\], but must be \[1, ",
+    ),
+    "a mask of nothing": (
+        {"input_ids": torch.zeros(1, 0).long(), "attention_mask": torch.ones(1, 0)},
+        "Prompt 0 is em",
+    ),
+    "pads inside": (
+        {"input_ids": torch.tensor([[5, 7, 5]]), "pad_token_id": 7},
+        "takes every pad id for padding; give",
+    ),
+    "no configuration": ({"generation_config": {"top_k": 3}}, "is a GenerationConfig of transformers, not dict"),
+    "no processor": ({"logits_processor": [3]}, "logits_processor is a LogitsProcessor of transformers or a list"),
+    "no tokenizer": (
+        {"stop_strings": "a", "tokenizer": "gpt2"},
+        "tokenizer is a tokenizer of transformers, not 'gpt2'",
+    ),
+    "no stop string": ({"stop_strings": 3, "tokenizer": TOKENIZER}, "stop_strings is a text or a list of texts"),
     "a cache": ({"past_key_values": ()}, "past_key_values="),
     "positions": ({"position_ids": torch.arange(17).unsqueeze(0)}, "position_ids="),
     "too much": ({"max_new_tokens": 100_000}, "100017 tokens"),
@@ -364,6 +470,36 @@ def test_token_types_that_a_model_reads_are_refused() -> None:
     own = attached(shared_model("gpt2", dtype=torch.float64))
     with pytest.raises(InputError, match="token_type_ids="):
         own.generate(**ONE, token_type_ids=torch.zeros_like(ONE["input_ids"]), max_new_tokens=4)
+
+
+def test_a_decoder_is_a_method_for_the_model_that_it_was_compiled_from(pair: tuple[Any, Any]) -> None:
+    model, own = pair
+    method = specgraph.custom_generate(own.generate.decoder)
+    with pytest.raises(InputError, match="compiled from another model than this LlamaForCausalLM"):
+        model.generate(**ONE, max_new_tokens=3, custom_generate=method)
+    for other in (3, None, model, specgraph.SpeculativeDecoder):
+        with pytest.raises(InputError, match="custom_generate takes a decoder, which compile_speculative"):
+            specgraph.custom_generate(other)
+
+
+def test_a_decoding_method_refuses_what_it_would_ignore(pair: tuple[Any, Any]) -> None:
+    model, own = pair
+    method = specgraph.custom_generate(own.generate.decoder)
+    expected = model.generate(**PADDED, max_new_tokens=3)
+    positions = (PADDED["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for given in ({}, {"position_ids": positions}, {"past_key_values": DynamicCache()}):
+        out = own.generate(**PADDED, max_new_tokens=3, custom_generate=method, **given)
+        assert torch.equal(out, expected)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ONE["input_ids"][:, :4], past_key_values=cache)
+    for name, given in {
+        "position_ids=": {"position_ids": torch.arange(17).unsqueeze(0) + 1},
+        "past_key_values=": {"past_key_values": cache},
+        "inputs_embeds=": {"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)},
+    }.items():
+        with pytest.raises(InputError, match=name):
+            own.generate(**{**ONE, **given}, max_new_tokens=3, custom_generate=method)
 
 
 def test_a_method_that_a_call_names_is_used(pair: tuple[Any, Any]) -> None:

@@ -335,6 +335,57 @@ def test_what_is_no_text_or_conversation_is_refused(pair: tuple[Any, Speculative
             decoder.chat(wrong, tokenizer=with_template())
 
 
+NO_TEXTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a number": (3, {}, "Prompts are a text or a list of texts here, not int"),
+    "a mapping": ({"w3": 1}, {}, "Prompts are a text or a list of texts here, not dict"),
+    "an empty text": (["w3", ""], {}, "The tokenizer makes no token of the text ''; give it some text"),
+    "ids": ("w3", {"input_ids": [[3]]}, r"do not take input_ids \(the tokenizer makes it\)"),
+    "a mask": ("w3", {"attention_mask": [[1]]}, r"do not take attention_mask \(the tokenizer makes it\)"),
+    "scores": ("w3", {"output_scores": True}, r"do not take output_scores \(the result is the text alone\); leave it"),
+    "a class": ("w3", {"return_dict_in_generate": True}, "do not take return_dict_in_generate"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXTS)
+def test_texts_that_are_none_are_refused(pair: tuple[Any, SpeculativeDecoder], name: str) -> None:
+    prompts, options, message = NO_TEXTS[name]
+    with pytest.raises(InputError, match=message):
+        pair[1].text(prompts, tokenizer=word_tokenizer(), **options)
+
+
+NO_CHATS: dict[str, tuple[Any, str]] = {
+    "a message alone": ({"role": "user", "content": "w3"}, "A conversation is a list of messages"),
+    "a number": (3, "A conversation is a list of messages"),
+    "nothing": (None, "A conversation is a list of messages"),
+    "an image": (
+        [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+        "A message has a role, which is a text",
+    ),
+    "no content": ([{"role": "user", "content": None}], "A message has a role, .* and a content, which is a text or a"),
+    "a role of 3": ([{"role": 3, "content": "w3"}], "A message has a role, which is a text"),
+}
+
+
+@pytest.mark.parametrize("name", NO_CHATS)
+def test_conversations_that_are_none_are_refused(pair: tuple[Any, SpeculativeDecoder], name: str) -> None:
+    messages, message = NO_CHATS[name]
+    with pytest.raises(InputError, match=message):
+        pair[1].chat(messages, tokenizer=with_template())
+
+
+def test_several_texts_of_a_prompt_come_together(pair: tuple[Any, SpeculativeDecoder]) -> None:
+    options: dict[str, Any] = {"tokenizer": word_tokenizer(), "max_new_tokens": 6, "do_sample": True, "seed": 3}
+    several = pair[1].text("w3 w4", num_return_sequences=3, **options)
+    assert several == pair[1].text(["w3 w4"] * 3, **options) and len({*several}) > 1
+
+
+def test_scores_can_be_log_probabilities(pair: tuple[Any, SpeculativeDecoder]) -> None:
+    model, decoder = pair
+    call = {**PADDED, "max_new_tokens": 4, "do_sample": False, "output_scores": True, "renormalize_logits": True}
+    expected = model.generate(**call, eos_token_id=None, return_dict_in_generate=True).scores
+    torch.testing.assert_close(decoder.generate(**call, eos_token_id=[]).scores, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_the_tokenizer_beside_a_model_is_found() -> None:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
     decoder = compiled(model, "ngram", 3)

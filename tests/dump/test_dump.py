@@ -324,6 +324,15 @@ def test_views_of_one_memory_and_their_strides_survive(tmp_path: Path):
 # folders
 
 
+def test_what_is_no_folder_is_refused(tmp_path: Path):
+    for folder, weights, message in (
+        (3, None, "A dump goes to a folder, which is given by its path, not by int"),
+        (tmp_path, "yes", "weights is True, False or None, not 'yes'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dump({}, folder, report="", weights=weights)
+
+
 def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path: Path):
     mine = tmp_path / "thesis"
     mine.mkdir()

@@ -19,9 +19,12 @@ pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from safetensors.torch import load_file, save_file
 
+from specgraph import ConfigError
 from specgraph.evaluation import __main__ as command
 from specgraph.evaluation.lm_eval import SpecgraphLM, StopStrings
+from tests.cli.conftest import save_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
@@ -155,6 +158,45 @@ def test_the_command_is_the_harness_with_our_model(
     )  # fmt: skip
     assert command.main() == 0
     assert "acc_norm" in capsys.readouterr().out
+
+
+def incomplete(folder: Path) -> Path:
+    save_model(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nowhere": (
+        {"pretrained": "/nowhere"},
+        "pretrained=/nowhere cannot be loaded as a causal LM: there is no such folder",
+    ),
+    "an argument": ({"drafts": 3}, "cannot be loaded as a causal LM: .* unexpected keyword argument 'drafts'"),
+    "a key": ({"draft.nope": 3}, "Unknown configuration key 'draft.nope'"),
+    "an encoder": ({"backend": "seq2seq"}, "backend=seq2seq is for models with an encoder; specgraph runs causal LMs"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_is_refused_is_one_sentence(name: str) -> None:
+    given, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message) as caught:
+        SpecgraphLM(**{"pretrained": str(MODELS / "target"), "device": "cpu", **given})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_random_tensors_is_refused_by_the_command(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))
+    given = ["--model", "specgraph", "--model_args", f"pretrained={incomplete(tmp_path)}", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["lm-eval", "run", *given, "--tasks", str(tasks / "choices.yaml")])
+    assert command.main() == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: pretrained=") and "its files lack 1 tensors of a LlamaForCausalLM" in said
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

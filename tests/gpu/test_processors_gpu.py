@@ -24,7 +24,7 @@ EACH: dict[str, list[Any]] = {
     "no_repeat_ngram_size": [(0, 3, 2, 5)[n % 4] for n in range(COUNT)],
     "sequence_bias": [({}, {(13,): 9.0, (13, 13): -30.0})[n % 2] for n in range(COUNT)],
     "suppress_tokens": [([], [*range(20, 40)])[n % 3 // 2] for n in range(COUNT)],
-    "forced_eos_token_id": [3 + n for n in range(COUNT)],
+    "forced_eos_token_id": [[3 + n] for n in range(COUNT)],
 }
 """Options of every prompt. The first has values that change nothing, but for the token that is forced."""
 

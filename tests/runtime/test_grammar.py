@@ -121,7 +121,10 @@ def test_sequences_of_a_session_have_a_structure_of_their_own(decoder: Speculati
 
 def slow_tokenizer() -> Any:
     class Slow:
-        is_fast = False
+        is_fast, decode, get_vocab = False, TOKENIZER.decode, TOKENIZER.get_vocab
+
+        def __call__(self, text: str) -> Any:
+            return TOKENIZER(text)
 
     return Slow()
 

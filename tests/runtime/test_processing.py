@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specgraph import InputError, SpeculativeDecoder
+from specgraph.runtime.processing import ARGUMENTS, Processing
+from specgraph.runtime.processing_options import OFF, Sequences, read_processing
 from tests.decoding import CONFIG, compiled
-from tests.models import ragged_prompts, shared_model
+from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
 
 NEW = 24
@@ -67,6 +69,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     "a bias as a list": {"sequence_bias": [[[5], 6.0], [[5, 9], 40.0]]},
     "bad words": {"bad_words_ids": [[token] for token in range(3, 40)] + [[50, 51], [60, 61, 62]]},
     "a last token": {"forced_eos_token_id": 7},
+    "one of several last tokens": {"forced_eos_token_id": [90, 88]},
     "everything": {
         "repetition_penalty": 1.2, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3, "suppress_tokens": [8],
         "sequence_bias": {(5,): 9.0}, "bad_words_ids": [[9], [5, 5]], "min_new_tokens": 9, "forced_eos_token_id": 7,
@@ -135,7 +138,7 @@ EACH: dict[str, list[Any]] = {
     "bad_words_ids": [[[7, 8], [9]], None, [[5]], None],
     "sequence_bias": [{(5,): 3.0}, None, None, {(5, 4): -3.0, (9,): 1.0}],
     "min_new_tokens": [0, 5, 9, 0],
-    "forced_eos_token_id": [4, 5, 6, 7],
+    "forced_eos_token_id": [[4], [5], [6], [7]],
 }
 
 
@@ -233,6 +236,27 @@ def test_what_a_generation_config_asks_for_is_the_default() -> None:
     assert [row.tolist() for row in off.new_tokens] == plain
 
 
+def test_last_tokens_of_several_are_drawn_alike(decoders: dict[str, SpeculativeDecoder]) -> None:
+    last = [[4, 5], [6], [], None]
+    out = decoders["ngram"].generate(PROMPTS, max_new_tokens=4, temperature=1.0, forced_eos_token_id=last, seed=2)
+    assert int(out.new_tokens[0][-1]) in last[0] and out.new_tokens[1][-1] == 6
+    many = decoders["ngram"].generate(
+        PROMPTS[:1], do_sample=True, num_return_sequences=64, max_new_tokens=1, forced_eos_token_id=[4, 5], seed=1
+    )
+    assert {int(new) for new in many.new_tokens} == {4, 5}
+    with decoders["ngram"].session() as session:
+        session.submit(PROMPTS[0], max_new_tokens=4, forced_eos_token_id=[5, 4])
+        assert [token for event in session for token in event.tokens][-1] == 4
+
+
+def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, SpeculativeDecoder]) -> None:
+    assert OFF.keys() == ARGUMENTS
+    out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **OFF)
+    assert out.stats.host_steps == 0
+    known = Sequences([3], [5], [(2,)], VOCAB)
+    assert read_processing(known, OFF, {"forced_eos_token_id": 7, "suppress_tokens": [3]}) == [Processing()]
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "zero": ({"repetition_penalty": 0}, "repetition_penalty must be more than 0; 1 is off, got 0."),
     "nan": ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number; 0 is off, got nan."),
@@ -287,10 +311,15 @@ def test_bad_values_are_refused(decoders: dict[str, SpeculativeDecoder], name: s
 
 def test_a_session_refuses_what_it_does_not_know(decoders: dict[str, SpeculativeDecoder]) -> None:
     with decoders["none"].session() as session:
-        for name, message in (("presense_penalty", "did you mean 'presence_penalty'?"), ("streamer", "help(")):
+        for name, message in {
+            "presense_penalty": "There is no argument 'presense_penalty'; did you mean 'presence_penalty'?",
+            "xyzzy": "There is no argument 'xyzzy'; help(decoder.generate) lists what there is.",
+            "stop_strings": "submit does not take stop_strings, which is for generate and stream; leave it out.",
+            "num_beams": "num_beams=1.5 is not supported (tokens are chosen greedily or by sampling); leave it out.",
+        }.items():
             with pytest.raises(InputError) as caught:
-                session.submit(PROMPTS[0], **{name: 1.0})
-            assert f"There is no argument {name!r}; {message}" in str(caught.value)
+                session.submit(PROMPTS[0], **{name: 1.5})
+            assert str(caught.value) == message
 
 
 def test_a_session_has_room_for_so_many_words(decoders: dict[str, SpeculativeDecoder]) -> None:

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+from transformers.generation import TopKLogitsWarper
 
 import specgraph
-from specgraph import ConfigError, InputError, NumericsError, PassError, SpeculativeDecoder, UnsupportedModelError
+from specgraph import (
+    ConfigError,
+    InputError,
+    NumericsError,
+    PassError,
+    SpecgraphWarning,
+    SpeculativeDecoder,
+    UnsupportedModelError,
+)
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.medusa import MedusaDrafter
 from tests.decoding import compiled
-from tests.models import make_head, make_model, shared_model
+from tests.models import VOCAB, make_head, make_model, shared_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 IDS = torch.tensor([[5, 6, 7]])
 NAN, INF = float("nan"), float("inf")
+TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples/models/tiny-math/target")
 LISTS = r"input_ids must be \[B, S\] or a list of 1-D tensors"
 NUMBER = "must be a number or one number per sequence, not"
 
@@ -63,9 +79,47 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs": ({"return_logprobs": 2}, "return_logprobs is False, True, 'raw' or 'processed', not 2"),
     "text criterion": ({"stopping_criteria": "stop"}, "stopping_criteria is a StoppingCriteria .*, not 'stop'"),
     "criterion's answer": ({"stopping_criteria": lambda ids, scores: torch.ones(7)},
-                           r"answers with one bool for it; function gave a tensor \[7\]"),
+                           r"answers with one bool for it; <lambda> gave a tensor \[7\]"),
     "unknown": ({"max_tokens": 3}, "There is no argument 'max_tokens'; did you mean 'max_new_tokens'"),
+    "array of texts": ({"input_ids": np.array(["a"])}, f"{LISTS}, not ndarray"),
+    "nested": ({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[0, 1:]])}, "input_ids is nested; give a dense"),
+    "None among ids": ({"input_ids": [[5, None]]}, "not a list with None"),
+    "an endless id": ({"input_ids": [[5, 2**70]]}, f"not a list with {2**70}, which has over 64 bits"),
+    "only embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32)}, "inputs_embeds=Tensor is not sup"),
+    "empty beside a mask": ({"input_ids": IDS[:, :0], "attention_mask": torch.ones(1, 0)}, "Prompt 0 is empty"),
+    "added mask": ({"attention_mask": torch.full((1, 3), -1e9)}, "attention_mask holds -1000000000.0; it is 0 at pad"),
+    "packed mask": ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask holds 2; it is 0 at padding and 1"),
+    "mask of texts": ({"input_ids": [[5, 6]], "attention_mask": ["ab"]}, "one list of 0 and 1 per prompt, not str"),
+    "number as a mask": ({"input_ids": [[5, 6]], "attention_mask": 1}, "a list of 1-D tensors needs none"),
+    "two configurations": ({"attention_mask": GenerationConfig(), "generation_config": GenerationConfig()},
+                           "generation_config is given twice"),
+    "form": ({"return_dict_in_generate": "yes"}, "return_dict_in_generate is True, False or None, not 'yes'"),
+    "a tokenizer's name": ({"tokenizer": "gpt2"}, "tokenizer is a tokenizer of transformers, not 'gpt2'; Auto"),
+    "a mapping of tokens": ({"begin_suppress_tokens": {5: 1}}, "begin_suppress_tokens is a list of token ids, or"),
+    "no token left": ({"suppress_tokens": [*range(VOCAB)]}, f"forbid all {VOCAB} tokens; allow one at least"),
+    "forced EOS": ({"forced_eos_token_id": "a"}, "forced_eos_token_id must be a token id or a list of them, not str"),
+    "forced lists": ({"forced_eos_token_id": [[3], [4]]}, "forced_eos_token_id has 2 lists of ids for 1 sequences"),
+    "class": ({"logits_processor": TopKLogitsWarper}, "not the class TopKLogitsWarper; make an object of it"),
+    "few parameters": ({"logits_processor": lambda ids: ids}, r"with tokens and scores, but <lambda>\(ids\) takes"),
+    "imaginary": ({"logits_processor": lambda ids, s: s * 1j}, "real numbers, but <lambda> returned torch.complex"),
+    "allows None": ({"prefix_allowed_tokens_fn": lambda place, ids: None}, "gives a list of token ids, not None"),
+    "allows texts": ({"prefix_allowed_tokens_fn": lambda place, ids: ["a"]}, r"list of token ids, not \['a'\]"),
+    "allows fractions": ({"prefix_allowed_tokens_fn": lambda place, ids: [1.5]}, r"list of token ids, not \[1.5\]"),
+    "allows others": ({"prefix_allowed_tokens_fn": lambda place, ids: [-1]}, "gives -1, which is not a token id"),
+    "criterion's silence": ({"stopping_criteria": lambda ids, scores: None}, "one bool for it; <lambda> gave None"),
+    "stop mapping": ({"stop_strings": {"a": 1}, "tokenizer": None}, "stop_strings is a text or a list of texts that"),
+    "a set in a schema": ({"json_schema": {"enum": {1}}, "tokenizer": TOKENIZER}, "something that JSON does not have"),
 }  # fmt: skip
+CONFIGURED: dict[str, tuple[Any, str]] = {
+    "temperature": ("hot", f"temperature {NUMBER} str"),
+    "eos_token_id": ([None], "eos_token_id must be an integer, got None"),
+    "pad_token_id": ("x", "pad_token_id must be an integer, got 'x'"),
+    "do_sample": ("yes", "do_sample is True, False or None, not 'yes'"),
+    "stop_strings": (3, "stop_strings is a text or a list of texts that are not empty, not 3"),
+    "output_scores": (1, "output_scores is True, False or None, not 1"),
+    "num_return_sequences": ("2", "num_return_sequences must be an integer, got '2'"),
+}
+"""Values of a configuration."""
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +136,44 @@ def test_arguments(name: str, decoder: SpeculativeDecoder) -> None:
     assert decoder.generate(IDS, max_new_tokens=2).new_tokens[0].tolist() == [72, 68]
 
 
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_configurations_are_checked_as_arguments_are(name: str, decoder: SpeculativeDecoder) -> None:
+    value, message = CONFIGURED[name]
+    config = GenerationConfig(do_sample=True)
+    setattr(config, name, value)
+    with pytest.raises(InputError, match=message):
+        decoder.generate(IDS, max_new_tokens=4, generation_config=config)
+
+
+def test_a_configuration_that_samples_needs_a_temperature(decoder: SpeculativeDecoder) -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.0)
+    with pytest.raises(InputError, match="do_sample=True needs a temperature above 0"):
+        decoder.generate(IDS, max_new_tokens=2, generation_config=config)
+    greedy = decoder.generate(IDS, max_new_tokens=2, generation_config=config, temperature=0.0)
+    assert greedy.new_tokens[0].tolist() == [72, 68]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 9}, "max_new_tokens is given, so max_length has no effect."),
+        ({"min_new_tokens": 7}, "asks for 7 new tokens of sequence 0, which has room for 4; it gets those."),
+        ({"min_length": 30}, "asks for 27 new tokens of sequence 0, which has room for 4; it gets those."),
+    ],
+)
+def test_what_has_no_effect_is_a_warning(decoder: SpeculativeDecoder, options: dict[str, Any], message: str) -> None:
+    with pytest.warns(SpecgraphWarning, match=re.escape(message)) as caught:
+        out = decoder.generate(IDS, max_new_tokens=4, **options)
+    assert len(out.new_tokens[0]) == 4 and caught[0].filename == __file__
+
+
+def test_ids_outside_of_the_vocabulary_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [-1, 5000])
+    out = compiled(model).generate(IDS, max_new_tokens=4, min_new_tokens=3)
+    assert out.new_tokens[0].tolist()[:2] == [72, 68] and out.finish_reasons == ["length"]
+
+
 SUBMITTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a text": ("abc", {}, "A prompt is a 1-D tensor or a list of token ids, not str"),
     "None": (None, {}, "A prompt is a 1-D tensor or a list of token ids, not NoneType"),
@@ -92,6 +184,8 @@ SUBMITTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "nan tokens": ([5], {"max_new_tokens": NAN}, "max_new_tokens must be an integer of at least 0, got nan"),
     "seeds": ([5], {"seed": [1]}, f"seed {NUMBER}"),
     "temperatures": ([5], {"temperature": [1.0, 2.0]}, "temperature has 2 values for 1 sequences"),
+    "a mask": ([5], {"attention_mask": [1]}, "submit does not take attention_mask, which is for generate and stream"),
+    "criteria": ([5], {"stopping_criteria": []}, "submit does not take stopping_criteria, which is for generate"),
 }
 
 
@@ -100,6 +194,29 @@ def test_submitted_sequences(name: str, decoder: SpeculativeDecoder) -> None:
     prompt, options, message = SUBMITTED[name]
     with decoder.session() as session, pytest.raises(InputError, match=message):
         session.submit(prompt, **options)
+
+
+def test_what_a_session_does_not_know_is_refused(decoder: SpeculativeDecoder) -> None:
+    with pytest.raises(InputError, match="session does not take max_batch_size; it takes return_logprobs"):
+        decoder.session(max_batch_size=3)
+    with decoder.session() as session:
+        number = session.submit([5, 6], max_new_tokens=2)
+        for other in (number + 1, -1, "x", None):
+            with pytest.raises(InputError, match=f"There is no sequence {other!r} in this session"):
+                session.cancel(other)
+        with pytest.raises(InputError, match="A session cannot be pickled or copied"):
+            copy.deepcopy(session)
+        session.cancel(number)
+        assert [event.finish_reason for event in session] == ["cancelled"]
+        session.cancel(number)
+    with pytest.raises(InputError, match="The session is closed"):
+        _ = session.room
+
+
+def test_a_stream_has_no_scores(decoder: SpeculativeDecoder) -> None:
+    for name in ("output_scores", "output_logits"):
+        with pytest.raises(InputError, match=f"stream does not take {name}, because its chunks have none"):
+            decoder.stream(IDS, **{name: True})
 
 
 def llama() -> Any:
@@ -126,6 +243,13 @@ def nan_head() -> Any:
     return head
 
 
+def medusa(width: int) -> DraftHead:
+    """Random Medusa heads for a target with hidden states of so many numbers."""
+    head = MedusaDrafter.random(make_model("llama", hidden_size=width), MedusaDrafter.Config(num_speculative_tokens=2))
+    assert head is not None
+    return head
+
+
 def of(**options: Any) -> Callable[[], object]:
     return lambda: compiled(llama(), **options)
 
@@ -143,6 +267,12 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                      ConfigError, "The head is torch.float64 on cpu, the target torch.float32 on cpu"),
     "head's features": (lambda: compiled(llama(), draft=make_head(llama(), features=(9,))),
                         PassError, r"hs\[9\] does not exist; this model has hs\[0\] to hs\[3\]"),
+    "head's width": (lambda: compiled(llama(), draft=make_head(make_model("llama", hidden_size=64))), ConfigError,
+                     "The head reads hidden states of width 64, and those of LlamaForCausalLM have 32; it is for an"),
+    "head's count": (lambda: compiled(llama(), draft=replace(make_head(llama()), features=(0, 1))), ConfigError,
+                     r"The head reads 3 hidden states of its target, and its features name \[0, 1\]; name as many"),
+    "Medusa's width": (lambda: compiled(llama(), "medusa", 2, draft=medusa(64)), ConfigError,
+                       "The head reads hidden states of width 64, and those of LlamaForCausalLM have 32"),
     "draft of a number": (lambda: specgraph.compile_speculative(llama(), draft=5),  # type: ignore[arg-type]
                           UnsupportedModelError, "draft: Expected a transformers causal LM, got int"),
     "K of 2.5": (of(k=2.5), ConfigError, "num_speculative_tokens is an integer, not 2.5"),
@@ -160,6 +290,11 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                       "detach takes the model that attach was given, not str"),
     "no dump": (lambda: specgraph.load_dump(None), ConfigError,  # type: ignore[arg-type]
                 "A dumped stage is given by the path of its folder, not by NoneType"),
+    "a key as an argument": (lambda: specgraph.compile_speculative(llama(), num_speculative_tokens=4), ConfigError,
+                             "compile_speculative takes a model, a configuration and draft=, but no num_speculative_"
+                             "tokens; keys of the configuration go into a mapping, such as compile_speculative.model, "
+                             "{'draft.num_speculative_tokens': 4}.."),
+    "attach with a key": (lambda: specgraph.attach(llama(), lenght=3), ConfigError, r"attach\(model, {'max_length': 3"),
     "missing dump": (lambda: specgraph.load_dump("/nowhere"), ConfigError, "/nowhere is not a dumped stage"),
 }  # fmt: skip
 

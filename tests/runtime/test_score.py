@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -283,6 +284,38 @@ def test_penalties_of_the_model_are_not_left_out_in_silence(monkeypatch: pytest.
     assert_equal(own.score(given).logprobs, expected)  # raw logits know of no penalty
     with pytest.raises(InputError, match="score has no repetition_penalty, which the model's generation_config"):
         own.score(given, logprobs="processed")
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_what_generate_returned_is_scored_as_it_is(left: bool) -> None:
+    """Its padding counts for nothing, and its new tokens are those that are scored."""
+    width = max(map(len, PROMPTS))
+    pads = [torch.full((width - len(prompt),), 7) for prompt in PROMPTS]
+    rows = [torch.cat([pad, p] if left else [p, pad]) for pad, p in zip(pads, PROMPTS, strict=True)]
+    mask = torch.stack([torch.arange(width) >= len(pad) for pad in pads])
+    out = decoder().generate(
+        torch.stack(rows), mask if left else mask.flip(1), max_new_tokens=[12, 3, 12, 1, 7], eos_token_id=[], seed=5,
+        temperature=0.8, return_logprobs=True,
+    )  # fmt: skip
+    scored = decoder().score(out)
+    assert_equal(scored.logprobs, out.logprobs)
+    assert scored.starts == STARTS
+    later = decoder().score(pickle.loads(pickle.dumps(out)), start=[len(prompt) + 1 for prompt in PROMPTS[:3]] + [2, 3])
+    assert_equal(later.logprobs[:1], [out.logprobs[0][1:]])
+    with pytest.raises(InputError, match="what generate returned needs no"):
+        decoder().score(out, mask)
+
+
+def test_what_score_does_not_read_is_refused() -> None:
+    given = [torch.tensor([3, 4, 5])]
+    with pytest.raises(
+        InputError, match="temperature, top_k would change nothing, since logprobs='raw' are the target's"
+    ):
+        decoder().score(given, temperature=0.5, top_k=3)
+    with pytest.raises(
+        InputError, match="score does not take repetition_penalty; it takes start, logprobs, temperature"
+    ):
+        decoder().score(given, repetition_penalty=1.1)
 
 
 def test_the_output_class_is_public() -> None:

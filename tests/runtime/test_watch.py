@@ -128,6 +128,15 @@ def parametrized(model: Any) -> Callable[[], None]:
     return undo
 
 
+def tied(model: Any) -> Callable[[], None]:
+    return swap(model.lm_head, "weight", model.model.embed_tokens.weight)
+
+
+def hooked(model: Any) -> Callable[[], None]:
+    handle = attention(model).v_proj.register_forward_hook(lambda module, args, out: 2 * out)
+    return lambda: handle.remove()
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Callable[[], None]], str]] = {
     "LoRA": (lora, "model.layers.1.self_attn.q_proj was replaced by a Lora"),
     "new parameter": (new_parameter, "model.norm.weight was replaced by another tensor"),
@@ -138,6 +147,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Callable[[], None]], str]] = {
     "a layer less": (removed, "model.layers.0.input_layernorm was removed"),
     "forward": (forward, "model.layers.1.self_attn.v_proj got another forward method"),
     "class": (parametrized, "model.layers.1.self_attn.o_proj became a Doubled"),
+    "tied": (tied, "lm_head.weight was replaced by another tensor"),
+    "hook": (hooked, "model.layers.1.self_attn.v_proj got another forward hook"),
 }
 
 
@@ -171,6 +182,20 @@ def test_a_changed_model_is_named_by_every_call_until_the_change_is_undone(
     undo()
     again = decoder.generate(PROMPTS, max_new_tokens=NEW).new_tokens
     assert all(map(torch.equal, again, expected))
+
+
+def test_hooks_that_were_there_are_run_and_must_stay() -> None:
+    model = double_model("llama", 0)
+    plain = reference_greedy(model, PROMPTS, NEW)
+    undo = hooked(model)
+    expected = reference_greedy(model, PROMPTS, NEW)
+    decoder = compiled(model)
+    model(PROMPTS[0].unsqueeze(0), output_hidden_states=True)  # for which transformers adds hooks of its own
+    new = decoder.generate(PROMPTS, max_new_tokens=NEW).new_tokens
+    assert all(map(torch.equal, new, expected)) and not all(map(torch.equal, new, plain))
+    undo()
+    with pytest.raises(InputError, match=r"v_proj lost a forward hook"):
+        decoder.generate(PROMPTS, max_new_tokens=NEW)
 
 
 def test_a_session_that_is_open_takes_no_further_sequences_of_a_changed_model(

@@ -1,0 +1,110 @@
+"""Reads single values of a caller's: numbers, flags, token ids and functions. Each is refused in one sentence."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from specgraph.errors import InputError
+
+PerSequence = float | int | Sequence[float] | Sequence[int] | Tensor | None
+
+
+def is_number(value: object) -> bool:
+    """A real number of Python's or NumPy's; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer, or a float that is one."""
+    if not is_number(value) or not math.isfinite(value) or int(value) != value:
+        raise InputError(f"{name} must be an integer, got {value!r}.")
+    return int(value)
+
+
+def read_flag(name: str, value: Any) -> bool | None:
+    """A bool, or None where nothing is said."""
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{name} is True, False or None, not {value!r}.")
+    return value
+
+
+def read_token_ids(name: str, value: Any) -> list[int]:
+    """Integers, from one or a list of them."""
+    if not is_number(value) and (not isinstance(value, Sequence) or isinstance(value, str)):
+        raise InputError(f"{name} must be a token id or a list of them, not {kind_of(value)}.")
+    return [whole(name, token) for token in ([value] if is_number(value) else value)]
+
+
+def per_sequence(name: str, value: PerSequence, default: float, batch: int) -> list[Any]:
+    """One value per sequence from a number or a sequence of them."""
+    if value is None:
+        return [default] * batch
+    plain: Any = value.tolist() if isinstance(value, Tensor) else value
+    if is_number(plain):
+        return [plain] * batch
+    if not isinstance(plain, list | tuple) or not all(map(is_number, plain)):
+        raise InputError(f"{name} must be a number or one number per sequence, not {kind_of(plain)}.")
+    if len(plain) != batch:
+        raise InputError(f"{name} has {len(plain)} values for {batch} sequences.")
+    return list(plain)
+
+
+def check_range(name: str, values: Sequence[float], allowed: str, low: float, high: float, *, above: bool) -> None:
+    """Every value within ``[low, high]``, or ``(low, high]`` if ``above``."""
+    for value in values:
+        if not (math.isfinite(value) and (value > low if above else value >= low) and value <= high):
+            raise InputError(f"{name} must be {allowed}, got {value}.")
+
+
+def check_function(name: str, what: str, function: object, *takes: str) -> None:
+    """Refuse what cannot be called with as many arguments as ``takes`` describes.
+
+    Args:
+        name: the argument that it was given for.
+        what: what is allowed there, in words.
+        function: what was given.
+        takes: what each argument of the function will be.
+    """
+    if isinstance(function, type):
+        raise InputError(f"{name} is {what}, not the class {function.__name__}; make an object of it.")
+    if not callable(function):
+        raise InputError(f"{name} is {what}, not {function!r}.")
+    signature = _signature(function)
+    try:
+        if signature is not None:
+            signature.bind(*takes)
+    except TypeError as error:
+        raise InputError(
+            f"{name} is called with {' and '.join(takes)}, but {name_of(function)}{signature} takes other arguments."
+        ) from error
+
+
+def refuse_others(function: str, others: Mapping[str, Any], takes: str) -> None:
+    """Refuse arguments that a function does not have. ``takes`` says what it has, as the end of a sentence."""
+    if others:
+        raise InputError(f"{function} does not take {', '.join(others)}; {takes}.")
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The parameters of a function; None for some that are not written in Python."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def name_of(function: object) -> str:
+    """What errors call a function or an object that can be called."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, and of what it begins with if it is a list."""
+    kind = type(value).__name__
+    return f"{kind} of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else kind

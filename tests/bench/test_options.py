@@ -1,0 +1,138 @@
+"""``bench options`` on the CPU: what it asks for, that options take turns, and what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from specgraph.bench import options as bench
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.options import HOST, NOTHING, OPTION_COLUMNS, THESE, OptionRow, every_option, measure, option_lines
+from specgraph.bench.traffic import STAGE
+from specgraph.cli import main
+from specgraph.runtime.decoder import SpeculativeDecoder
+
+WAITING = ("regex", "output_logits", HOST)
+NAMES = [NOTHING, "repetition_penalty", "frequency_penalty", "no_repeat_ngram_size", "suppress_tokens, 20 of them",
+         THESE, *WAITING]  # fmt: skip
+QUICK = [
+    "target=tiny-shape",
+    "device=cpu",
+    "lowering=eager",
+    "prompt_length=4",
+    "new_tokens=6",
+    "debug.self_check=false",
+]
+
+
+def decoder(vocab_size: int = 512) -> SpeculativeDecoder:
+    """What is asked of a decoder for its vocabulary alone."""
+    program = SimpleNamespace(target=SimpleNamespace(vocab_size=vocab_size))
+    return cast(SpeculativeDecoder, SimpleNamespace(stages={STAGE: program}))
+
+
+def test_options_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    times = {"output_logits": [9.0, 5.0, 1.0], "nothing": [2.0, 4.0, 6.0]}
+
+    def request(given: object, prompts: list[Any], options: object, call: dict[str, Any]) -> Any:
+        asked.append([*call])
+        name = "nothing" if not call else "output_logits"
+        seen = asked.count([*call]) - 3  # two requests come before those that count
+        return bench._Round(times[name][max(seen, 0)], 0.25 if call else None, 7)
+
+    monkeypatch.setattr(bench, "_request", request)
+    monkeypatch.setattr(bench, "every_option", lambda vocab: {NOTHING: {}, "output_logits": {"output_logits": True}})
+    rows = measure(decoder(), BenchConfig(target="x", rounds=3), 8, 3)
+    assert asked == [[], ["output_logits"]] * 5
+    assert rows == [
+        OptionRow(8, 3, NOTHING, 4.0, None, None, 7),
+        OptionRow(8, 3, "output_logits", 5.0, pytest.approx(25.0), 0.25, 7),
+    ]  # fmt: skip
+
+
+def test_what_is_asked_for() -> None:
+    asked = every_option(512)
+    assert [*asked] == NAMES
+    assert asked[THESE] == {name: value for option in NAMES[1:5] for name, value in asked[option].items()}
+    assert len(asked[THESE]["suppress_tokens"]) == 20
+
+
+def test_without_the_library_there_is_no_regex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert "regex" not in every_option(512) and len(every_option(512)) == len(NAMES) - 1
+
+
+def test_the_regex_takes_every_token_and_never_ends() -> None:
+    pytest.importorskip("llguidance")
+    from specgraph.runtime.grammar import Grammars
+
+    asked = bench.endless_regex(70)
+    (matching,) = Grammars(70).read(asked, lambda: asked["tokenizer"], [(69,)])
+    assert matching is not None
+    for seen in ([], [3, 60], [3, 60, 27, 5]):
+        (mask,) = matching.masks(seen, [])
+        bits = [int(mask[token // 32]) >> token % 32 & 1 for token in range(70)]
+        assert bits == [1] * 69 + [0]
+
+
+def test_table_json_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "a.json"
+    given = ["draft=eagle3", "num_speculative_tokens=[2]", "batch_sizes=[1,2]", "rounds=2", f"json={written}"]
+    assert main(["bench", "options", *QUICK, *given]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    head = next(line for line in shown if "% over nothing" in line)
+    assert all(name in head for name in OPTION_COLUMNS.values())
+    found = json.loads(written.read_text())
+    assert (found["what"], found["draft"], found["verify"]) == ("options", "eagle3 (random)", "synthetic")
+    rows = [OptionRow(**row) for row in found["rows"]]
+    names = [name for name in NAMES if name in {row.option for row in rows}]  # a library may not be there
+    assert [(row.batch, row.option) for row in rows] == [(batch, name) for batch in (1, 2) for name in names]
+    for row in rows:
+        plain = next(other for other in rows if (other.batch, other.option) == (row.batch, NOTHING))
+        assert row.steps == plain.steps > 0 and row.k == 2
+        assert (row.host_ms is not None) == (row.option in WAITING)
+        assert row.over is None if row is plain else row.over == pytest.approx(100 * (row.ms / plain.ms - 1))
+    assert shown[-len(names) - 2 :] == option_lines(rows)
+
+
+def test_plain_decoding_has_no_k(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "options", *QUICK, "draft=none", "batch_sizes=[1]", "rounds=1"]) == 0
+    assert "| | plain, batch 1 | host, ms |" in capsys.readouterr().out
+
+
+def test_lines_are_those_of_the_documentation() -> None:
+    suppressed = NAMES[4]
+    rows = [
+        OptionRow(1, 0, NOTHING, 3.8181, None, None, 9),
+        OptionRow(1, 0, suppressed, 3.84, 0.57, None, 9),
+        OptionRow(1, 0, HOST, 4.3, 12.6, 3.94, 9),
+        OptionRow(8, 0, NOTHING, 3.9, None, None, 9),
+        OptionRow(8, 0, suppressed, 3.95, 1.28, None, 9),
+        OptionRow(8, 0, HOST, 5.0, 28.2, 5.41, 9),
+    ]
+    assert option_lines(rows) == [
+        "| | plain, batch 1 | plain, batch 8 | host, ms |",
+        "|---|---|---|---|",
+        "| nothing | 3.818 | 3.900 | |",
+        "| `suppress_tokens`, 20 of them | 3.840 (+0.6%) | 3.950 (+1.3%) | |",
+        "| a Python processor that does nothing | 4.300 (+12.6%) | 5.000 (+28.2%) | 3.9 to 5.4 |",
+    ]
+
+
+MISTAKES = {
+    "plot=a.png": "plot=a.png: bench options has no limits to draw; leave plot out, or write json=FILE.",
+    "prompt_length=131072": "prompt_length=131072 and new_tokens=6 at K = 3 take up to 131082 positions, but tiny-",
+    "rounds=0": "rounds must be at least 1, got 0.",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES.items(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_sentence(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "options", *QUICK, "draft=eagle3", override]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {message}") and shown.err.count("\n") == 1
