@@ -44,12 +44,15 @@ _WIDTHS_PER_OCTAVE = 8
 """Widths between one power of two and the next for which a step is captured: an eighth is padding at most."""
 
 
-def padded_rows(rows: int) -> int:
-    """For how many packed rows a step is captured that has ``rows``: few of them are padding, and they fill tiles."""
+def padded_rows(rows: int, *, joint: bool = False) -> int:
+    """For how many packed rows a step is captured that has ``rows``: few of them are padding, and they fill tiles.
+
+    A session has so many steps in which sequences decode beside prompts (``joint``) that these have fewer shapes.
+    """
     octave = power_of_two(rows)
     if octave <= FEW_ROWS:
         return max(octave, LEAST_ROWS)
-    grain = max(octave // (2 * _WIDTHS_PER_OCTAVE), FEW_ROWS)
+    grain = max(octave // (2 * _WIDTHS_PER_OCTAVE), FULL_ROWS if joint else FEW_ROWS)
     return -(-rows // grain) * grain
 
 

@@ -185,7 +185,8 @@ class GraphRunner(Runner):
         """Replay a graph of the next larger shape."""
         count = entries(len(chunk.rows), self.space.sizes["B"])
         width = captured_width(chunk.block.shape[1] - 3, count)
-        shape = Shape(self._mode, count, width, padded_rows(chunk.num_rows))
+        rows = padded_rows(chunk.num_rows, joint=len(chunk.rows) > len(chunk.forced))
+        shape = Shape(self._mode, count, width, rows)
         first, second = self._graphs(shape, GraphRunner._load, pause)
         block = padded_block(chunk.block, count, width)
         first.given.copy_(staged(block, first.given.device), non_blocking=True)

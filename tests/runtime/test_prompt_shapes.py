@@ -140,6 +140,7 @@ def test_packed_rows_are_rounded_up_to_whole_tiles() -> None:
     assert [padded_rows(rows) for rows in (1, 17, 128, 129, 300, 1100, 2049, 5000)] == [
         16, 32, 128, 256, 384, 1152, 2304, 5120,
     ]  # fmt: skip
+    assert [padded_rows(rows, joint=True) for rows in (1, 128, 129, 300, 1100, 5000)] == [16, 128, 256, 512, 1280, 5120]
     for rows in range(1, 9000):
         padded = padded_rows(rows)
         assert padded >= rows and padded_rows(padded) == padded

@@ -249,7 +249,7 @@ def test_a_prompt_step_runs_in_the_next_larger_shape_and_gives_the_same(
     for columns, rows in ((None, None), (8, 24), (32, 64)):
         if columns is not None:
             monkeypatch.setattr("specgraph.runtime.runner.captured_width", lambda width, count, n=columns: n)
-            monkeypatch.setattr("specgraph.runtime.runner.padded_rows", lambda count, n=rows: n)
+            monkeypatch.setattr("specgraph.runtime.runner.padded_rows", lambda count, n=rows, **_: n)
         decoder = replaying()
         assert same(decoder.generate(PROMPTS, **options).new_tokens, expected)
         seen.append({tuple(shape[1:4]) for shape in idle(decoder).shapes if shape.width is not None})
