@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specgraph.compiler.build_passes import build_passes
-from specgraph.compiler.numerics import NumericsCallback
+from specgraph.compiler.numerics import NumericsCallback, check_drafts
 from specgraph.compiler.selfcheck import check_draft, self_check
 from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
 from specgraph.drafters.base import DraftHead, DraftLike, Target
@@ -24,6 +24,7 @@ from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
 from specgraph.passes.index_rows import IndexRows
+from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
@@ -94,6 +95,8 @@ def compile_speculative(
         callbacks = _callbacks(config, progress)
         stages, reports = run_passes(first_program(target, made.drafter), passes, callbacks)
         check_complete(list(stages.values())[-1])
+        if config.debug.self_check and made.model is None:
+            check_drafts(stages[InsertDraft.name])
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
     watching = callbacks[1:]  # without the first, which shows the progress of compiling

@@ -14,6 +14,7 @@ from specgraph.ir.state import State, allocate
 from specgraph.passes.base import Pass
 from specgraph.passes.pipeline import StageReport
 
+TARGET_MODULES = ("target", "lm_head")
 ROUNDING = 64
 """The largest error of a pass that is not exact, in units in the last place of the norm of the output."""
 
@@ -33,6 +34,32 @@ class NumericsCallback:
                 compare(pass_, name, value, actual[name])
 
 
+def check_drafts(program: Program) -> None:
+    """Refuse a draft that computes NaN, of which no draft would ever be accepted. It is run on random tokens.
+
+    ``program`` makes drafts, and nothing in it verifies them yet.
+
+    Raises:
+        NumericsError: names the module of the draft that gives NaN first.
+    """
+    probe = program.copy()
+    own = [n for n in probe.graph.nodes if n.op == "call_module" and n.target not in TARGET_MODULES]
+    if not own:
+        return
+    probe.set_output(*own)
+    window = _random_window(program, program.drafter.num_speculative_tokens + 1)
+    with torch.no_grad():
+        results = probe.executable()(window=window, **example_state(probe, window.shape[1]))
+    for node, result in zip(own, results if isinstance(results, tuple) else (results,), strict=True):
+        tensors = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in tensors):
+            raise NumericsError(
+                f"The draft computes NaN from random tokens: its module {node.target} gives it, and no weight holds "
+                f"it. So none of its drafts would be accepted; load it in another dtype than {program.target.dtype}, "
+                "or use another draft."
+            )
+
+
 def observe(program: Program, width: int | None = None, steps: int = 2) -> dict[str, Tensor]:
     """The outputs of a program for a fixed random input, by name.
 
@@ -40,9 +67,12 @@ def observe(program: Program, width: int | None = None, steps: int = 2) -> dict[
     drafts that they propose, and stages that verify the tokens that they emit in ``steps`` steps.
     """
     rows = width or program.drafter.num_speculative_tokens + 1
+    return _observe(program, _random_window(program, rows), steps)
+
+
+def _random_window(program: Program, rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    window = torch.randint(program.target.vocab_size, (2, rows), generator=generator).to(program.target.device)
-    return _observe(program, window, steps)
+    return torch.randint(program.target.vocab_size, (2, rows), generator=generator).to(program.target.device)
 
 
 def _observe(program: Program, window: Tensor, steps: int) -> dict[str, Tensor]:

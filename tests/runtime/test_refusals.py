@@ -243,6 +243,13 @@ def nan_head() -> Any:
     return head
 
 
+def overflowing() -> Any:
+    head = make_head(llama())
+    with torch.no_grad():
+        head.module.fc.weight.fill_(1e38)
+    return head
+
+
 def medusa(width: int) -> DraftHead:
     """Random Medusa heads for a target with hidden states of so many numbers."""
     head = MedusaDrafter.random(make_model("llama", hidden_size=width), MedusaDrafter.Config(num_speculative_tokens=2))
@@ -263,6 +270,8 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                      "LlamaForCausalLM is quantised by bitsandbytes, and .*; load it without a quantization_config"),
     "head of NaN": (lambda: specgraph.compile_speculative(llama(), draft=nan_head()), NumericsError,
                     r"The draft's fc.weight .* holds NaN, so none of its drafts would be accepted"),
+    "head that overflows": (lambda: specgraph.compile_speculative(llama(), draft=overflowing()), NumericsError,
+                            "The draft computes NaN from random tokens: its module draft gives it, and no weight"),
     "float64 head": (lambda: compiled(llama(), draft=make_head(shared_model("llama", dtype=torch.double))),
                      ConfigError, "The head is torch.float64 on cpu, the target torch.float32 on cpu"),
     "head's features": (lambda: compiled(llama(), draft=make_head(llama(), features=(9,))),
