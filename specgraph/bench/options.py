@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import statistics
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import tokenizers
-from tokenizers import decoders
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -94,10 +94,17 @@ def endless_regex(vocab_size: int) -> Asked:
     so a token is a word here, and the EOS is the only one that is not allowed.
     """
     words = {_word(token): token for token in range(vocab_size - 1)} | {"0": vocab_size - 1}
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
-    own.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own)
-    return {"regex": "[a-z]*!", "tokenizer": tokenizer, "eos_token_id": [vocab_size - 1]}
+    return {"regex": "[a-z]*!", "tokenizer": _tokenizer(words), "eos_token_id": [vocab_size - 1]}
+
+
+def _tokenizer(words: Mapping[str, int]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are whole words. It is read from a file, for which transformers alone is enough."""
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "0"}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"version": "1.0", "model": model, "decoder": decoder, "added_tokens": []}, file)
+        file.flush()
+        return PreTrainedTokenizerFast(tokenizer_file=file.name)
 
 
 def _word(number: int) -> str:

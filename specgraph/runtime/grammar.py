@@ -163,6 +163,7 @@ def _grammar(kind: str, value: Any) -> str:
             raise InputError(
                 f"json_schema is a mapping, its JSON text or a pydantic model, not {type(value).__name__}."
             )
+        value = {} if value is True else value  # both allow anything, and the library takes only the one
         value = value if isinstance(value, str) else _as_json(value)
     elif not isinstance(value, str):
         raise InputError(f"{kind} is a text, not {type(value).__name__}.")

@@ -92,6 +92,8 @@ def test_regular_expressions_and_grammars_and_models(decoder: SpeculativeDecoder
     schema = SCHEMAS["a point"]
     texts = [decoder.text(PROMPT, json_schema=form, **options) for form in (schema, json.dumps(schema), Point)]
     assert len({*texts}) == 1 and json.loads(texts[0]).keys() == {"x", "y"}
+    anything = decoder.text(PROMPT, json_schema=True, **options)
+    assert anything == decoder.text(PROMPT, json_schema={}, **options) and anything[0] in '{["-0123456789tfn'
 
 
 def test_a_text_that_stands_in_the_prompt_is_drafted_and_accepted(decoder: SpeculativeDecoder) -> None:
