@@ -33,7 +33,7 @@ class PauseStep(Pass):
 
     def apply(self, program: Program) -> PassResult:
         """Add the node; the modules and the state stay as they are."""
-        logits = _last_processor(program.one("logits"))
+        logits = last_processor(program.one("logits"))
         readers = [*logits.users]
         with program.graph.inserting_before(first_of(program, readers)):
             changed = program.graph.call_function(step.for_host, (logits,))
@@ -43,11 +43,11 @@ class PauseStep(Pass):
         return PassResult(1, expected=1)
 
 
-def _last_processor(logits: fx.Node) -> fx.Node:
+def last_processor(logits: fx.Node) -> fx.Node:
     """The node with the logits as all processors of the step leave them."""
     for user in logits.users:
         if user.target in PROCESSORS and user.args[0] is logits:
-            return _last_processor(user)
+            return last_processor(user)
     return logits
 
 

@@ -48,10 +48,19 @@ from specgraph.kernels.step.step import (
     take_rows,
     writes,
 )
+from specgraph.kernels.step.tracing import (
+    active_drafts,
+    draft_ids,
+    num_verified,
+    trace_columns,
+    trace_temperature,
+    verified_drafts,
+)
 
 __all__ = [
     "FINAL_WRITES",
     "WRITES",
+    "active_drafts",
     "advance_",
     "along_path",
     "any_found",
@@ -60,6 +69,7 @@ __all__ = [
     "count_emitted",
     "cut_at_eos",
     "cut_rows",
+    "draft_ids",
     "draft_inputs",
     "draft_tokens",
     "expand_draft_inputs",
@@ -81,6 +91,7 @@ __all__ = [
     "needed_rows",
     "next_module_tokens",
     "next_tokens",
+    "num_verified",
     "pack_rows",
     "packed_places",
     "positions_and_next",
@@ -98,6 +109,9 @@ __all__ = [
     "settle",
     "take_packed_rows",
     "take_rows",
+    "trace_columns",
+    "trace_temperature",
     "unpack_rows",
+    "verified_drafts",
     "writes",
 ]

@@ -15,7 +15,7 @@ from specgraph.runtime.processing import ARGUMENTS
 
 OWN = frozenset({
     "input_ids", "attention_mask", "max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed",
-    "return_logprobs", "stopping_criteria",
+    "return_logprobs", "stopping_criteria", "trace",
 })  # fmt: skip
 """Parameters of ``decoder.generate`` itself."""
 KNOWN = frozenset({

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from specgraph.runtime.reading import Call
 from specgraph.runtime.requests import Batch
 from specgraph.runtime.scores import recorded_logits, recorded_scores
 from specgraph.runtime.steps import Step
+from specgraph.runtime.trace import Tracer
 
 
 class Collector:
@@ -20,11 +22,15 @@ class Collector:
 
     Attributes:
         stats: counts and times.
+        trace: what happened to drafts, if the call asks for it.
     """
 
-    def __init__(self, call: Call, stats: Stats) -> None:
+    def __init__(self, call: Call, stats: Stats, about: dict[str, Any]) -> None:
+        """``about`` says what the decoder is, for a trace."""
         self.stats = stats
         batch = self._batch = call.batch
+        self._tracer = Tracer.of([request.prompt for request in batch.requests], about) if batch.traced else None
+        self.trace = None if self._tracer is None else self._tracer.trace
         self._wanted = call.wanted
         count = len(batch.requests)
         self._with_logprobs = batch.logprobs != "none"
@@ -67,9 +73,11 @@ class Collector:
         logits = recorded_logits(requests, lengths) if wanted.logits else None
         sequences = _pad(self._batch, new_tokens)
         prompts = [request.prompt for request in requests]
-        return GenerateOutput(sequences, new_tokens, values, self.stats, reasons, scores, logits, prompts)
+        return GenerateOutput(sequences, new_tokens, values, self.stats, reasons, scores, logits, prompts, self.trace)
 
     def _count(self, step: Step) -> None:
+        if self._tracer is not None:
+            self._tracer.add(step)
         stats, thought = self.stats, self._thought
         stats.steps += step.ran
         stats.reused_tokens += step.reused_tokens

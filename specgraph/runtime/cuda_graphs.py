@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -91,22 +91,53 @@ def first_error(error: BaseException, before: BaseException | None = None) -> st
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".") + "."
 
 
+def num_traced(width: int) -> int:
+    """The columns of a trace, where a decode step has ``width`` rows."""
+    return 3 * (width - 1)
+
+
+class TracedRow(NamedTuple):
+    """What a step says of the drafts of one sequence.
+
+    Attributes:
+        verified: the log-probabilities under the target of the drafts that it verified.
+        drafts: those that it made, -1 for none.
+        drawn: the log-probabilities that these were drawn with, NaN for those that were not drawn.
+    """
+
+    verified: list[float]
+    drafts: list[int]
+    drawn: list[float]
+
+
 @dataclass
 class Results:
     """The packed results of a step (see :mod:`specgraph.kernels.step.results`), on their way to ``host``.
 
-    ``width`` is the number of rows of a decode step.
+    ``width`` is the number of rows of a decode step. If ``traced``, the last columns are those of a trace.
     """
 
     host: Tensor
     width: int
     ready: torch.cuda.Event | None = None
+    traced: bool = False
 
     def read(self, count: int, *, logprobs: bool = True) -> Unpacked:
         """Wait for them, and give those of the first ``count`` sequences, with or without log-probabilities."""
         if self.ready is not None:
             self.ready.synchronize()
-        return unpack_results(self.host[:count], self.width, logprobs=logprobs)
+        columns = self.host.shape[1] - (num_traced(self.width) if self.traced else 0)
+        return unpack_results(self.host[:count, :columns], self.width, logprobs=logprobs)
+
+    def trace(self, count: int) -> list[TracedRow]:
+        """What :func:`~specgraph.kernels.step.trace_columns` says of the first ``count`` sequences, after reading."""
+        drafts = self.width - 1
+        columns = self.host[:count, self.host.shape[1] - num_traced(self.width) :].contiguous()
+        numbers, floats = columns.tolist(), columns.view(torch.float32).tolist()
+        return [
+            TracedRow(values[:drafts], own[drafts : 2 * drafts], values[2 * drafts :])
+            for values, own in zip(floats, numbers, strict=True)
+        ]
 
 
 class Mailbox:
@@ -121,7 +152,9 @@ class Mailbox:
         self._width = width
         self._both = [_empty_results(rows * columns, device) for _ in range(2)]
 
-    def send(self, packed: Tensor, width: int | None = None, stream: torch.cuda.Stream | None = None) -> Results:
+    def send(
+        self, packed: Tensor, width: int | None = None, stream: torch.cuda.Stream | None = None, *, traced: bool = False
+    ) -> Results:
         """Copy int32 ``[B, C]`` without waiting: at most ``rows`` of at most ``columns``.
 
         ``width`` is that of a step of fewer drafts, which has fewer columns. ``stream`` is the current one, which takes
@@ -134,7 +167,7 @@ class Mailbox:
         host.copy_(packed, non_blocking=True)
         if ready is not None:
             ready.record(stream)
-        return Results(host, self._width if width is None else width, ready)
+        return Results(host, self._width if width is None else width, ready, traced)
 
 
 def _empty_results(size: int, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:

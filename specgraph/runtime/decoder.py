@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,15 @@ from specgraph.config import Config
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import CONFIDENCE
-from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report
 from specgraph.progress import Progress
 from specgraph.runtime.collect import Collector
 from specgraph.runtime.defaults import LiveDefaults
-from specgraph.runtime.engine import Engine, Policy
+from specgraph.runtime.engines import Engines
 from specgraph.runtime.grammar import Grammars
 from specgraph.runtime.modes import plain_mode
 from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
-from specgraph.runtime.pages import num_pages
 from specgraph.runtime.pause import HostTime
 from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.reading import Call, Reader
@@ -42,10 +40,6 @@ from specgraph.runtime.variants import Variants
 from specgraph.runtime.watch import Watch
 
 Criteria = Criterion | Sequence[Criterion] | None
-SESSION_EOS_IDS = 8
-"""For how many EOS ids a sequence of a session has room, unless the model has more."""
-SESSION_BIAS_TOKENS = 256
-"""For how many tokens of words with a bias a sequence of a session has room."""
 
 
 class SpeculativeDecoder:
@@ -86,6 +80,9 @@ class SpeculativeDecoder:
         num_parameters = sum(tensor.numel() for tensor in self._program.tensors())
         self._overhead = Overhead.of(num_parameters, self._program.target.device.type)
         self._runners = Runners(self._program, config.max_batch_size, config.cache)
+        self._engines = Engines(
+            self._program, config, self._runners, self._variants.step, self._overhead, self._host_time
+        )
 
     @property
     def max_length(self) -> int:
@@ -111,6 +108,7 @@ class SpeculativeDecoder:
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
         stopping_criteria: Criteria = None,
+        trace: bool = False,
         **others: Any,
     ) -> GenerateOutput:
         """Continue every prompt until an EOS, ``max_new_tokens`` or the decoder's ``max_length``.
@@ -131,6 +129,8 @@ class SpeculativeDecoder:
                 ``"processed"`` for that of the processed ones.
             stopping_criteria: one of transformers' ``StoppingCriteria``, or several, which may end a sequence after any
                 token. They run on the host, and every step waits for them.
+            trace: whether ``trace`` of the output shall say what happened to every draft
+                (:class:`~specgraph.runtime.trace.Trace`).
             others: arguments of transformers' ``generate``: ``generation_config`` (what it leaves out is the model's,
                 as that is now), ``do_sample`` (False is greedy, whatever the temperature), ``max_length``, which counts
                 prompt and padding, ``num_return_sequences``, ``pad_token_id``, ``stop_strings`` with their
@@ -148,9 +148,9 @@ class SpeculativeDecoder:
         call = self._reader.call(
             input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
-            stopping_criteria=stopping_criteria,
+            stopping_criteria=stopping_criteria, trace=trace,
         )  # fmt: skip
-        collector = Collector(call, self._new_stats(len(call.batch.requests)))
+        collector = self._collector(call)
         # The mode is entered once, and not for every step.
         with self._plain_mode(), contextlib.closing(self._run(call, self.config.debug.progress, alone=True)) as steps:
             for step in steps:
@@ -171,19 +171,20 @@ class SpeculativeDecoder:
         seed: PerSequence = None,
         return_logprobs: bool | str = False,
         stopping_criteria: Criteria = None,
+        trace: bool = False,
         **others: Any,
     ) -> Stream:
         """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step.
 
-        ``stats`` of what is returned has the counts so far.
+        ``stats`` of what is returned has the counts so far, and ``trace`` what happened to the drafts.
         """
         call = self._reader.stream(
             input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
-            stopping_criteria=stopping_criteria,
+            stopping_criteria=stopping_criteria, trace=trace,
         )  # fmt: skip
-        collector = Collector(call, self._new_stats(len(call.batch.requests)))
-        return Stream(self._chunks(call, collector), collector.stats)
+        collector = self._collector(call)
+        return Stream(self._chunks(call, collector), collector.stats, collector.trace)
 
     def text(self, prompts: str | Sequence[str], *, tokenizer: Any = None, **options: Any) -> Any:
         """Continue a text, or each of a list: the new text, or a list of them, without special tokens.
@@ -231,8 +232,9 @@ class SpeculativeDecoder:
         refuse_others("session", others, "it takes return_logprobs, and its size is of the configuration")
         logprobs = read_logprobs(return_logprobs)
         stack = contextlib.ExitStack()
-        engine = stack.enter_context(self._engine(self._session_sizes(), logprobs, fair=True))
-        return Session(engine, self._reader, self._step, stack.close, logprobs=logprobs != "none")
+        sizes = self._engines.session_sizes(self.max_length, len(self._reader.read_defaults().eos_ids))
+        engine = stack.enter_context(self._engines.engine(sizes, logprobs, fair=True))
+        return Session(engine, self._reader, self._engines.step, stack.close, logprobs=logprobs != "none")
 
     def score(
         self, sequences: Any, attention_mask: Any = None, *, start: PerSequence = None, logprobs: str = "raw",
@@ -295,11 +297,14 @@ class SpeculativeDecoder:
             "where a decoder is needed; threads can share one."
         )
 
-    def _new_stats(self, batch: int) -> Stats:
+    def _collector(self, call: Call) -> Collector:
+        batch, drafter = len(call.batch.requests), self._program.drafter
         steps: list[list[int]] = [[] for _ in range(batch)]
         says = CONFIDENCE in self._program.inputs
         confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
-        return Stats(self._program.drafter.num_speculative_tokens, steps, confidence=confidence)
+        count = drafter.num_speculative_tokens
+        about = {"drafter": drafter.name, "rule": self.config.verify.rule, "num_speculative_tokens": count}
+        return Collector(call, Stats(count, steps, confidence=confidence), about)
 
     def _texts(self, tokenizer: Any, prompts: list[list[int]], options: dict[str, Any], *, alone: bool) -> Any:
         check_text_options(options)
@@ -330,58 +335,20 @@ class SpeculativeDecoder:
             return
         sizes = sizes_for(requests, min(self.config.max_batch_size, len(requests)), self._runners.block_size)
         with contextlib.ExitStack() as stack:
-            engine = stack.enter_context(self._engine(sizes, call.batch.logprobs, fair=False))
+            batch = call.batch
+            engine = stack.enter_context(self._engines.engine(sizes, batch.logprobs, fair=False, traced=batch.traced))
             progress = stack.enter_context(_progress(call.batch, show))
             if alone:
                 stack.enter_context(engine.active())
             for number in _longest_first(requests):
                 engine.submit(number, requests[number])
-            steps = self._run_steps(engine)
+            steps = self._engines.steps(engine)
             for step in Stopping(call.criteria, call.batch).watch(engine, steps) if call.criteria else steps:
                 progress.advance(step.prompt_tokens)
                 for output in step.outputs:
                     if output.error is not None:
                         raise output.error
                 yield step
-
-    def _run_steps(self, engine: Engine) -> Iterator[Step]:
-        """The steps of an engine, with the caller's modes in between."""
-        while (step := self._step(engine)) is not None:
-            yield step
-
-    def _step(self, engine: Engine) -> Step | None:
-        with self._plain_mode():
-            return engine.step()
-
-    def _session_sizes(self) -> dict[str, int]:
-        """Room for the longest sequences in every row, before memory is looked at."""
-        rows, longest = self.config.max_batch_size, self._reader.limits.max_length
-        pages = num_pages(longest, self._runners.block_size)
-        ids = max(SESSION_EOS_IDS, len(self._reader.read_defaults().eos_ids))
-        sizes = {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids}
-        return sizes | {"W": SESSION_BIAS_TOKENS}
-
-    @contextlib.contextmanager
-    def _engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool) -> Iterator[Engine]:
-        """An engine with a state of its own, which is free for others afterwards."""
-        with self._plain_mode():
-            runner = self._runners.take(sizes)
-        always_draws = self.config.verify.rule not in LOSSLESS_RULES
-        # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
-        joint = not (self._program.compiled and self._program.target.device.type == "cpu")
-        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load())
-        engine = Engine(runner, self._variants.step, policy, self._overhead, logprobs, always_draws, self._host_time)
-        try:
-            yield engine
-        finally:
-            with self._plain_mode():
-                engine.close()
-            self._runners.give_back(runner)
-
-    def _drafts_by_load(self) -> dict[int, int | None]:
-        """K by the number of sequences in a decode step, None where it is the drafter's own."""
-        most, table = self._program.drafter.num_speculative_tokens, self.config.draft.num_speculative_tokens_by_load
-        return {count: drafts if drafts < most else None for count, drafts in (table or {}).items()}
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self._program.target.device)

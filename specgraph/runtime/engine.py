@@ -65,14 +65,15 @@ class Engine:
 
     def __init__(
         self, runner: Runner, make_step: Callable[[Mode], StepModule], policy: Policy, overhead: Overhead,
-        logprobs: str = "none", always_draws: bool = False, host_time: HostTime | None = None,
+        logprobs: str = "none", always_draws: bool = False, host_time: HostTime | None = None, *, traced: bool = False,
     ) -> None:  # fmt: skip
         """``make_step`` gives the variant of the step for a mode, and ``overhead`` what these steps cost.
 
-        All sequences get the same kind of ``logprobs``. ``always_draws``: the rule draws noise at temperature 0, too.
+        All sequences get the same kind of ``logprobs``, and if ``traced`` what steps say of their drafts.
+        ``always_draws``: the rule draws noise at temperature 0, too.
         """
         self._runner, self._make_step, self._policy = runner, make_step, policy
-        self._logprobs, self._always_draws = logprobs, always_draws
+        self._logprobs, self._always_draws, self._traced = logprobs, always_draws, traced
         self.pages = runner.pages
         self._host_time = host_time or HostTime()
         self._free_rows = list(range(runner.sizes["B"]))
@@ -234,7 +235,7 @@ class Engine:
     def _choose_mode(self, drafts: int | None, waiting: Sequence[Running], *, packed: bool = False) -> None:
         """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
         paused = any(sequence.request.host for sequence in waiting)
-        mode = Mode(self._logprobs, self._unused, drafts, paused, packed)
+        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -349,13 +350,15 @@ class Engine:
 
     def _read(self, under_way: UnderWay) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
-        read = under_way.results.read(len(under_way.sequences), logprobs=self._logprobs != "none")
+        count = len(under_way.sequences)
+        read = under_way.results.read(count, logprobs=self._logprobs != "none")
+        traces = under_way.results.trace(count) if self._traced else repeat(None)
         going_on = under_way.going_on
         outputs, broken = [], []
         forced = chain(under_way.forced, repeat(None)) if under_way.forced else repeat(None)
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
-        for sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
-            under_way.sequences, forced, *read, strict=False
+        for sequence, given, tokens, logprobs, emitted, bad, left, confidence, traced in zip(
+            under_way.sequences, forced, *read, traces, strict=False
         ):
             if sequence.ended:
                 continue
@@ -375,7 +378,9 @@ class Engine:
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
             decoding = given is None and emitted > 0
-            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason))
+            if traced is not None:
+                traced = traced._replace(drafts=traced.drafts[: max(left - 1, 0)])
+            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, None, traced))
         if broken:
             self._halt(broken)
             self.pages.forget()  # nobody shall find a NaN there

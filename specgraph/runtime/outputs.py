@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specgraph.runtime.steps import Step
+from specgraph.runtime.trace import Trace
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Stats:
 
 
 _SHOWN = ("sequences", "new_tokens", "logprobs", "stats", "finish_reasons")
+_HIDDEN = ("scores", "logits", "prompts", "trace")
+"""What is too much for one line, in the order in which the class takes it, behind the others."""
 
 
 class GenerateOutput(tuple[Tensor, ...]):
@@ -110,6 +113,7 @@ class GenerateOutput(tuple[Tensor, ...]):
         scores: for every new token float32 ``[B, V]``, what it was drawn from; None if not asked for.
         logits: for every new token float32 ``[B, V]``, the target's own; None if not asked for.
         prompts: one 1-D int64 tensor per sequence: its prompt without padding.
+        trace: what happened to every draft; None if not asked for.
     """
 
     sequences: Tensor
@@ -120,16 +124,18 @@ class GenerateOutput(tuple[Tensor, ...]):
     scores: tuple[Tensor, ...] | None
     logits: tuple[Tensor, ...] | None
     prompts: list[Tensor]
+    trace: Trace | None
 
     def __new__(
         cls, sequences: Tensor, new_tokens: list[Tensor], logprobs: list[Tensor] | None, stats: Stats,
         finish_reasons: Sequence[str] = (), scores: tuple[Tensor, ...] | None = None,
         logits: tuple[Tensor, ...] | None = None, prompts: Sequence[Tensor] = (),
+        trace: Trace | None = None,
     ) -> Self:  # fmt: skip
         self = super().__new__(cls, sequences.unbind())
         self.sequences, self.new_tokens, self.logprobs, self.stats = sequences, new_tokens, logprobs, stats
         self.finish_reasons, self.scores, self.logits = list(finish_reasons), scores, logits
-        self.prompts = list(prompts)
+        self.prompts, self.trace = list(prompts), trace
         return self
 
     @property
@@ -144,7 +150,7 @@ class GenerateOutput(tuple[Tensor, ...]):
         return f"GenerateOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in _SHOWN)})"
 
     def __reduce__(self) -> Any:
-        return GenerateOutput, tuple(getattr(self, name) for name in (*_SHOWN, "scores", "logits", "prompts"))
+        return GenerateOutput, tuple(getattr(self, name) for name in (*_SHOWN, *_HIDDEN))
 
 
 @dataclass(frozen=True)
@@ -171,10 +177,11 @@ class Stream(Iterator[StreamChunk]):
 
     Attributes:
         stats: counts and times so far.
+        trace: what happened to every draft so far; None if not asked for.
     """
 
-    def __init__(self, chunks: Generator[StreamChunk, None, None], stats: Stats) -> None:
-        self.stats = stats
+    def __init__(self, chunks: Generator[StreamChunk, None, None], stats: Stats, trace: Trace | None = None) -> None:
+        self.stats, self.trace = stats, trace
         self._chunks = chunks
 
     def __next__(self) -> StreamChunk:

@@ -82,7 +82,7 @@ class Reader:
     def call(
         self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
         eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
-        stopping_criteria: Any = None, **sampling: PerSequence,
+        stopping_criteria: Any = None, trace: bool = False, **sampling: PerSequence,
     ) -> Call:  # fmt: skip
         """A checked call of ``generate``; ``others`` are transformers' arguments.
 
@@ -128,7 +128,8 @@ class Reader:
         parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, strict=True)
         requests = [Request(p, end, own, eos, capped, *more) for p, (end, capped), own, eos, *more in parts]
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
-        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device)
+        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,
+                      bool(read_flag("trace", trace)))  # fmt: skip
         criteria = _criteria(stopping_criteria, others, defaults)
         return Call(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults))
 

@@ -91,6 +91,7 @@ class Batch:
         left_padding: how many ids stand before each prompt as it was given; the output keeps them.
         logprobs: ``none``, ``raw`` or ``processed``.
         device: where prompts were, and where the output goes.
+        traced: whether steps say what happens to drafts.
     """
 
     requests: list[Request]
@@ -98,6 +99,7 @@ class Batch:
     pad_id: int
     logprobs: str
     device: torch.device
+    traced: bool = False
 
 
 class Prompts(NamedTuple):

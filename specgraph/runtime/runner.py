@@ -157,14 +157,15 @@ class Runner:
 
     def _pack(self, results: tuple[Tensor, ...], rows: Tensor) -> Tensor:
         """What a step returns with the number of rows of the next one, which is 0 at the end."""
-        emitted, num_emitted, logprobs, bad = results
+        emitted, num_emitted, logprobs, bad, *traced = results
         state = self.state
-        return pack_results(
+        packed = pack_results(
             emitted, num_emitted, logprobs, bad, state["num_rows"], self.width, rows, state.get(CONFIDENCE)
         )
+        return torch.cat([packed, *traced], 1) if traced else packed
 
     def _send(self, packed: Tensor) -> Results:
-        return Results(packed.cpu(), self.width)
+        return Results(packed.cpu(), self.width, traced=self._mode.traced)
 
 
 class GraphRunner(Runner):
@@ -260,7 +261,7 @@ class GraphRunner(Runner):
             done.synchronize()
 
     def _send(self, packed: Tensor) -> Results:
-        return self.space.mailbox.send(packed, self.width, self._stream)
+        return self.space.mailbox.send(packed, self.width, self._stream, traced=self._mode.traced)
 
 
 ReadInput = Callable[[GraphRunner, Tensor], tuple[Tensor, Tensor]]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specgraph.errors import SpecgraphError
+from specgraph.runtime.cuda_graphs import TracedRow
 
 
 class Output(NamedTuple):
@@ -20,6 +21,7 @@ class Output(NamedTuple):
         confidence: what the drafter thinks of the drafts that it verifies next; empty if it does not say.
         finish_reason: ``eos``, ``length``, ``max_length``, ``stop``, ``cancelled`` or ``error``; None: it goes on.
         error: what went wrong, for ``error``.
+        traced: what the step says of its drafts; None if nobody asks.
     """
 
     number: int
@@ -29,6 +31,7 @@ class Output(NamedTuple):
     confidence: Sequence[float] = ()
     finish_reason: str | None = None
     error: SpecgraphError | None = None
+    traced: TracedRow | None = None
 
 
 @dataclass(frozen=True)

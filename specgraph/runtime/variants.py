@@ -16,6 +16,7 @@ from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
 from specgraph.passes.process_drafts import ProcessDrafts
 from specgraph.passes.score_rows import ScoreRows
 from specgraph.passes.specialise_step import SpecialiseStep
+from specgraph.passes.trace_step import TraceStep
 from specgraph.runtime.workspace import Mode
 
 
@@ -56,6 +57,8 @@ class Variants:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
         yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
+        if mode.traced:
+            yield TraceStep(mode.unused)
         if mode.packed:
             yield PackRows()
         if mode.paused:

@@ -18,7 +18,7 @@ from specgraph.ir.state import allocate, num_bytes
 from specgraph.kernels.launch import new_counters
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
-from specgraph.runtime.cuda_graphs import Mailbox, Pool
+from specgraph.runtime.cuda_graphs import Mailbox, Pool, num_traced
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prompt_shapes import entries, power_of_two
 from specgraph.runtime.state import Entering, Entrance, padded_block, staged, uploaded
@@ -33,6 +33,7 @@ class Mode(NamedTuple):
         drafts: how many drafts it makes and verifies; None: K, for which the state has room.
         paused: whether the host changes logits in the middle of it.
         packed: whether its modules run packed rows, as steps that run prompts do.
+        traced: whether it says how probable drafts are.
     """
 
     logprobs: str = "none"
@@ -40,6 +41,7 @@ class Mode(NamedTuple):
     drafts: int | None = None
     paused: bool = False
     packed: bool = False
+    traced: bool = False
 
 
 PATIENCE = 8
@@ -109,7 +111,8 @@ class Workspace:
         self._entrance = Entrance(program, self.state)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
-        self.mailbox = Mailbox(sizes["B"], width, num_columns(width, self.state.get(CONFIDENCE)), device)
+        columns = num_columns(width, self.state.get(CONFIDENCE)) + num_traced(width)
+        self.mailbox = Mailbox(sizes["B"], width, columns, device)
         self._pool = pool
         self._graphs: dict[Shape, Captured] = {}
         self.kept: dict[Shape, Kept] = {}

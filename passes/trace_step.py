@@ -1,0 +1,93 @@
+"""A variant of the step that also says how probable every draft was, under the target and under the drafter.
+
+For the drafts that a step verifies, the op ``score`` gives their probabilities under the target: those that the rule
+compares, or at temperature 1 for a greedy sequence. For the drafts that it makes, the same op gives the probabilities
+that they were drawn with. Both travel to the host with the other results of the step, so nothing waits for it.
+
+The decoder applies this pass to the steps of requests that ask for a trace.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from specgraph.ir.graphs import calls
+from specgraph.ir.program import Program
+from specgraph.kernels import step
+from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.index_rows import gathered
+from specgraph.passes.pause_step import last_processor
+from specgraph.passes.process_drafts import DRAWS, LOGITS
+from specgraph.passes.score_rows import PROCESSING, SCORE
+
+NUM_EMITTED = 3
+"""Which argument of a function that draws drafts is the number of emitted tokens."""
+
+
+@dataclass(frozen=True)
+class TraceStep(Pass):
+    """Options: ``unused``, options of sampling to do without."""
+
+    unused: tuple[str, ...] = ()
+
+    name: ClassVar[str] = "trace_step"
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"traced"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite the step graph, which returns one more tensor; modules and state stay as they are."""
+        (advance,) = calls(program.graph, step.advance_)
+        sampling = {name: gathered(program, name) for name in PROCESSING if name not in self.unused}
+        tracer = _Tracer(program, sampling)
+        with program.graph.inserting_before(advance):
+            if "temperature" in sampling:
+                sampling["temperature"] = tracer.call(step.trace_temperature, sampling["temperature"])
+            verified = tracer.verified()
+            draws = [node for node in program.graph.nodes if node.target in DRAWS]
+            drawn = [tracer.drawn(draw) for draw in draws]
+            drafts: Any = advance.args[6]
+            traced = tracer.call(step.trace_columns, verified, draws, drawn, list(drafts), count=_count(program))
+        traced.name = "traced"
+        (results,) = program.graph.output_node().args
+        program.set_output(*results, traced)  # type: ignore[misc]
+        return PassResult(1 + len(draws), notes=(f"the drafts that are verified, and {len(draws)} draws",))
+
+
+def _count(program: Program) -> int:
+    """How many drafts of a sequence a step verifies and makes."""
+    counts = [int(node.args[2]) - 1 for node in calls(program.graph, step.needed_rows)]  # type: ignore[arg-type]
+    return min([*counts, program.drafter.num_speculative_tokens])
+
+
+@dataclass(frozen=True)
+class _Tracer:
+    """Adds nodes where the graph of ``program`` inserts. ``sampling`` are the options that shape distributions."""
+
+    program: Program
+    sampling: dict[str, fx.Node]
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.program.graph.call_function(function, args, kwargs)
+
+    def verified(self) -> fx.Node:
+        """The log-probabilities ``[B, D]`` of the drafts that the step verifies."""
+        logits = last_processor(self.program.one("logits"))
+        drafts = self.call(step.verified_drafts, self.program.input("window"), logits)
+        rows = [gathered(self.program, name) for name in ("num_rows", "num_forced")]
+        return self._score(logits, drafts, self.call(step.num_verified, *rows, drafts))
+
+    def drawn(self, draw: fx.Node) -> fx.Node:
+        """The log-probabilities ``[B, R]`` with which a node has drawn its drafts."""
+        vocabulary, tokens = draw.kwargs.get("draft_to_target"), draw
+        if vocabulary is not None:
+            tokens = self.call(step.draft_ids, draw, vocabulary)
+        return self._score(draw.args[LOGITS], tokens, self.call(step.active_drafts, draw.args[NUM_EMITTED], draw))
+
+    def _score(self, logits: Any, tokens: fx.Node, count: fx.Node) -> fx.Node:
+        processed = "temperature" in self.sampling
+        options = {**self.sampling, "logprobs": "processed"} if processed else {}
+        return self.call(operator.getitem, self.call(SCORE, logits, tokens, count, **options), 0)

@@ -1,0 +1,91 @@
+"""Makes the engines of a decoder, each over a state of its own, and runs their steps in PyTorch's plain mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from specgraph.config import Config
+from specgraph.ir.program import Program
+from specgraph.kernels.verify import LOSSLESS_RULES
+from specgraph.runtime.engine import Engine, Policy
+from specgraph.runtime.modes import plain_mode
+from specgraph.runtime.pages import num_pages
+from specgraph.runtime.pause import HostTime
+from specgraph.runtime.prompt_shapes import Overhead
+from specgraph.runtime.runner import Runners, StepModule
+from specgraph.runtime.steps import Step
+from specgraph.runtime.workspace import Mode
+
+SESSION_EOS_IDS = 8
+"""For how many EOS ids a sequence of a session has room, unless the model has more."""
+SESSION_BIAS_TOKENS = 256
+"""For how many tokens of words with a bias a sequence of a session has room."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What all engines of a decoder share.
+
+    Attributes:
+        program: what is decoded.
+        config: the decoder's.
+        runners: where states come from.
+        make_step: gives the variant of the step for a mode.
+        overhead: what steps cost besides their rows.
+        host_time: where pauses of steps are noted.
+    """
+
+    program: Program
+    config: Config
+    runners: Runners
+    make_step: Callable[[Mode], StepModule]
+    overhead: Overhead
+    host_time: HostTime
+
+    @contextlib.contextmanager
+    def engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool, traced: bool = False) -> Iterator[Engine]:
+        """An engine with a state of its own, which is free for others afterwards."""
+        with self._plain_mode():
+            runner = self.runners.take(sizes)
+        always_draws = self.config.verify.rule not in LOSSLESS_RULES
+        # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
+        joint = not (self.program.compiled and self.program.target.device.type == "cpu")
+        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load())
+        engine = Engine(
+            runner, self.make_step, policy, self.overhead, logprobs, always_draws, self.host_time, traced=traced
+        )
+        try:
+            yield engine
+        finally:
+            with self._plain_mode():
+                engine.close()
+            self.runners.give_back(runner)
+
+    def steps(self, engine: Engine) -> Iterator[Step]:
+        """The steps of an engine, with the caller's modes in between."""
+        while (step := self.step(engine)) is not None:
+            yield step
+
+    def step(self, engine: Engine) -> Step | None:
+        """One step of an engine; None if there is nothing left to do."""
+        with self._plain_mode():
+            return engine.step()
+
+    def session_sizes(self, longest: int, num_eos_ids: int) -> dict[str, int]:
+        """Room for sequences of the ``longest`` length in every row, before memory is looked at.
+
+        A sequence may have ``num_eos_ids`` EOS ids at least.
+        """
+        rows, pages = self.config.max_batch_size, num_pages(longest, self.runners.block_size)
+        ids = max(SESSION_EOS_IDS, num_eos_ids)
+        return {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids, "W": SESSION_BIAS_TOKENS}
+
+    def _drafts_by_load(self) -> dict[int, int | None]:
+        """K by the number of sequences in a decode step, None where it is the drafter's own."""
+        most, table = self.program.drafter.num_speculative_tokens, self.config.draft.num_speculative_tokens_by_load
+        return {count: drafts if drafts < most else None for count, drafts in (table or {}).items()}
+
+    def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
+        return plain_mode(self.program.target.device)
