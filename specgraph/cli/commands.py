@@ -27,7 +27,7 @@ from specgraph.cli.decode_prompts import (
 )
 from specgraph.cli.prompts import read_prompts
 from specgraph.cli.summary import compare_rows, summary_rows
-from specgraph.cli.writers import check_format, notes, writer
+from specgraph.cli.writers import check_format, check_trace, notes, write_trace, writer
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, load_config
@@ -59,6 +59,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     config, options = _split(cfg, GenerateConfig)
     config.max_batch_size = 1 if options.stream else check_batch_size(options, config)
     check_format(options.format, stream=options.stream)
+    check_trace(options.trace, stream=options.stream)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)
@@ -70,11 +71,15 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     decoder = compile_speculative(model, config)
     outcome = decode_prompts(decoder, tokenizer, prompts, options, write=writer(options.format, tokenizer))
     rows = summary_rows(outcome)
+    if outcome.trace is not None:
+        rows["trace"] = write_trace(outcome.trace, str(options.trace), tokenizer, notes(options.format))
     if options.compare:
         plain = dataclasses.replace(config, draft=DraftConfig(kind="none"))
         plain.debug = dataclasses.replace(config.debug, dump_dir=None, self_check=False)
         plain.check_numerics = False
-        quiet = dataclasses.replace(options, stream=False, batch_size=1 if options.stream else options.batch_size)
+        quiet = dataclasses.replace(
+            options, stream=False, trace=None, batch_size=1 if options.stream else options.batch_size
+        )
         again = decode_prompts(compile_speculative(model, plain), tokenizer, prompts, quiet, outcome.seeds)
         rows |= compare_rows(outcome, again, _peers(model, decoder.config, prompts, quiet))
     if config.debug.dump_dir is not None:

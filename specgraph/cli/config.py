@@ -59,6 +59,9 @@ class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     is done, with prompt (or messages), text, tokens, finish_reason and stats; the table goes to standard error."""
     stream: bool = False
     """Print text while it is decoded, one prompt after the other."""
+    trace: str | None = None
+    """Write what happened to every draft to this file, one JSON object per line; - prints it, with colours on a
+    terminal."""
     compare: bool = False
     """Decode with draft=none, too, and with transformers' generate (and assisted generation, if the draft is a model),
     unless there are stop_strings or a max_time. Print the ratios of speeds, and whether the tokens equal those of

@@ -25,6 +25,7 @@ from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Stats, Stream, StreamChunk
 from specgraph.runtime.requests import hash_seed
 from specgraph.runtime.text import encode_chats
+from specgraph.runtime.trace import Trace
 
 
 class Prompt(NamedTuple):
@@ -45,6 +46,7 @@ class Outcome:
         seconds: the time of decoding. It includes prefill, but neither tokenizing nor, unless texts are streamed,
             printing.
         seeds: the seed of every prompt.
+        trace: what happened to every draft, if that was asked for.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Outcome:
     stats: Stats
     seconds: float
     seeds: list[int]
+    trace: Trace | None = None
 
 
 def decode_prompts(
@@ -74,7 +77,8 @@ def decode_prompts(
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
         given = decoder_options(options, tokenizer)
         if not options.stream:
-            _all(decoder, prompts, given | {"seed": list(drawn)}, outcome, progress, write)
+            given |= {"seed": list(drawn), "trace": options.trace is not None}
+            _all(decoder, prompts, given, outcome, progress, write)
             return outcome
         for prompt, seed in zip(prompts, drawn, strict=True):
             _one(decoder, tokenizer, prompt, given | {"seed": [seed]}, outcome)
@@ -169,7 +173,7 @@ def _all(
     """Decode all prompts, as many together as there is room for."""
     outcome.tokens = [[] for _ in prompts]
     stream = decoder.stream([prompt.ids for prompt in prompts], **given)
-    outcome.stats, done = stream.stats, 0
+    outcome.stats, outcome.trace, done = stream.stats, stream.trace, 0
     # What has no room for a token ends without a step.
     reasons: list[str | None] = ["max_length" if len(p.ids) >= decoder.max_length else "length" for p in prompts]
     ready = _InOrder(outcome, prompts, write)

@@ -37,8 +37,11 @@ NO_KEYS = {
     "output_scores": "no scores are printed",
     "output_logits": "no logits are printed",
     "renormalize_logits": "no scores are printed",
+    "trace": "this key names a file",
 }
 """Arguments of the decoder that are no keys, and why."""
+OTHER_KEYS = ("max_length", "trace")
+"""Those that are names of other keys: of the decoder's configuration, and of the command's own."""
 
 
 @dataclass
@@ -76,7 +79,7 @@ def refuse_arguments(overrides: Iterable[str]) -> None:
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         why = NO_KEYS.get(key) or (REFUSED[key].why if key in REFUSED else None)
-        if why is not None and key != "max_length":  # which is a key of the decoder's configuration
+        if why is not None and key not in OTHER_KEYS:
             raise ConfigError(f"{key} is no key of generate ({why}); leave it out.")
 
 

@@ -7,13 +7,16 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from specgraph.cli.prompts import Messages
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.runtime.trace import Trace
 
 TEXT, JSONL = "text", "jsonl"
+TERMINAL = "-"
 FORMATS = (TEXT, JSONL)
 
 
@@ -56,6 +59,33 @@ def check_format(form: str, *, stream: bool) -> None:
         raise ConfigError(f"There is no format={form}{did_you_mean(form, FORMATS)}; it is {' or '.join(FORMATS)}.")
     if form == JSONL and stream:
         raise ConfigError("format=jsonl writes a line when a text is done, and stream=true parts of it; leave one out.")
+
+
+def check_trace(trace: str | None, *, stream: bool) -> None:
+    """Refuse a file that cannot be written, before anything is decoded.
+
+    Raises:
+        ConfigError: says what is wrong with it.
+    """
+    if trace is None:
+        return
+    if stream:
+        raise ConfigError(
+            f"trace={trace} is of all prompts together, and stream=true decodes one by one; leave one out."
+        )
+    path = Path(trace).expanduser().absolute()
+    if trace != TERMINAL and (not path.parent.is_dir() or path.is_dir()):
+        raise ConfigError(
+            f"trace={trace} is no file that can be written; give one in a folder that exists, or - to print it."
+        )
+
+
+def write_trace(trace: Trace, place: str, tokenizer: Any, terminal: TextIO) -> str:
+    """Write a trace to a file, or print it on a terminal; says where it is."""
+    if place == TERMINAL:
+        print("\n" + trace.text(tokenizer, color=terminal.isatty()), file=terminal)
+        return "above"
+    return str(trace.save(Path(place).expanduser(), tokenizer))
 
 
 def notes(form: str) -> TextIO:
