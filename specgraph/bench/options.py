@@ -84,7 +84,11 @@ def every_option(vocab_size: int) -> dict[str, Asked]:
     asked[THESE] = dict(four)
     if find_spec("llguidance") is not None:
         asked["regex"] = endless_regex(vocab_size)
-    return asked | {"output_logits": {"output_logits": True}, HOST: {"logits_processor": _unchanged}}
+    return asked | {
+        "trace": {"trace": True},
+        "output_logits": {"output_logits": True},
+        HOST: {"logits_processor": _unchanged},
+    }
 
 
 def endless_regex(vocab_size: int) -> Asked:
