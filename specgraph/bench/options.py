@@ -81,14 +81,10 @@ def every_option(vocab_size: int) -> dict[str, Asked]:
     count = len(four["suppress_tokens"])  # type: ignore[arg-type]
     names = {"suppress_tokens": f"suppress_tokens, {count} of them"}
     asked: dict[str, Asked] = {NOTHING: {}, **{names.get(name, name): {name: value} for name, value in four.items()}}
-    asked[THESE] = dict(four)
+    asked |= {THESE: dict(four), "trace": {"trace": True}}
     if find_spec("llguidance") is not None:
         asked["regex"] = endless_regex(vocab_size)
-    return asked | {
-        "trace": {"trace": True},
-        "output_logits": {"output_logits": True},
-        HOST: {"logits_processor": _unchanged},
-    }
+    return asked | {"output_logits": {"output_logits": True}, HOST: {"logits_processor": _unchanged}}
 
 
 def endless_regex(vocab_size: int) -> Asked:

@@ -18,7 +18,7 @@ from specgraph.runtime.decoder import SpeculativeDecoder
 
 WAITING = ("regex", "output_logits", HOST)
 NAMES = [NOTHING, "repetition_penalty", "frequency_penalty", "no_repeat_ngram_size", "suppress_tokens, 20 of them",
-         THESE, *WAITING]  # fmt: skip
+         THESE, "trace", *WAITING]  # fmt: skip
 QUICK = [
     "target=tiny-shape",
     "device=cpu",
