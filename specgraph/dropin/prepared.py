@@ -30,13 +30,13 @@ from transformers.generation import (
 
 from specgraph.dropin.processors import READERS, with_padded_ngrams
 from specgraph.errors import InputError
-from specgraph.runtime.arguments import REFUSED, asks_for
+from specgraph.runtime.arguments import OWN, PROCESSING, REFUSED, STRUCTURE, asks_for
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.defaults import check_config
 from specgraph.runtime.host import read_processors
 from specgraph.runtime.outputs import GenerateOutput
 from specgraph.runtime.processing_options import OFF
-from specgraph.runtime.stopping import stop_criteria
+from specgraph.runtime.stopping import read_criteria, stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
@@ -82,6 +82,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         if asks_for(name, arguments.get(name, others.get(name))):
             raise InputError(_refusal(model, f"{name}=", REFUSED[name].why))
     check_config(arguments.get("generation_config"))
+    read_processors(arguments.get("logits_processor"))
+    read_criteria(arguments.get("stopping_criteria"))
     inputs, mask = arguments.get("inputs", others.get("input_ids")), others.get("attention_mask")
     # transformers drops a mask of ones before anybody looks at its shape.
     if isinstance(inputs, Tensor) and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != inputs.shape:
@@ -91,6 +93,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     for name, value in others.items():
         if name in forward and name not in known and value is not None:
             raise InputError(_refusal(model, f"{name}=", "the model was compiled without it"))
+        if name in (OWN | PROCESSING | STRUCTURE) - known:
+            raise InputError(f"{name} is an argument of the decoder alone; call generate of what attach has returned.")
     arguments["kwargs"] = {name: value for name, value in others.items() if name != "token_type_ids"}
 
 

@@ -432,6 +432,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "takes every pad id for padding; give",
     ),
     "no configuration": ({"generation_config": {"top_k": 3}}, "is a GenerationConfig of transformers, not dict"),
+    "a seed": ({"seed": 3}, "seed is an argument of the decoder alone; call generate of what attach has returned"),
+    "a schema": ({"json_schema": {}}, "json_schema is an argument of the decoder alone"),
+    "a penalty of the decoder's": ({"frequency_penalty": 1.0}, "frequency_penalty is an argument of the decoder alone"),
+    "no criterion": ({"stopping_criteria": 3}, "stopping_criteria is a StoppingCriteria of transformers or a list of"),
     "no processor": ({"logits_processor": [3]}, "logits_processor is a LogitsProcessor of transformers or a list"),
     "no tokenizer": (
         {"stop_strings": "a", "tokenizer": "gpt2"},
