@@ -329,3 +329,10 @@ def test_rows_that_fill_a_gpu_go_to_the_kernel_for_many(batch: int, rows: int):
     assert suits_prefill(rows * 4, batch * 8, 128, torch.bfloat16)
     assert not suits_prefill(rows * 4, batch * 8, 128, torch.float32)
     assert not suits_prefill(rows * 4, batch * 8, 32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "many"), [(256, 1, True), (8192, 16, True), (256, 65, False), (1024, 68, False)]
+)
+def test_packed_rows_go_to_the_kernel_for_many_where_sequences_fill_its_tiles(rows: int, batch: int, many: bool):
+    assert suits_prefill(rows * 4, 8, 128, torch.bfloat16, batch) == many
