@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specgraph.cli.prompts import Messages
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
-from specgraph.runtime.trace import Trace
+
+if TYPE_CHECKING:  # it imports torch, and a help text is shown without
+    from specgraph.runtime.trace import Trace
 
 TEXT, JSONL = "text", "jsonl"
 TERMINAL = "-"

@@ -67,11 +67,13 @@ def captured_width(width: int, count: int) -> int:
 def rows_beside(rows: int, *, patient: bool) -> int:
     """How many rows of prompts best run beside ``rows`` of sequences that decode, so that the step is full.
 
-    At least half of ``FULL_ROWS`` are for prompts. If nobody is ``patient``, the step is as small as that allows. If
-    all are, many rows run, which take less time each.
+    At least half of ``FULL_ROWS`` are for prompts, and half as many as those of sequences that decode, lest most of a
+    large batch wait for the others. If nobody is ``patient``, the step is as small as that allows. If all are, many
+    rows run, which take less time each.
     """
-    full = -(-(rows + FULL_ROWS // 2) // FULL_ROWS) * FULL_ROWS
-    return max(full, MANY_ROWS if patient else 0) - rows
+    least = rows + max(FULL_ROWS, rows) // 2
+    full = -(-least // FULL_ROWS) * FULL_ROWS
+    return min(max(full, max(MANY_ROWS, 2 * rows) if patient else 0) - rows, MOST_ROWS)
 
 
 def fill(left: Sequence[int], most: int, budget: int, others: int = 0, width: int = 1) -> list[int]:
