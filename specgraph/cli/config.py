@@ -79,6 +79,21 @@ class DumpConfig(ModelConfig):
 
 
 @dataclass
+class ExploreConfig:
+    """Keys of ``explore``."""
+
+    dump: str = MISSING
+    """The folder that `dump`, or decoder.dump, wrote."""
+    trace: str | None = None
+    """What `generate trace=FILE` wrote with the same model and options; the page then shows every draft."""
+    out: str = "explore.html"
+    """The file for the page, in a folder that exists."""
+    bandwidth: float | None = None
+    """GB/s of the memory that holds the weights, for the limit of a step's time; null measures it on this machine, if
+    there is a trace."""
+
+
+@dataclass
 class InspectConfig:
     """Keys of ``inspect``."""
 
@@ -144,6 +159,13 @@ COMMANDS = {
         lambda: DumpConfig,
         "model=PATH out=graphs [draft=NAME|PATH] [KEY=VALUE ...]",
         ("model=path/of/a/model draft=path/of/a/draft out=graphs",),
+    ),
+    "explore": Command(
+        "write a dump, and a trace if there is one, as a page for a browser",
+        lambda: ExploreConfig,
+        "DUMP [trace=FILE] [out=FILE.html] [KEY=VALUE ...]",
+        ("graphs trace=trace.jsonl out=page.html",),
+        "dump",
     ),
     "inspect": Command(
         "say what a draft checkpoint is, how it would be used, and whether it fits a target",

@@ -44,7 +44,7 @@ from specgraph.errors import ConfigError, SpecgraphError
 TEXTS = ("prompt", "template")
 """Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes. In a sweep,
 several of them are given with quotes around each: prompt="'one','two'"."""
-PATHS = ("path", "json", "plot")
+PATHS = ("path", "dump", "json", "plot")
 """Keys whose values are taken literally, too, except that a sweep goes over those that commas separate."""
 SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")

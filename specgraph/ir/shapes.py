@@ -1,6 +1,7 @@
 """Shapes and dtypes of every node, from running the program on fake tensors.
 
-``node.meta["outputs"]`` is the length of a node that is a tuple.
+``node.meta["outputs"]`` is the length of a node that is a tuple. ``node.meta["bytes"]`` is the size of its tensors,
+with the letters of the shape: ``1024*B*T``, ``8*B*(T-1) + 4*B``.
 
 ``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
 those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
@@ -36,7 +37,7 @@ SMALLEST = min(SIZES.values()) - NEAR
 LISTED = 4
 """Longer tuples are abbreviated to their first two entries and their length."""
 
-WRITTEN = ("shape", "outputs")
+WRITTEN = ("shape", "outputs", "bytes")
 """What :func:`propagate` writes into a node's ``meta``."""
 
 _MISSING = object()
@@ -71,6 +72,28 @@ def describe(value: Any) -> str:
             parts.append(f"... {len(value)} in all")
         return f"({', '.join(parts)}{',' if len(value) == 1 else ''})"
     return str(value)
+
+
+def describe_bytes(value: Any) -> str:
+    """The bytes of the tensors in a value: a sum of products, equal letters joined; ``0`` if there is no tensor."""
+    sums: dict[str, int] = {}
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor):
+            number, letters = _factors(tensor)
+            sums[letters] = sums.get(letters, 0) + number
+    terms = [f"{number}*{letters}" if letters else str(number) for letters, number in sums.items() if number]
+    return " + ".join(terms) or "0"
+
+
+def _factors(tensor: Tensor) -> tuple[int, str]:
+    """The bytes of a tensor as a number and the product of letters that it is to be multiplied with."""
+    number, letters = tensor.element_size(), []
+    for size in map(size_name, tensor.shape):
+        times, _, rest = size.partition("*") if size[0].isdecimal() else ("1", "", size)
+        number *= int(times)
+        if rest:
+            letters.append(f"({rest})" if re.search(r"[+-]", rest) and not rest.endswith(")") else rest)
+    return number, "*".join(letters)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -149,10 +172,11 @@ class _Run:
             except VerificationError:
                 raise
             except Exception as error:
-                text = f"{name}: {node.name} = {_called(node)} fails: {_reason(error)}"
+                text = f"{name}: {node.name} = {called(node)} fails: {_reason(error)}"
                 raise VerificationError(text, name) from error
             if write:
                 node.meta["shape"] = describe(value)
+                node.meta["bytes"] = describe_bytes(value)
                 node.meta.pop("outputs", None)
                 if isinstance(value, tuple | list) and node.op != "output":
                     node.meta["outputs"] = len(value)
@@ -237,12 +261,12 @@ def _check_written(node: fx.Node, written: Sequence[fx.Node]) -> None:
     unsaid = [value.name for value in written if value not in written_by(node, WRITES)]
     if unsaid:
         raise VerificationError(
-            f"step: {node.name} = {_called(node)} writes {unsaid[0]} in place without saying so, so that it would not "
-            f"be kept; mark {_called(node)} with @writes (specgraph.kernels.step) and the name of that parameter."
+            f"step: {node.name} = {called(node)} writes {unsaid[0]} in place without saying so, so that it would not "
+            f"be kept; mark {called(node)} with @writes (specgraph.kernels.step) and the name of that parameter."
         )
 
 
-def _called(node: fx.Node) -> str:
+def called(node: fx.Node) -> str:
     """What a node calls, as a message says it."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else str(target)
