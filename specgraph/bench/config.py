@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import MISSING
@@ -11,8 +10,9 @@ from omegaconf import MISSING
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.plots import check_plot
 
-KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "options", "soak", "cpu")
+KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "options", "soak", "cpu", "tune")
 
 
 @dataclass
@@ -25,7 +25,8 @@ class BenchConfig(Config):
     first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size;
     options: decode steps of requests with penalties, a regex, logits and a Python processor, beside plain ones; soak:
     very many short requests in one session, of which nothing may stay behind; cpu: whole answers, one prompt at a time,
-    beside transformers' generate and its assisted generation.
+    beside transformers' generate and its assisted generation; tune: acceptance and step times of several drafts, rules
+    and K on a file of prompts, and which of them to take for each number of sequences.
     """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape or tiny-shape (random weights), or the folder or name
@@ -58,18 +59,24 @@ class BenchConfig(Config):
     warmup: int = 5
     """How many decode steps, or repetitions, run before those that are measured."""
     drafts: list[str] = field(default_factory=lambda: ["none", "ngram"])
-    """cpu: what drafts, each by the folder of a checkpoint or by the name of a drafter. A head that is named without a
-    checkpoint is random, and verify.rule, by default synthetic, decides about its drafts; all others run strict."""
+    """cpu, tune: what drafts, each by the folder of a checkpoint or by the name of a drafter. For cpu, a head that is
+    named without a checkpoint is random, and verify.rule, by default synthetic, decides about its drafts; all others
+    run strict."""
+    rules: list[str] = field(default_factory=lambda: ["strict"])
+    """tune: verification rules; each is measured."""
+    temperature: float = 0.0
+    """tune: of the requests. At 0 all lossless rules accept the same drafts."""
     threads: list[int] = field(default_factory=lambda: [1, 2])
     """cpu: numbers of threads; each is measured."""
     prompts: str | None = None
-    """sessions, cpu: a file of prompts, as for `generate`; null makes random ones, for cpu of prompt_length tokens."""
+    """sessions, cpu, tune: a file of prompts, as for `generate`; null makes random ones, for cpu of prompt_length
+    tokens. tune needs a file."""
     template: str | None = None
-    """sessions, cpu: a text around each prompt of the file, as for `generate`."""
-    limit: int = 4
-    """cpu: how many prompts are decoded."""
+    """sessions, cpu, tune: a text around each prompt of the file, as for `generate`."""
+    limit: int | None = None
+    """cpu, tune: how many prompts are decoded; null: 4 for cpu and 32 for tune."""
     new_tokens: int = 96
-    """cpu, options: the most tokens that are added to a prompt."""
+    """cpu, options, tune: the most tokens that are added to a prompt."""
     rounds: int = 5
     """sessions, cpu, options: how often everything is decoded; the best time counts, and for options the median."""
     dtype: str = "auto"
@@ -82,6 +89,11 @@ class BenchConfig(Config):
     """Also write the results to this file."""
     plot: str | None = None
     """Also draw the results to this file (.png, .svg or .pdf); needs matplotlib."""
+
+    @property
+    def num_decoded(self) -> int:
+        """How many prompts are decoded."""
+        return self.limit or (32 if self.what == "tune" else 4)
 
     @property
     def batches(self) -> list[int]:
@@ -120,20 +132,18 @@ def _check_numbers(config: BenchConfig) -> None:
     for key in (
         "prompt_length", "steps", "warmup", "num_prompts", "num_requests", "limit", "new_tokens", "rounds",
     ):  # fmt: skip
-        if getattr(config, key) < (low := least.get(key, 1)):
-            raise ConfigError(f"{key} must be at least {low}, got {getattr(config, key)}.")
+        value = getattr(config, key)
+        if value is not None and value < (low := least.get(key, 1)):
+            raise ConfigError(f"{key} must be at least {low}, got {value}.")
 
 
 def _check_files(config: BenchConfig) -> None:
-    for key in ("json", "plot"):
-        path = getattr(config, key)
-        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
-            raise ConfigError(f"{key}={path}: there is no folder for that file; create it first.")
-    if config.plot is not None and config.what in ("cpu", "options"):
+    if config.json is not None and not Path(config.json).expanduser().absolute().parent.is_dir():
+        raise ConfigError(f"json={config.json}: there is no folder for that file; create it first.")
+    if config.plot is None:
+        return
+    if config.what in ("cpu", "options"):
         raise ConfigError(
             f"plot={config.plot}: bench {config.what} has no limits to draw; leave plot out, or write json=FILE."
         )
-    if config.plot is not None and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"plot={config.plot}: a plot ends in .png, .svg or .pdf.")
-    if config.plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"plot={config.plot} needs matplotlib: pip install 'specgraph[train]', or leave plot out.")
+    check_plot(config.plot)

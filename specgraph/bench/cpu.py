@@ -17,19 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
-from specgraph.config.groups import group_choices
-from specgraph.config.load import default_config
-from specgraph.drafters.registry import drafter_class
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 Decode = Callable[[Tensor], tuple[Tensor, list[int]]]
@@ -161,20 +158,14 @@ def _decoder(model: PreTrainedModel, draft: str, config: Config) -> tuple[Specul
     A drafter with heads that is named without a checkpoint has a random head. No target would accept its drafts, so
     ``verify.rule`` decides about them; everything else runs ``strict``.
     """
-    strict = dataclasses.replace(config, verify=dataclasses.replace(config.verify, rule="strict"))
-    if draft not in group_choices("draft"):
-        return compile_speculative(model, _with_draft(strict, "ngram"), draft=draft), True
-    named = _with_draft(config, draft)
-    if draft == "none" or drafter_class(named.draft.kind).head is None:
-        return compile_speculative(model, _with_draft(strict, draft)), True
+    strict = with_rule(config, "strict")
+    if not is_drafter(draft):
+        return compile_speculative(model, with_draft(strict, "ngram"), draft=draft), True
+    if not needs_head(draft):
+        return compile_speculative(model, with_draft(strict, draft)), True
+    named = with_draft(config, draft)
     decoder = compile_speculative(model, named, draft=random_head(model, named.draft))
     return decoder, config.verify.rule == "strict"
-
-
-def _with_draft(config: Config, name: str) -> Config:
-    """The configuration with the keys of ``conf/draft/<name>.yaml``."""
-    draft: Any = OmegaConf.to_object(default_config(draft=name).draft)
-    return dataclasses.replace(config, draft=draft)
 
 
 def _rows(threads: int, contenders: Sequence[_Contender]) -> Iterator[CpuRow]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from specgraph.bench.cpu import CpuRow
 from specgraph.bench.first_token import FirstTokenRow
@@ -14,11 +14,13 @@ from specgraph.bench.kernels import KernelRow
 from specgraph.bench.options import OPTION_COLUMNS, OptionRow
 from specgraph.bench.sessions import SESSION_COLUMNS, SessionRow
 from specgraph.bench.steps import StepRow
+from specgraph.bench.tune import TUNE_COLUMNS, TuneRow
+from specgraph.plots import draw_acceptance, draw_times, new_figure, save
 from specgraph.tables import text_table
 
-LimitedRow = StepRow | KernelRow | FirstTokenRow | SessionRow
+LimitedRow = StepRow | KernelRow | FirstTokenRow | SessionRow | TuneRow
 """A measurement beside the time that its bytes take."""
-Limited = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow]
+Limited = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow] | Sequence[TuneRow]
 Row = LimitedRow | CpuRow | OptionRow
 Rows = Limited | Sequence[CpuRow] | Sequence[OptionRow]
 
@@ -83,6 +85,8 @@ _DIGITS = {
     "limit_s": 2,
     "share": 2,
     "over": 1,
+    "error": 2,
+    "to_plain": 2,
 }
 
 
@@ -96,6 +100,8 @@ def columns_of(row: Row) -> Mapping[str, str]:
         return SESSION_COLUMNS
     if isinstance(row, FirstTokenRow):
         return FIRST_TOKEN_COLUMNS
+    if isinstance(row, TuneRow):
+        return TUNE_COLUMNS
     return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
 
 
@@ -123,24 +129,52 @@ def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Any]) -> None
 
 
 def plot(path: str, title: str, rows: Limited) -> None:
-    """Draw the measured times as bars, with a line at the limit of each."""
-    from matplotlib.figure import Figure
+    """Draw the measured times beside the limit of each.
 
-    figure = Figure(figsize=(7, 1 + 0.3 * len(rows)), dpi=100, layout="constrained")
+    Steps are drawn in milliseconds, and the acceptance of several drafts beside them. Others are drawn as the ratio to
+    their limits, since they differ by orders of magnitude.
+    """
+    if isinstance(rows[0], TuneRow):
+        _plot_tuning(path, title, cast(Sequence[TuneRow], rows))
+        return
+    figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()
+    if isinstance(rows[0], StepRow):
+        steps = cast(Sequence[StepRow], rows)
+        draw_times(axes, [_label(row) for row in steps], [row.ms for row in steps], [row.limit_ms for row in steps])
+    else:
+        _draw_ratios(axes, rows)
+    axes.set(title=title)
+    save(figure, path)
+
+
+def _draw_ratios(axes: Any, rows: Limited) -> None:
     places = range(len(rows))
     axes.barh(places, [row.ratio for row in rows], color="tab:blue")
     axes.axvline(1.0, color="tab:red", linestyle="--")
     for place in places:
         axes.text(rows[place].ratio, place, f" {_time(rows[place])}", va="center")
-    axes.set(title=title, xlabel="time over its limit", yticks=places)
+    axes.set(xlabel="time over its limit", yticks=places)
     axes.set_yticklabels([_label(row) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    figure.savefig(Path(path).expanduser())
+
+
+def _plot_tuning(path: str, title: str, rows: Sequence[TuneRow]) -> None:
+    """Acceptance by position for each draft and rule at the largest K, and the step times of everything."""
+    figure = new_figure(12, max(4, 1 + 0.25 * len(rows)))
+    left, right = figure.subplots(1, 2)
+    longest = sorted((row for row in rows if row.k), key=lambda row: row.k)
+    names = {f"{Path(row.draft).name}, {row.rule}": row.acceptance for row in longest}
+    draw_acceptance(left, dict(sorted(names.items())))
+    draw_times(right, [_label(row) for row in rows], [row.ms for row in rows], [row.limit_ms for row in rows])
+    figure.suptitle(title)
+    save(figure, path)
 
 
 def _label(row: LimitedRow) -> str:
+    if isinstance(row, TuneRow):
+        return f"batch {row.batch}, {Path(row.draft).name}" + (f", K = {row.k}, {row.rule}" if row.k else "")
     if isinstance(row, SessionRow):
         return f"{row.how}, K = {row.k}"
     if isinstance(row, FirstTokenRow):

@@ -23,6 +23,7 @@ from specgraph.bench.sizes import Sizes
 from specgraph.bench.soak import SoakRow, bench_soak, soak_text
 from specgraph.bench.steps import StepRow, bench_steps, random_prompts
 from specgraph.bench.timing import measure_bandwidth, measure_matmul
+from specgraph.bench.tune import TuneRow, bench_tune, recommendation
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.drafters.registry import drafter_class
@@ -170,7 +171,7 @@ def run_cpu(
     if model.device.type != "cpu":
         raise ConfigError(f"bench cpu measures on a CPU, and the model is on {model.device}; add device=cpu.")
     if prompts is None:
-        prompts = random_prompts(model.config.get_text_config().vocab_size, options.limit, options.prompt_length)
+        prompts = random_prompts(model.config.get_text_config().vocab_size, options.num_decoded, options.prompt_length)
     found: list[CpuRow] = []
     for row in bench_cpu(model, options, config, prompts):
         found.append(row)
@@ -179,6 +180,26 @@ def run_cpu(
     about |= {"prompts": len(prompts), "new_tokens": options.new_tokens, "transformers": transformers.__version__}
     about |= {"lowering": config.lowering.name}
     _finish(options, about, found)
+    return found
+
+
+def run_tune(model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor]) -> list[TuneRow]:
+    """Measure and print drafts, rules and K on ``prompts``, and what to choose for each number of sequences."""
+    device = next(model.parameters()).device
+    bandwidth = measure_bandwidth(device)
+    found: list[TuneRow] = []
+    refused: list[str] = []
+    for row in bench_tune(model, options, config, prompts, bandwidth, refused):
+        found.append(row)
+        name = f"batch {row.batch}, {row.draft}, K = {row.k}, {row.rule}"
+        print(f"{name}: {row.tokens_per_step:.2f} tokens per step, {row.ms:.3f} ms", flush=True)
+    found.sort(key=lambda row: (row.batch, -row.tokens_per_second))
+    about = _about(options, device, model.dtype, bandwidth) | {"lowering": config.lowering.name}
+    about |= {"prompts": f"{len(prompts)} of {options.prompts}", "temperature": options.temperature}
+    _finish(options, about | {"new_tokens": options.new_tokens, "steps": options.steps}, found)
+    if refused:
+        print("\nNot possible:\n" + "\n".join(refused))
+    print("\nFastest:\n" + "\n".join(recommendation(found)))
     return found
 
 

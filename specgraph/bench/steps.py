@@ -175,15 +175,16 @@ def _looks_up(draft: DraftConfig) -> bool:
 
 
 def time_steps(
-    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], k: int, options: BenchConfig, room: BenchConfig
-) -> Timed:
+    decoder: SpeculativeDecoder, prompts: Sequence[Tensor], k: int, options: BenchConfig, room: BenchConfig,
+    temperature: float = 0.0,
+) -> Timed:  # fmt: skip
     """Decode, and measure the time from the results of one step to those of the next.
 
     The steps that run the prompt and the ``warmup`` steps after it do not count, and neither do steps after the next
     ``steps`` ones. ``room`` determines the size of the caches, so that a short run can allocate what a long run needs.
     """
     longest = needed_length(room, k) - room.prompt_length
-    stream = decoder.stream(prompts, max_new_tokens=longest, eos_token_id=[], temperature=0.0, seed=0)
+    stream = decoder.stream(prompts, max_new_tokens=longest, eos_token_id=[], temperature=temperature, seed=0)
     lengths = sum(prompt.numel() for prompt in prompts)
     seconds: list[float] = []
     emitted, contexts, decoded, before = 0, 0, -1, 0.0

@@ -34,7 +34,9 @@ from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, load_config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
+from specgraph.runtime.outputs import Stats
 from specgraph.tables import text_table
 
 if TYPE_CHECKING:
@@ -46,12 +48,23 @@ Options = TypeVar("Options", bound=ModelConfig)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def run(name: str, cfg: DictConfig) -> dict[str, str]:
+_CURVES: dict[str, dict[str, Sequence[float]]] = {}
+"""What the jobs of a sweep have drawn so far, by the file of the plot and the name of the curve."""
+
+
+def run(name: str, cfg: DictConfig, *, first: bool = True) -> dict[str, str]:
     """Run one command, print its results, and return what it measured, by name.
+
+    Args:
+        name: of the command.
+        cfg: its configuration.
+        first: whether this is no job of a sweep, or the first one.
 
     Raises:
         SpecgraphError: the configuration, the model or the prompts were refused.
     """
+    if first:
+        _CURVES.clear()
     with progress_bars(sys.stderr.isatty()):
         return _COMMANDS[name](cfg)
 
@@ -62,6 +75,8 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     config.max_batch_size = 1 if options.stream else check_batch_size(options, config)
     check_format(options.format, stream=options.stream)
     check_trace(options.trace, stream=options.stream)
+    if options.plot is not None:
+        check_plot(options.plot)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)
@@ -75,12 +90,14 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     rows = summary_rows(outcome)
     if outcome.trace is not None:
         rows["trace"] = write_trace(outcome.trace, str(options.trace), tokenizer, notes(options.format))
+    if options.plot is not None:
+        rows["plot"] = _draw_acceptance(options.plot, options.model, decoder.config, outcome.stats)
     if options.compare:
         plain = dataclasses.replace(config, draft=DraftConfig(kind="none"))
         plain.debug = dataclasses.replace(config.debug, dump_dir=None, self_check=False)
         plain.check_numerics = False
         quiet = dataclasses.replace(
-            options, stream=False, trace=None, batch_size=1 if options.stream else options.batch_size
+            options, stream=False, trace=None, plot=None, batch_size=1 if options.stream else options.batch_size
         )
         again = decode_prompts(compile_speculative(model, plain), tokenizer, prompts, quiet, outcome.seeds)
         rows |= compare_rows(outcome, again, _peers(model, decoder.config, prompts, quiet))
@@ -88,6 +105,17 @@ def generate(cfg: DictConfig) -> dict[str, str]:
         rows["graphs"] = config.debug.dump_dir
     print("\n" + text_table(rows.items()), file=notes(options.format))
     return rows
+
+
+def _draw_acceptance(path: str, model: str, config: Config, stats: Stats) -> str:
+    """Draw the acceptance of this run, and of the jobs of a sweep before it. Returns what the table says about it."""
+    if stats.num_speculative_tokens == 0:
+        return "not drawn, since there are no drafts"
+    curves = _CURVES.setdefault(path, {})
+    name = f"{config.draft.model or config.draft.kind}, K = {stats.num_speculative_tokens}, {config.verify.rule}"
+    curves[name] = stats.acceptance_per_position
+    plot_acceptance(path, model, curves)
+    return path
 
 
 def _peers(
@@ -165,8 +193,8 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time steps, kernels, linears, the first token, sessions, options or whole answers, or soak a session. Print what
-    was measured, and a table."""
+    """Time steps, kernels, linears, the first token, sessions, options or whole answers, compare drafts, or soak a
+    session. Print what was measured, and a table."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config
     from specgraph.bench.models import SHAPES
@@ -184,6 +212,8 @@ def bench(cfg: DictConfig) -> dict[str, str]:
         check_folder(options.target, "target")
     if options.what == "cpu":
         return _bench_cpu(options, config, device, dtype)
+    if options.what == "tune":
+        return _bench_tune(options, config, device, dtype)
     rows: Limited
     if options.what == "kernels":
         rows = run.run_kernels(options, torch.device(device))
@@ -229,9 +259,22 @@ def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) ->
 
     for draft in options.drafts:
         check_folder(draft, "drafts")
-    prompts, model = _file_prompts(options, options.limit), _bench_model(options, device, dtype)
+    prompts, model = _file_prompts(options, options.num_decoded), _bench_model(options, device, dtype)
     rows = run.run_cpu(model, options, config, prompts)
     return {f"{r.decoder}, {r.threads} threads": f"{r.to_generate:.2f}" for r in rows if r.decoder != GENERATE}
+
+
+def _bench_tune(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
+    """Tokens per second of everything that was compared, by its name."""
+    from specgraph.bench import run
+    from specgraph.bench.tune import check_tune
+
+    check_tune(options)
+    for draft in options.drafts:
+        check_folder(draft, "drafts")
+    prompts = _file_prompts(options, options.num_decoded) or []
+    rows = run.run_tune(_bench_model(options, device, dtype), options, config, prompts)
+    return {f"{r.draft}, {r.rule}, K = {r.k}, batch {r.batch}": f"{r.tokens_per_second:.1f}" for r in rows}
 
 
 def train(cfg: DictConfig) -> dict[str, str]:

@@ -62,6 +62,9 @@ class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     trace: str | None = None
     """Write what happened to every draft to this file, one JSON object per line; - prints it, with colours on a
     terminal."""
+    plot: str | None = None
+    """Draw the share of steps that accepted each draft position to this file (.png, .svg or .pdf); in a sweep, a curve
+    for each job. Needs matplotlib."""
     compare: bool = False
     """Decode with draft=none, too, and with transformers' generate (and assisted generation, if the draft is a model),
     unless there are stop_strings or a max_time. Print the ratios of speeds, and whether the tokens equal those of
@@ -175,10 +178,14 @@ COMMANDS = {
         "path",
     ),
     "bench": Command(
-        "time steps, kernels, linears, first tokens, sessions or options, or answers against transformers",
+        "time steps, kernels, first tokens, sessions and more, or find the best draft for some prompts",
         _bench_config,
-        "[kernels|linears|first_token|sessions|options|soak|cpu] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
-        ("target=tiny-shape draft=eagle3 batch_sizes=[1,8]",),
+        "[kernels|linears|first_token|sessions|options|soak|cpu|tune] target=SHAPE|MODEL [draft=NAME|PATH] "
+        "[KEY=VALUE ...]",
+        (
+            "target=tiny-shape draft=eagle3 batch_sizes=[1,8]",
+            "tune target=path/of/a/model drafts=[ngram,path/of/a/draft] prompts=questions.jsonl batch_sizes=[1,8]",
+        ),
         "what",
     ),
     "train": Command(

@@ -128,7 +128,7 @@ class _Run:
         try:
             given = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
             check_keys(given, every_key(self.schema), self.schema)  # because Hydra accepts any +key=value
-            self.results.append((overrides, commands.run(self.name, cfg)))
+            self.results.append((overrides, commands.run(self.name, cfg, first=not self.results)))
         except (SpecgraphError, OSError, *CONFIGURATION_ERRORS) as error:
             if self.traceback:
                 raise

@@ -302,6 +302,6 @@ def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("specgraph.bench.config.find_spec", lambda name: None)
+    monkeypatch.setattr("specgraph.plots.find_spec", lambda name: None)
     assert main(["bench", "target=tiny-shape", "plot=a.png"]) == 2
-    assert capsys.readouterr().err.startswith("error: plot=a.png needs matplotlib: pip install 'specgraph[train]'")
+    assert capsys.readouterr().err.startswith("error: plot=a.png needs matplotlib: pip install 'specgraph[plot]'")

@@ -1,0 +1,267 @@
+"""Finds the drafter, K and rule that decode a file of prompts fastest, for each number of sequences.
+
+How many tokens a step emits depends on the prompts and the draft, and hardly on the number of sequences. So it is
+measured once for each drafter, K and rule, over whole answers. The time of a step depends on the number of sequences
+and hardly on the text, and is measured for each. Tokens per second follow from the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specgraph.bench.config import BenchConfig
+from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
+from specgraph.bench.steps import check_positions, needed_length, time_steps, with_drafts
+from specgraph.bench.traffic import STAGE, step_traffic
+from specgraph.compiler.compile import compile_speculative
+from specgraph.config import Config
+from specgraph.errors import ConfigError, SpecgraphError
+from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.outputs import Stats
+
+PLAIN = "none"
+CLOSE = 0.02
+"""Speeds that differ by less than this share are called equally good: step times vary by as much from run to run."""
+TUNE_COLUMNS = {
+    "batch": "batch",
+    "draft": "draft",
+    "rule": "rule",
+    "k": "K",
+    "tokens_per_step": "tokens/step",
+    "error": "+-",
+    "ms": "ms/step",
+    "limit_ms": "limit ms",
+    "tokens_per_second": "tokens/s",
+    "to_plain": "x plain",
+}
+
+
+@dataclass(frozen=True)
+class TuneRow:
+    """One drafter, K and rule at one number of sequences.
+
+    Attributes:
+        batch: the number of sequences.
+        draft: what ``draft=`` takes.
+        rule: the verification rule.
+        k: drafts per step and sequence; 0 without a drafter.
+        tokens_per_step: emitted tokens per decode step and sequence, over whole answers; ``error`` is the standard
+            error.
+        ms: the median time of a decode step; ``limit_ms`` is the time that reading its bytes takes.
+        tokens_per_second: emitted tokens of all sequences.
+        to_plain: this over that of plain decoding.
+        acceptance: for each draft position, the share of decode steps that accepted it.
+    """
+
+    batch: int
+    draft: str
+    rule: str
+    k: int
+    tokens_per_step: float
+    error: float
+    ms: float
+    limit_ms: float
+    tokens_per_second: float
+    to_plain: float
+    acceptance: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The time of a step over its limit."""
+        return self.ms / self.limit_ms
+
+
+class _Choice(NamedTuple):
+    draft: str
+    rule: str
+    k: int
+
+    @property
+    def keys(self) -> str:
+        """The arguments of the command line that choose this."""
+        if self.draft == PLAIN:
+            return "draft=none"
+        return f"draft={self.draft} draft.num_speculative_tokens={self.k} verify={self.rule}"
+
+
+def check_tune(options: BenchConfig) -> None:
+    """Refuse what cannot be compared, before a model is loaded.
+
+    Raises:
+        ConfigError: there are no prompts, or a draft or rule has nothing that can be measured.
+    """
+    if options.prompts is None:
+        raise ConfigError(
+            "bench tune measures how many drafts are accepted, which depends on the text: give prompts=FILE, as for "
+            "generate."
+        )
+    if len(options.rules) > 1 and options.temperature == 0:
+        raise ConfigError(
+            f"At temperature 0 the rules {', '.join(options.rules)} accept the same drafts; leave rules out, or give a "
+            "temperature above 0."
+        )
+    if "synthetic" in options.rules:
+        raise ConfigError(
+            "The rule synthetic accepts drafts by chance, so there is nothing to choose by; leave it out."
+        )
+    for draft in options.drafts:
+        if needs_head(draft):
+            raise ConfigError(
+                f"drafts has {draft}, whose head would be random, and nothing would be accepted; give the folder of a "
+                "checkpoint."
+            )
+
+
+def bench_tune(
+    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor], bandwidth: float,
+    refused: list[str],
+) -> Iterator[TuneRow]:  # fmt: skip
+    """Measure every draft, rule, K and number of sequences, plain decoding first. Each choice compiles a decoder.
+
+    Args:
+        model: the target.
+        options: the lists to go through, and how long to measure.
+        config: all other options of the decoders.
+        prompts: 1-D int64 token ids each.
+        bandwidth: bytes per second, for the limits.
+        refused: is given a sentence for each choice that a draft does not allow, such as more drafts than it has heads.
+
+    Raises:
+        SpecgraphError: a draft allows none of the choices, or the prompts do not fit into the target's positions.
+    """
+    room = dataclasses.replace(options, prompt_length=max(map(len, prompts)))
+    plain: dict[int, float] = {}
+    for draft in dict.fromkeys([PLAIN, *options.drafts]):
+        choices, errors = _choices(draft, options), []
+        for choice in choices:
+            try:
+                decoder = _compile(model, choice, config, room)
+            except SpecgraphError as error:
+                errors.append(error)
+                refused.append(f"{choice.keys}: {error}")
+                continue
+            for row in _measure(decoder, choice, prompts, room, bandwidth):
+                plain.setdefault(row.batch, row.tokens_per_second)
+                yield dataclasses.replace(row, to_plain=row.tokens_per_second / plain[row.batch])
+            del decoder
+            gc.collect()  # frees the graphs and the GPU memory of this decoder before the next one needs memory
+        if len(errors) == len(choices):
+            raise errors[-1]
+
+
+def _choices(draft: str, options: BenchConfig) -> list[_Choice]:
+    if draft == PLAIN:
+        return [_Choice(PLAIN, "strict", 0)]
+    return [_Choice(draft, rule, k) for rule, k in itertools.product(options.rules, options.num_speculative_tokens)]
+
+
+def _compile(model: PreTrainedModel, choice: _Choice, config: Config, room: BenchConfig) -> SpeculativeDecoder:
+    """A decoder with room for whole answers and for the steps that are timed."""
+    longest = max(needed_length(room, choice.k), room.prompt_length + room.new_tokens + choice.k + 1)
+    keys = f"A prompt of {room.prompt_length} tokens, steps={room.steps} and new_tokens={room.new_tokens}"
+    check_positions(model, room, longest, f"{keys} at K = {choice.k}")
+    config = dataclasses.replace(config, max_length=longest, max_batch_size=max(room.batches))
+    named = is_drafter(choice.draft)
+    own = with_drafts(with_draft(config, choice.draft if named else "ngram"), choice.k)
+    return compile_speculative(model, with_rule(own, choice.rule), draft=None if named else choice.draft)
+
+
+def _measure(
+    decoder: SpeculativeDecoder, choice: _Choice, prompts: Sequence[Tensor], room: BenchConfig, bandwidth: float
+) -> Iterator[TuneRow]:
+    stats: Stats = decoder.generate(
+        list(prompts), max_new_tokens=room.new_tokens, temperature=room.temperature, seed=0
+    ).stats
+    program = decoder.stages[STAGE]
+    for batch in room.batches:
+        some = list(itertools.islice(itertools.cycle(prompts), batch))
+        short = dataclasses.replace(room, steps=1, warmup=0)
+        time_steps(decoder, some, choice.k, short, room, room.temperature)  # compiles kernels, captures graphs
+        timed = time_steps(decoder, some, choice.k, room, room, room.temperature)
+        seconds = statistics.median(timed.seconds)
+        limit = step_traffic(program, batch, timed.context, choice.k).total / bandwidth
+        per_step = stats.acceptance_length if choice.k else 1.0
+        yield TuneRow(
+            batch=batch,
+            **choice._asdict(),
+            tokens_per_step=per_step,
+            error=stats.acceptance_length_stderr if choice.k else 0.0,
+            ms=1e3 * seconds,
+            limit_ms=1e3 * limit,
+            tokens_per_second=batch * per_step / seconds,
+            to_plain=1.0,
+            acceptance=stats.acceptance_per_position if choice.k else [],
+        )
+
+
+def recommendation(rows: Sequence[TuneRow]) -> list[str]:
+    """For each number of sequences the fastest choice, as arguments of the command line, and what is as good as it.
+
+    With several numbers of sequences, a last line has the draft and rule that are best over all, with K by load.
+    """
+    lines = [_best(batch, [row for row in rows if row.batch == batch]) for batch in _batches(rows)]
+    return [*lines, _for_all(rows)] if len(lines) > 1 else lines
+
+
+def _batches(rows: Sequence[TuneRow]) -> list[int]:
+    return sorted({row.batch for row in rows})
+
+
+def _best(batch: int, rows: Sequence[TuneRow]) -> str:
+    best = max(rows, key=_speed)
+    found = f"batch {batch}: {_choice(best).keys} ({best.tokens_per_second:.1f} tokens/s, {best.to_plain:.2f} x plain)"
+    others = [row for row in sorted(rows, key=_speed, reverse=True) if row is not best and _is_close(row, best)]
+    close = "; ".join(_choice(row).keys for row in others)
+    return f"{found}; as good within the error: {close}" if close else found
+
+
+def _is_close(row: TuneRow, best: TuneRow) -> bool:
+    """Whether two errors of the tokens per step, or the variation of times, explain the difference."""
+    share = sum(2 * r.error / r.tokens_per_step for r in (row, best) if not math.isnan(r.error))
+    return row.tokens_per_second >= best.tokens_per_second * (1 - max(share, CLOSE))
+
+
+def _for_all(rows: Sequence[TuneRow]) -> str:
+    """The draft and rule whose best K for each number of sequences gives the highest mean speed-up."""
+    found = {}
+    for draft, rule in dict.fromkeys((row.draft, row.rule) for row in rows):
+        own = [row for row in rows if (row.draft, row.rule) == (draft, rule)]
+        found[draft, rule] = {b: max((row for row in own if row.batch == b), key=_speed) for b in _batches(rows)}
+    best = max(
+        found.values(), key=lambda by_batch: statistics.geometric_mean(row.to_plain for row in by_batch.values())
+    )
+    first = next(iter(best.values()))
+    mean = statistics.geometric_mean(row.to_plain for row in best.values())
+    if first.draft == PLAIN:
+        return "for all of these: draft=none; no draft gains anything"
+    keys = f"draft={first.draft} verify={first.rule} {_drafts_by_load(best)}"
+    return f"for all of these: {keys} (on average {mean:.2f} x plain)"
+
+
+def _drafts_by_load(best: dict[int, TuneRow]) -> str:
+    """K as the command line takes it: a number, or a table by the least number of sequences for which each is right."""
+    table: dict[int, int] = {}
+    for batch, row in best.items():
+        if not table or row.k != list(table.values())[-1]:
+            table[batch if table else 1] = row.k
+    if len(table) == 1:
+        return f"draft.num_speculative_tokens={table[1]}"
+    return f"'draft.num_speculative_tokens={{{','.join(f'{load}:{k}' for load, k in table.items())}}}'"
+
+
+def _choice(row: TuneRow) -> _Choice:
+    return _Choice(row.draft, row.rule, row.k)
+
+
+def _speed(row: TuneRow) -> float:
+    return row.tokens_per_second
