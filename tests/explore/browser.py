@@ -90,7 +90,12 @@ class Browser:
             f"(() => {{ const r = {element}.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2] }})()"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        for kind in ("mousePressed", "mouseReleased") if click else ():
+        if click:
+            self.click(x, y)
+
+    def click(self, x: float, y: float) -> None:
+        """Click at a place of the window."""
+        for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def key(self, name: str, code: int, text: str = "") -> None:

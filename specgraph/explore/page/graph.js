@@ -99,12 +99,30 @@ function drawNodeTable(stage, graph, shown, name) {
   table(byId("node-table"), ["", "node", "calls", "made by", "shape", "bytes #", "weights read #"], rows);
 }
 
+let drawn = ""; // What the drawing shows; another node of it can be chosen without laying it out again.
+
 function drawCanvas(stage, graph, shown, name) {
-  if (drawing) drawing.destroy();
   const names = new Set(shown.map((node) => node.name));
+  const key = JSON.stringify([stage, graph.name, [...names], colour("--page")]);
+  if (key !== drawn) layOut(stage, graph, shown, names);
+  drawing.nodes().removeClass("chosen");
+  if (name !== undefined && names.has(name)) {
+    const node = drawing.getElementById(name).addClass("chosen");
+    if (key !== drawn || !isInView(node)) drawing.center(node);
+  } else if (key !== drawn) startReadable();
+  drawn = key;
+}
+
+function isInView(node) {
+  const box = node.renderedBoundingBox();
+  return box.x1 > 0 && box.y1 > 0 && box.x2 < drawing.width() && box.y2 < drawing.height();
+}
+
+function layOut(stage, graph, shown, names) {
+  if (drawing) drawing.destroy();
   const elements = shown.map((node) => ({
     data: { id: node.name, ...labelOf(node) },
-    classes: [statusOf(stage, graph.name, node.name) || "same", node.op, node.name === name ? "chosen" : ""].join(" "),
+    classes: [statusOf(stage, graph.name, node.name) || "same", node.op].join(" "),
   }));
   for (const node of shown) {
     for (const input of sourcesOf(graph, node, names)) {
@@ -116,8 +134,6 @@ function drawCanvas(stage, graph, shown, name) {
     layout: { name: "dagre", rankDir: "TB", nodeSep: 18, rankSep: 34, edgeSep: 6, animate: false, fit: true, padding: 20 },
   });
   listen(stage, graph);
-  if (name !== undefined && names.has(name)) drawing.center(drawing.getElementById(name));
-  else startReadable();
 }
 
 /** The nodes of the drawing that a node reads, directly or as items of a tuple that are not drawn themselves. */

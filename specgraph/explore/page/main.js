@@ -15,6 +15,11 @@ function choose(change) {
 
 /** Follows the address: #stage=NAME, #stage=NAME&graph=NAME&node=NAME, #node=NAME, #draft=N.M, or a section. */
 function follow() {
+  show();
+  document.body.dataset.shown = location.hash;
+}
+
+function show() {
   const named = new URLSearchParams(location.hash.slice(1));
   if (named.has("draft")) {
     chooseDraft(named.get("draft"));
@@ -49,9 +54,14 @@ function graphWith(node) {
   return ["step", ...names].find((name) => lastStageWith(name, node) !== undefined);
 }
 
+let drawnStage = null;
+
 function draw() {
-  drawStageList(place.stage);
-  drawStage(place.stage);
+  if (drawnStage !== place.stage) {
+    drawStageList(place.stage);
+    drawStage(place.stage);
+    drawnStage = place.stage;
+  }
   drawGraph(place, choose);
   drawNode(place.stage, place.graph, place.node);
 }
@@ -111,7 +121,7 @@ function begin() {
     drawGraph(place, choose);
     if (DATA.trace) drawPlot();
   });
-  if (location.hash) follow();
+  follow();
 }
 
 begin();
