@@ -64,9 +64,9 @@ def diff(old: str, new: str, *, graph: str | None = None, numerics: bool = False
             lines += [line for d in found for line in _graph_lines(d, None if graph else SHOWN)]
         if numerics:
             again = before is not None and (a.graphs, b.graphs) == (before[0].graphs, before[1].graphs)
-            known, before = values, (a, b)
-            values = known if again else _values(first.place(a.name), second.place(b.name), found)
-            lines += ["  values: as above"] if values == known else values
+            said, before = values, (a, b)
+            values = said if again else _values(first.place(a.name), second.place(b.name), found)
+            lines += ["  values: as above"] if values == said else values
     return "\n".join(lines)
 
 
