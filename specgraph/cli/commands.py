@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
 from specgraph.cli.check_options import check_options
-from specgraph.cli.config import COMMANDS, DumpConfig, ExploreConfig, GenerateConfig, InspectConfig, ModelConfig
+from specgraph.cli.config import COMMANDS
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
     Prompt,
@@ -26,7 +25,9 @@ from specgraph.cli.decode_prompts import (
     decode_with_transformers,
     encode,
 )
+from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.prompts import read_prompts
+from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.cli.writers import check_format, check_trace, notes, write_trace, writer
 from specgraph.compiler.build_passes import build_passes
@@ -42,7 +43,6 @@ from specgraph.tables import text_table
 if TYPE_CHECKING:
     from specgraph.bench.config import BenchConfig
     from specgraph.bench.report import Limited
-    from specgraph.explore import Bandwidth
 
 Options = TypeVar("Options", bound=ModelConfig)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -145,37 +145,6 @@ def dump(cfg: DictConfig) -> dict[str, str]:
     print(decoder.report())
     print(f"{len(decoder.stages)} stages in {folder}: {', '.join(decoder.stages)}")
     return {"stages": str(len(decoder.stages)), "graphs": str(folder)}
-
-
-def explore(cfg: DictConfig) -> dict[str, str]:
-    """Write the page of a dump, and of a trace if one is given."""
-    from specgraph.explore import explore as write_page
-
-    if OmegaConf.is_missing(cfg, "dump"):
-        raise ConfigError("dump is not set: python -m specgraph explore DUMP, the folder that dump wrote.")
-    options = cast(ExploreConfig, OmegaConf.to_object(cfg))
-    if options.bandwidth is not None and not 0 < options.bandwidth < math.inf:
-        raise ConfigError(f"bandwidth={options.bandwidth} is in GB/s, so it is a number above 0.")
-    page = write_page(options.dump, options.out, trace=options.trace, bandwidth=_bandwidth(options.bandwidth))
-    print(f"{page}: {page.stat().st_size / 1e6:.1f} MB, to be opened in a browser")
-    return {"page": str(page)}
-
-
-def _bandwidth(given: float | None) -> Callable[[str], Bandwidth | None]:
-    """What says how fast the memory of a device is: what was given in GB/s, or else a measurement as by ``bench``."""
-
-    def of(device: str) -> Bandwidth | None:
-        from specgraph.bench.timing import measure_bandwidth
-        from specgraph.explore import Bandwidth
-
-        place = torch.device(device)
-        if given is not None:
-            return Bandwidth(1e9 * given, "as given")
-        if place.type != "cpu" and (place.index or 0) >= torch.cuda.device_count():
-            return None
-        return Bandwidth(measure_bandwidth(place), "measured when this page was made")
-
-    return of
 
 
 def inspect(cfg: DictConfig) -> dict[str, str]:
@@ -302,8 +271,8 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
     return {**measured, "seconds": f"{report.seconds:.0f}"}
 
 
-_COMMANDS = {"generate": generate, "dump": dump, "explore": explore, "inspect": inspect, "bench": bench, "train": train,
-             "train_head": train_head}  # fmt: skip
+_COMMANDS = {"generate": generate, "dump": dump, "explore": explore, "diff": diff, "inspect": inspect, "bench": bench,
+             "train": train, "train_head": train_head}  # fmt: skip
 
 
 def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:

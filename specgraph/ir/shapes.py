@@ -9,6 +9,7 @@ those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -21,7 +22,17 @@ from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute, written_by
-from specgraph.ir.known_shapes import find, fingerprint, layouts_of, remember
+from specgraph.ir.known_shapes import (
+    Layout,
+    allocated,
+    call_key,
+    find,
+    find_call,
+    fingerprint,
+    layouts_of,
+    remember,
+    remember_call,
+)
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 from specgraph.kernels.step import WRITES
@@ -61,8 +72,8 @@ def propagate(program: ProgramView) -> None:
 
 
 def describe(value: Any) -> str:
-    """The string for a value: a (fake) tensor, a number, None, or a tuple of these."""
-    if isinstance(value, Tensor):
+    """The string for a value: a (fake) tensor or its layout, a number, None, or a tuple of these."""
+    if isinstance(value, Tensor | Layout):
         return f"{dtype_name(value.dtype)}[{', '.join(map(size_name, value.shape))}]"
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return size_name(value)
@@ -78,16 +89,16 @@ def describe_bytes(value: Any) -> str:
     """The bytes of the tensors in a value: a sum of products, equal letters joined; ``0`` if there is no tensor."""
     sums: dict[str, int] = {}
     for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor | Layout):
             number, letters = _factors(tensor)
             sums[letters] = sums.get(letters, 0) + number
     terms = [f"{number}*{letters}" if letters else str(number) for letters, number in sums.items() if number]
     return " + ".join(terms) or "0"
 
 
-def _factors(tensor: Tensor) -> tuple[int, str]:
+def _factors(tensor: Tensor | Layout) -> tuple[int, str]:
     """The bytes of a tensor as a number and the product of letters that it is to be multiplied with."""
-    number, letters = tensor.element_size(), []
+    number, letters = tensor.dtype.itemsize, []
     for size in map(size_name, tensor.shape):
         times, _, rest = size.partition("*") if size[0].isdecimal() else ("1", "", size)
         number *= int(times)
@@ -135,7 +146,10 @@ def _sum(size: int) -> tuple[int, str] | None:
 
 
 class _Run:
-    """One propagation: the fake tensors of parameters and what modules returned for which shapes."""
+    """One propagation: the fake tensors of parameters and what modules returned for which shapes.
+
+    A value of the step graph is a fake tensor, or its layout where no call has needed the tensor yet.
+    """
 
     def __init__(self, program: ProgramView, mode: FakeTensorMode) -> None:
         self.program = program
@@ -195,15 +209,33 @@ class _Run:
         if node.op == "output":
             return args[0]
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            self_, *rest = allocated(args)
+            return getattr(self_, str(node.target))(*rest, **allocated(kwargs))
         if node.op == "call_module" and root is not None:
             return root.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_module":
             return self._module(str(node.target), args, kwargs)
         assert callable(node.target)
-        before = {read: _versions(values[read]) for read in node.all_input_nodes} if root is None else {}
+        picks = node.target is operator.getitem and isinstance(args[0], tuple | list)
+        return node.target(*args, **kwargs) if picks or root is not None else self._function(node, values)
+
+    def _function(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """A call of a function by the step graph, which is known if an equal one was run before."""
+        assert callable(node.target)
+        inputs = node.all_input_nodes
+        key = call_key(node, [values[read] for read in inputs])
+        if key is not None and (known := find_call(key)) is not None:
+            _check_written(node, [inputs[index] for index in known.written])
+            return known.result
+        for read in inputs:
+            values[read] = allocated(values[read])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        before = [_versions(values[read]) for read in inputs]
         result = node.target(*args, **kwargs)
-        _check_written(node, [read for read, versions in before.items() if _versions(values[read]) != versions])
+        written = [i for i, read in enumerate(inputs) if _versions(values[read]) != before[i]]
+        _check_written(node, [inputs[index] for index in written])
+        if key is not None:
+            remember_call(key, [values[read] for read in inputs], result, tuple(written))
         return result
 
     def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +256,7 @@ class _Run:
         self.named.add(name)
         key = (self._fingerprints[name], signature, first)
         if (known := find(key)) is None:
-            result = self.graph(name, module.graph, module, inputs, write=first)
+            result = self.graph(name, module.graph, module, allocated(inputs), write=first)
             written = [{k: n.meta[k] for k in WRITTEN if k in n.meta} for n in module.graph.nodes if first]
             remember(key, result, written)
             return result
@@ -232,7 +264,7 @@ class _Run:
             for node, meta in zip(module.graph.nodes, known.meta, strict=True):
                 node.meta.pop("outputs", None)
                 node.meta.update(meta)
-        return known.returned()
+        return known.result
 
     def _known(self, node: fx.Node) -> Any:
         """A value for the input of a module that is not called yet: it is state that was described, or was traced."""
