@@ -21,6 +21,7 @@ CALL = "python -m specgraph "
 QUICK = {
     "generate": "debug.self_check=false pipeline.verify=false max_new_tokens=4 limit=2",
     "dump": "debug.self_check=false pipeline.verify=false",
+    "explore": "",
     "inspect": "",
     "bench": "pipeline.verify=false steps=1 warmup=0 prompt_length=8 num_speculative_tokens=[2]",
     "train": "device=cpu heldout=4 max_length=160 tokenizer.vocab_size=300 "
@@ -55,6 +56,14 @@ def _examples(capsys: pytest.CaptureFixture[str], name: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix(CALL)) for line in part.splitlines()]
 
 
+def _dump_and_trace() -> None:
+    """What the examples of ``explore`` name."""
+    common = ["model=path/of/a/model", "draft=ngram", "lowering=eager"]
+    assert main(["dump", *common, "out=graphs", *shlex.split(QUICK["dump"])]) == 0
+    further = ["prompts=questions.jsonl", "trace=trace.jsonl", *shlex.split(QUICK["generate"])]
+    assert main(["generate", *common, *further]) == 0
+
+
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The configurations with which commands are called, which do nothing."""
@@ -70,6 +79,8 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_examples_of_the_help_run(name: str, files: None, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "explore":
+        _dump_and_trace()
     examples = _examples(capsys, name)
     assert examples
     for example in examples:

@@ -30,6 +30,7 @@ def page(made: Made, shown: Browser) -> Iterator[Browser]:
     """The page, about which nothing is wrong before and after a test."""
     shown.open(made.page.as_uri())
     yield shown
+    assert "[object" not in shown.text("body")
     assert shown.errors == [] and set(shown.requests) <= {"about:blank", made.page.as_uri()}
     assert shown.run("window.broken") is None
 
@@ -56,13 +57,24 @@ def steps_with(made: Made, verdict: str) -> list[tuple[int, int, dict[str, Any]]
     ]
 
 
-def test_the_page_says_which_pass_introduced_each_node_of_the_step(page: Browser, made: Made) -> None:
+def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made) -> None:
     program = made.decoder.stages["index_rows"]
-    for node in program.graph.nodes:
+    place = made.data["stages"].index(next(stage for stage in made.data["stages"] if stage["name"] == "index_rows"))
+    for graph, nodes in {"step": program.graph.nodes, "target": program.modules["target"].graph.nodes}.items():
+        every = f"graphOf({place}, '{graph}').nodes.map((node) => node.name)"
+        said = page.run(f"{every}.map((name) => madeBy(historyOf({place}, '{graph}', name)).textContent)")
+        for node, text in zip(nodes, said, strict=True):
+            made_by = node.meta["pass_name"]
+            traced = "tracing the model gave this node"
+            assert (traced if made_by == "trace" else f"Introduced by the pass {made_by}.") in text
+    # The panel shows these sentences, and says what the node reads and is read by.
+    for made_by in {node.meta["pass_name"] for node in program.graph.nodes} - {"trace"}:
+        node = next(node for node in program.graph.nodes if node.meta["pass_name"] == made_by and node.op != "output")
         go(page, f"#stage=index_rows&graph=step&node={node.name}")
-        made_by = node.meta["pass_name"]
-        expected = "tracing the model gave this node" if made_by == "trace" else f"Introduced by the pass {made_by}."
-        assert page.text("#node h3") == node.name and expected in page.text("#made-by")
+        assert page.text("#node h3") == node.name and f"Introduced by the pass {made_by}." in page.text("#made-by")
+        around = [*(read.name for read in node.all_input_nodes), *(user.name for user in node.users)]
+        assert sorted(page.texts("#node ul.names a")) == sorted(around)
+        assert node.meta["shape"] in page.texts("#node dd")
 
 
 def test_a_node_is_found_by_typing(page: Browser) -> None:

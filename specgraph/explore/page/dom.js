@@ -8,7 +8,7 @@ function el(tag, attributes, ...children) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 
@@ -18,7 +18,7 @@ function byId(id) {
 
 /** Replaces what an element contains. */
 function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 

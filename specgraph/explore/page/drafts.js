@@ -56,7 +56,7 @@ function stepSpans(step, index) {
   const accepted = step.drafts.filter((draft) => draft.verdict === "accepted").length;
   const spans = step.drafts.map((draft, place) => draftSpan(step, index, draft, place));
   step.tokens.slice(accepted).forEach((token, place) => spans.push(ownSpan(step, index, accepted + place)));
-  return el("span", { class: "step", "data-step": step.step }, spans);
+  return el("span", { class: "step", "data-step": step.step }, spans.map((span) => [span, el("wbr", {})])); // lines may end here
 }
 
 /** An escape for a line break, and a line break behind it. */
@@ -109,8 +109,8 @@ function reasonOf(step, draft) {
   const own = place < step.tokens.length ? shownToken(step.tokens[place], step.texts && step.texts[place]).trim() : "";
   const ratio = draft.target === null ? "not known" : percent(Math.min(1, draft.target / (draft.draft === null ? 1 : draft.draft)));
   const parts = DATA.trace.why[draft.verdict].split(/(\{\w+\})/);
-  const values = { "{own}": () => el("bdi", { class: "quoted" }, own), "{ratio}": () => ratio, "{rule}": () => String(DATA.trace.about.rule) };
-  return parts.map((part) => (values[part] ? values[part]() : part));
+  const values = { "{own}": () => ["\u201c", el("bdi", { class: "quoted" }, own), "\u201d"], "{ratio}": () => ratio, "{rule}": () => String(DATA.trace.about.rule) };
+  return parts.map((part) => (Object.hasOwn(values, part) ? values[part]() : part));
 }
 
 function percent(value) {

@@ -104,13 +104,15 @@ let drawn = ""; // What the drawing shows; another node of it can be chosen with
 function drawCanvas(stage, graph, shown, name) {
   const names = new Set(shown.map((node) => node.name));
   const key = JSON.stringify([stage, graph.name, [...names], colour("--page")]);
-  if (key !== drawn) layOut(stage, graph, shown, names);
+  if (key !== drawn) {
+    layOut(stage, graph, shown, names);
+    startReadable();
+    drawn = key;
+  }
   drawing.nodes().removeClass("chosen");
-  if (name !== undefined && names.has(name)) {
-    const node = drawing.getElementById(name).addClass("chosen");
-    if (key !== drawn || !isInView(node)) drawing.center(node);
-  } else if (key !== drawn) startReadable();
-  drawn = key;
+  if (name === undefined || !names.has(name)) return;
+  const node = drawing.getElementById(name).addClass("chosen");
+  if (!isInView(node)) drawing.center(node);
 }
 
 function isInView(node) {
