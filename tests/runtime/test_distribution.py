@@ -21,8 +21,9 @@ from tests.models import make_model
 VOCAB, LENGTH, BATCH, RUNS = 5, 4, 8192, 25
 PROMPT = torch.tensor([3, 1, 4])
 FEWER, UP = {1: 3, 4000: 1, 6000: 2}, {1: 3, 5000: 1, 7000: 2}
-"""K by load, which changes while sequences enter and while they end: steps decode about 2730, 4550, 7280, 6450, 4270, 1890
-and 300 of them for a draft that is like the target, and 2730, 5460, 8190, 7870, 5110 and 2430 for the opposite one."""
+"""K by load, which changes while sequences enter and while they end: steps decode about 2730, 4550, 7280, 6450, 4270,
+1890 and 300 of them for a draft that is like the target, and 2730, 5460, 8190, 7870, 5110 and 2430 for the opposite
+one."""
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
                          "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
 
