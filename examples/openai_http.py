@@ -1,5 +1,7 @@
 """OpenAI's chat interface for serve.py: reads requests as options of a session, and writes its events as answers."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import time
@@ -96,6 +98,24 @@ def described(error: Any) -> tuple[int, dict[str, Any]]:
     status = getattr(error, "status_code", known)
     kind = "invalid_request_error" if status < 429 else "server_error"
     return status, {"error": {"message": getattr(error, "detail", str(error)), "type": kind, "code": str(status)}}
+
+
+async def lines(
+    body: dict[str, Any], model: str, tokenizer: Any, prompt: Sequence[int], first: specgraph.Event,
+    rest: AsyncIterator[specgraph.Event],
+) -> AsyncIterator[str]:  # fmt: skip
+    """The lines of a stream: a chunk for each event, and one with the usage if it is wanted."""
+    seen, chunk = [first], completion(model, [], ".chunk")
+    while True:
+        event = seen[-1]
+        chunk["choices"] = [choice(body, [event], tokenizer, "delta")]
+        yield f"data: {json.dumps(described(event.error)[1] if event.error else chunk)}\n\n"
+        if event.finish_reason is not None:
+            break
+        seen.append(await anext(rest))
+    if body.get("stream_options", {}).get("include_usage"):
+        yield f"data: {json.dumps(chunk | {'choices': [], 'usage': usage(prompt, seen)})}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 class Chunks(StreamingResponse):

@@ -9,21 +9,16 @@ import contextlib
 import hmac
 import json
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import specgraph
-from specgraph.runtime.text import encode_chats
 
 try:
     import ray
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse, Response
-    from openai_http import Chunks, choice, completion, described, options, read_body, usage
+    from openai_http import Chunks, choice, completion, described, lines, options, read_body, usage
     from ray import serve
     from starlette.exceptions import HTTPException as AnyHTTPException
 except ImportError as error:
@@ -48,6 +43,9 @@ class Endpoint:
     """One decoder with one session, in which the sequences of all clients decode together."""
 
     def __init__(self, given: argparse.Namespace, key: str) -> None:
+        import torch  # here, since the process that starts the server does not need it
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype)
         self.name, self.key = given.name or Path(given.model).resolve().name, key
@@ -86,6 +84,8 @@ class Endpoint:
         body = await read_body(request)
         if body["model"] != self.name:
             raise HTTPException(404, f"There is no model {body['model']!r} here; it is {self.name!r}.")
+        from specgraph.runtime.text import encode_chats
+
         (prompt,) = encode_chats(self.tokenizer, [body["messages"]])
         events = self.session.follow(prompt, **options(body, self.decoder.max_length))
         async with contextlib.AsyncExitStack() as stack:
@@ -93,32 +93,12 @@ class Endpoint:
             first = await anext(events)  # an error up to here has a status of its own
             if body.get("stream"):
                 stack.pop_all()
-                return Chunks(events, self.lines(body, prompt, first, events))
+                return Chunks(events, lines(body, self.name, self.tokenizer, prompt, first, events))
             every = [first, *[event async for event in events]]
         if every[-1].error:
             raise every[-1].error
         said = choice(body, every, self.tokenizer, "message")
         return JSONResponse(completion(self.name, [said], usage=usage(prompt, every)))
-
-    async def lines(
-        self, body: dict[str, Any], prompt: list[int], first: specgraph.Event, rest: AsyncIterator[specgraph.Event]
-    ) -> AsyncIterator[str]:
-        """A line for each event, in OpenAI's form, and one with the usage if it is wanted."""
-        seen, chunk = [first], completion(self.name, [], ".chunk")
-        while True:
-            event = seen[-1]
-            said = (
-                described(event.error)[1]
-                if event.error
-                else {"choices": [choice(body, [event], self.tokenizer, "delta")]}
-            )
-            yield f"data: {json.dumps(chunk | said)}\n\n"
-            if event.finish_reason is not None:
-                break
-            seen.append(await anext(rest))
-        if body.get("stream_options", {}).get("include_usage"):
-            yield f"data: {json.dumps(chunk | {'choices': [], 'usage': usage(prompt, seen)})}\n\n"
-        yield "data: [DONE]\n\n"
 
 
 def arguments() -> argparse.Namespace:
@@ -141,7 +121,7 @@ def main() -> None:
         raise SystemExit(f"--host {given.host} lets others in, so SPECGRAPH_API_KEY must be set to a key.")
     ray.init(include_dashboard=False)
     serve.start(http_options={"host": given.host, "port": given.port})
-    gpus = {"num_gpus": 1 if torch.cuda.is_available() else 0}
+    gpus = {"num_gpus": min(1, ray.cluster_resources().get("GPU", 0))}
     endpoint = Endpoint.options(num_replicas=given.replicas, ray_actor_options=gpus)
     serve.run(endpoint.bind(given, key), blocking=True)
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specgraph
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TARGET = EXAMPLES / "models" / "tiny-math" / "target"
+MODEL = EXAMPLES / "models" / "tiny-math" / "draft"
 KEY, ROWS, WAITING = "a key of the tests", 8, 40
 CONFIG = {"max_batch_size": ROWS, "max_length": 256, "lowering": "eager"}
 
@@ -46,11 +46,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, EXAMPLES / "serve.py", "--model", TARGET, "--name", "tiny", "--dtype", "float64"]
+    command = [sys.executable, EXAMPLES / "serve.py", "--model", MODEL, "--name", "tiny", "--dtype", "float64"]
     command += ["--port", str(port), "--config", json.dumps(CONFIG), "--max-waiting", str(WAITING)]
     # Ray writes its token into the home directory, and these tests leave nothing there.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(home),
-                   "SPECGRAPH_API_KEY": KEY, "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
+                   "SPECGRAPH_API_KEY": KEY, "RAY_USAGE_STATS_ENABLED": "0",
+                   "RAY_enable_worker_prestart": "0"}  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", home / "log")
     with server.log.open("wb") as log:
         process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log)
@@ -86,6 +87,6 @@ class Alone(NamedTuple):
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64)
-    decoder = specgraph.compile_speculative(model, {**CONFIG, "draft": {"kind": "none"}})
-    return Alone(decoder, AutoTokenizer.from_pretrained(TARGET))
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    decoder = specgraph.compile_speculative(model, CONFIG)
+    return Alone(decoder, AutoTokenizer.from_pretrained(MODEL))

@@ -21,16 +21,17 @@ from tests.serving.conftest import EXAMPLES, KEY, ROWS, WAITING, Alone, Server
 QUESTIONS = [
     json.loads(line)["question"][:90] for line in (EXAMPLES / "data" / "gsm8k_test_200.jsonl").open().readlines()[:16]
 ]
-SCHEMA = {"type": "object", "properties": {"pens": {"type": "integer"}}, "required": ["pens"]}
+SCHEMA = {"type": "object", "properties": {"pens": {"enum": [3, 7]}}, "required": ["pens"],
+          "additionalProperties": False, "x-guidance": {"whitespace_pattern": ""}}  # fmt: skip
 CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "top_p": 0.9}),
-    ({"temperature": 0.0, "stop": ["\n", "####"]}, {"temperature": 0.0, "stop_strings": ["\n", "####"]}),
+    ({"temperature": 0.0, "stop": [" of", "."]}, {"temperature": 0.0, "stop_strings": [" of", "."]}),
     ({"temperature": 1.0, "frequency_penalty": 0.5}, {"temperature": 1.0, "frequency_penalty": 0.5}),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "pens", "schema": SCHEMA}}},
      {"json_schema": SCHEMA}),
 ]  # fmt: skip
 """Fields of requests, and what they are in terms of ``generate``."""
-TOKENS = 40
+TOKENS = 20
 
 
 def asynchronous(server: Server, key: str = KEY) -> openai.AsyncOpenAI:
@@ -67,7 +68,7 @@ async def leave(client: openai.AsyncOpenAI, place: int) -> None:
         model="tiny", messages=messages(place), max_tokens=240, stream=True, extra_body={"regex": "[a-z ]{999}"}
     )
     with contextlib.suppress(asyncio.TimeoutError):
-        stream = await asyncio.wait_for(request, 0.3 if place % 2 else None)
+        stream = await asyncio.wait_for(request, 1.0 if place % 2 else None)
         await anext(aiter(stream))
         await stream.close()
 
@@ -130,7 +131,7 @@ def test_nothing_is_left_of_a_hundred_clients_who_went_away(server: Server) -> N
     asyncio.run(run())
     after = all_free(server)
     begun = sum(after["ended"].values()) - sum(before["ended"].values())
-    assert after["ended"]["cancelled"] - before["ended"].get("cancelled", 0) == begun > 75
+    assert after["ended"]["cancelled"] - before["ended"].get("cancelled", 0) == begun > 50
 
 
 def post(server: Server, body: bytes, path: str = "/v1/chat/completions", key: str = KEY) -> tuple[int, str]:
