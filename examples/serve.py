@@ -47,7 +47,8 @@ class Endpoint:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype)
+        dtype = given.dtype or ("auto" if device == "cuda" else "float32")
+        model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
         self.name, self.key = given.name or Path(given.model).resolve().name, key
         self.decoder = specgraph.compile_speculative(model.to(device), json.loads(given.config), draft=given.draft)
         self.tokenizer = AutoTokenizer.from_pretrained(given.model)
@@ -106,7 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="the folder of a causal LM")
     parser.add_argument("--name", help="what clients call it; the name of its folder if left out")
     parser.add_argument("--draft", help="the folder of a draft model or a head; n-gram lookup if left out")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", help="the checkpoint's on a GPU, and float32 on a CPU, if left out")
     parser.add_argument("--config", default="{}", help='for the decoder, as JSON: {"max_batch_size": 32}')
     parser.add_argument("--max-waiting", type=int, default=256, help="requests that may wait for a row")
     parser.add_argument("--replicas", type=int, default=1, help="decoders, each with a GPU of its own if there are any")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
-from specgraph.cli.check_options import check_options
+from specgraph.cli.check_options import RAY, check_engine, check_options
 from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
@@ -60,6 +60,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     config.max_batch_size = 1 if options.stream else check_batch_size(options, config)
     check_format(options.format, stream=options.stream)
     check_trace(options.trace, stream=options.stream)
+    check_engine(options)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)
@@ -67,6 +68,8 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     check_options(options, tokenizer, ids, len(texts))
     prompts = encode(tokenizer, texts)
+    if options.engine == RAY:
+        return _generate_with_ray(options, config, place, tokenizer, prompts)
     model = load_model(options.model, *place, options.trust_remote_code)
     decoder = compile_speculative(model, config)
     outcome = decode_prompts(decoder, tokenizer, prompts, options, write=writer(options.format, tokenizer))
@@ -84,6 +87,18 @@ def generate(cfg: DictConfig) -> dict[str, str]:
         rows |= compare_rows(outcome, again, _peers(model, decoder.config, prompts, quiet))
     if config.debug.dump_dir is not None:
         rows["graphs"] = config.debug.dump_dir
+    print("\n" + text_table(rows.items()), file=notes(options.format))
+    return rows
+
+
+def _generate_with_ray(
+    options: GenerateConfig, config: Config, place: tuple[str, str], tokenizer: Any, prompts: Sequence[Prompt]
+) -> dict[str, str]:
+    from specgraph.cli.ray_workers import Job, decode_with_ray
+
+    job = Job(options, config, place, tokenizer)
+    rows = summary_rows(decode_with_ray(job, prompts, writer(options.format, tokenizer)))
+    rows["tokens/s, with the start of the workers"] = rows.pop("tokens/s")
     print("\n" + text_table(rows.items()), file=notes(options.format))
     return rows
 
