@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specgraph import BusyError, Event, InputError, Session, SpeculativeDecoder
 from specgraph.runtime.grammar import Matching
 from specgraph.runtime.pieces import Pieces
+from specgraph.runtime.stopping import stop_criteria
 from tests.decoding import compiled
 from tests.dropin.test_attach import word_tokenizer
 
@@ -95,6 +96,15 @@ def test_a_blank_behind_a_special_token_stays() -> None:
     tokens = [*range(4, 12)]
     pieces = Pieces(words, ())
     assert "".join(pieces.add([token]) for token in tokens) + pieces.add([], last=True) == words.decode(tokens)
+
+
+def test_stop_strings_are_compiled_once_for_a_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    first = stop_criteria(["a", "b"], tokenizer, None)[0]
+    assert stop_criteria(["a", "b"], tokenizer, None)[0] is first
+    assert stop_criteria(["a"], tokenizer, None)[0] is not first
+    tokenizer.add_tokens(["a new one"])
+    assert stop_criteria(["a", "b"], tokenizer, None)[0] is not first
 
 
 def test_a_session_refuses_more_than_may_wait(decoder: SpeculativeDecoder) -> None:
