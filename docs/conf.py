@@ -33,5 +33,12 @@ def _links_to_pages(app: object, page: str, source: list[str]) -> None:
     source[0] = _REPOSITORY.sub(lambda match: f"]({match[1].lower()}.md", source[0])
 
 
+def _whole_sentence(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Keep napoleon from taking what stands before the first colon of an attribute's text for its type."""
+    if what in ("attribute", "property", "data"):
+        lines.insert(0, "")
+
+
 def setup(app) -> None:  # type: ignore[no-untyped-def]
     app.connect("source-read", _links_to_pages)
+    app.connect("autodoc-process-docstring", _whole_sentence, priority=100)  # before napoleon
