@@ -52,7 +52,7 @@ copy: install # one folder, laid out as setup.cfg maps the folders of the source
 	rm -rf build/lib build/bdist.*
 
 site: install ## build the documentation into build/site; a warning is an error, and no network is used
-	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/site.cache docs build/site
+	$(BIN)/python -m sphinx -E -a -W --keep-going -q -b html -d build/site.cache docs build/site
 
 tables: install ## measure the acceptance tables of the model card again (about an hour on two cores)
 	$(BIN)/python examples/acceptance.py

@@ -32,11 +32,14 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+import specgraph
 import specgraph.compiler.compile
 import specgraph.dropin.attach
 from specgraph.cli import commands
 from specgraph.config import load_config
+from specgraph.config.draft import drafter_kinds
 from specgraph.kernels.ops import OPS
+from specgraph.kernels.sampling.sample import RULES
 from tests.docs.blocks import Block, blocks_of, commands_of
 from tests.docs.commands import run_command
 
@@ -206,6 +209,21 @@ def run_page(page: Path, folder: Path) -> None:
             running.run(block)
     finally:
         del sys.modules[running.module.__name__]
+
+
+def test_pages_have_all_drafters_rules_and_names() -> None:
+    drafters, rules, names = ((ROOT / "docs" / name).read_text() for name in ("drafters.md", "rules.md", "api.md"))
+    assert [kind for kind in drafter_kinds() if f"| `{kind}` | " not in drafters] == []
+    assert [rule for rule in RULES if f"| `{rule}` | " not in rules] == []
+    assert [name for name in specgraph.__all__ if f":: specgraph.{name}" not in names] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Sphinx sees to those of the pages."""
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
