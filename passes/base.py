@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -75,6 +77,17 @@ class Pass(ABC):
     def skipped(self) -> str | None:
         """The reason why the options leave the pass nothing to do, so that the pipeline does not run it; else None."""
         return None
+
+    @classmethod
+    def about(cls) -> str:
+        """What the pass does, in its own words: the first paragraph of its class's docstring, on one line.
+
+        The class of a pass of this package documents its options. There, the file says what the pass does.
+        """
+        ours = cls.__module__.startswith(f"{__package__}.")
+        text = (sys.modules[cls.__module__].__doc__ if ours else cls.__doc__) or ""
+        generated = text.startswith(f"{cls.__name__}(")  # a dataclass without a docstring gets its signature as one
+        return "" if generated else " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
 
     @abstractmethod
     def apply(self, program: Program) -> PassResult:

@@ -29,7 +29,7 @@ from torch import fx
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls, copy_module
 from specgraph.ir.program import Program
-from specgraph.ir.shapes import propagate
+from specgraph.ir.shapes import WRITTEN, propagate
 from specgraph.kernels import step
 from specgraph.kernels.ops import find
 from specgraph.kernels.state import per_call
@@ -227,7 +227,7 @@ class _Packer:
 
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
         """Let results of the new call stand in the place of the old one's, unpacked where they are grids."""
-        new.meta = {key: value for key, value in call.meta.items() if key not in ("shape", "outputs", "pass_name")}
+        new.meta = {key: value for key, value in call.meta.items() if key not in (*WRITTEN, "pass_name")}
         items = list(call.users) if "outputs" in call.meta else []
         for old in items:
             with self.program.graph.inserting_before(old):

@@ -15,13 +15,24 @@ from specgraph.passes.base import Pass, PassResult
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one pass did, for reports: the seconds it took, its result, and the nodes per graph before and after it."""
+    """What one pass did, for reports.
+
+    Attributes:
+        name: of the pass.
+        seconds: the time it took.
+        result: what it says itself.
+        before, after: the number of nodes of every graph before and after it.
+        about: what it turns into what, in one paragraph.
+        base: the stage whose program it was given; None if that is the stage before it.
+    """
 
     name: str
     seconds: float
     result: PassResult
     before: dict[str, int]
     after: dict[str, int]
+    about: str = ""
+    base: str | None = None
 
 
 Callback = Callable[[Pass, Program, Program, StageReport], None]
@@ -45,7 +56,8 @@ def run_passes(
         if pass_.skipped is not None:
             stages[unique(pass_.name, stages)] = program
             counts = program.num_nodes()
-            reports.append(StageReport(pass_.name, 0.0, PassResult(0, notes=(pass_.skipped,)), counts, counts))
+            result = PassResult(0, notes=(pass_.skipped,))
+            reports.append(StageReport(pass_.name, 0.0, result, counts, counts, pass_.about()))
             continue
         check_requirements(pass_, program)
         report, after = apply(pass_, program)
@@ -67,7 +79,8 @@ def apply(pass_: Pass, program: Program) -> tuple[StageReport, Program]:
     check_matches(pass_, result)
     after.facts = program.facts | pass_.ensures
     after.mark_provenance(pass_.name)
-    return StageReport(pass_.name, seconds, result, program.num_nodes(), after.num_nodes()), after
+    report = StageReport(pass_.name, seconds, result, program.num_nodes(), after.num_nodes(), pass_.about())
+    return report, after
 
 
 def release(stages: Iterable[Program], result: PassResult) -> None:

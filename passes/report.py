@@ -1,10 +1,12 @@
-"""The report of a compilation: what every pass did, as Markdown."""
+"""The report of a compilation: what every pass did, as Markdown and as plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specgraph.ir.program import Program
+from specgraph.ir.traffic import STAGE, step_reads
 from specgraph.passes.pipeline import StageReport
 from specgraph.tables import markdown_table
 
@@ -35,6 +37,49 @@ def render_report(
         if remarks:
             lines += ["", f"## {title}", *(f"- {remark}" for remark in remarks)]
     return "\n".join(lines) + "\n"
+
+
+def report_record(
+    stages: Mapping[str, Program], reports: Sequence[StageReport], notes: Sequence[str], rule: str
+) -> dict[str, Any]:
+    """The report as plain values, which a dump keeps beside the graphs: what was compiled, and what every pass did.
+
+    ``reads`` says what every call of a module in a step must read; see :mod:`specgraph.ir.traffic`.
+    """
+    program = list(stages.values())[-1]
+    names = [*stages]
+    passes = [
+        _pass_record(report, name, report.base or before)
+        for report, before, name in zip(reports, names, names[1:], strict=False)
+    ]
+    return {
+        "target": program.target.name,
+        "vocab_size": program.target.vocab_size,
+        "drafter": program.drafter.name,
+        "num_speculative_tokens": program.drafter.num_speculative_tokens,
+        "rule": rule,
+        "device": str(program.target.device),
+        "reads": [call.to_record() for call in step_reads(stages[STAGE])] if STAGE in stages else [],
+        "notes": [*notes],
+        "passes": passes,
+    }
+
+
+def _pass_record(report: StageReport, stage: str, before: str) -> dict[str, Any]:
+    """What one pass did. Its nodes carry its name; ``before`` is the stage that it was given."""
+    result = report.result
+    return {
+        "stage": stage,
+        "before": before,
+        "pass": report.name,
+        "about": report.about,
+        "seconds": report.seconds,
+        "matches": result.matches,
+        "expected": result.expected,
+        "bytes_shared": result.bytes_shared,
+        "notes": [*result.notes],
+        "near_misses": [{"where": miss.where, "reason": miss.reason} for miss in result.near_misses],
+    }
 
 
 def _row(report: StageReport) -> list[str]:

@@ -33,6 +33,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     tests.interpreter.patch_once_per_launch()
 
 
+SLOWEST = ("test_compile.py", "test_distribution.py", "test_architectures.py", "test_grammar.py", "test_k_by_load.py")
+"""Files whose single tests take up to minutes. They run first: if one of them began last, the other processes would
+have nothing left to do meanwhile."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first, the others in the order in which they were found."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported out of the collections of garbage, and make them rarer.
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from specgraph.bench.traffic import experts_per_row
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
+from specgraph.ir.traffic import experts_per_row
 
 WEIGHT = {torch.ops.aten.linear.default: 1, torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
 """Which argument of a product is the weight."""

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from specgraph.bench.arithmetic import prompt_flops
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.steps import head_of, random_prompts, with_drafts
-from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.errors import ConfigError
+from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 REPEATS = 3

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.steps import check_positions, counts_of, head_of, random_prompts, with_drafts
-from specgraph.bench.traffic import STAGE
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
+from specgraph.ir.traffic import STAGE
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 Asked = dict[str, Any]

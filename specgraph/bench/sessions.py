@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.steps import counts_of, head_of, with_drafts
-from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.ir.program import Program
+from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import StreamChunk
 

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
-from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig
 from specgraph.config.draft import LOOKUPS
 from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
+from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 

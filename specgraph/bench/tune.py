@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
 from specgraph.bench.steps import check_positions, needed_length, time_steps, with_drafts
-from specgraph.bench.traffic import STAGE, step_traffic
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.errors import ConfigError, SpecgraphError
+from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Stats
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from specgraph.cli.config import GenerateConfig
 from specgraph.cli.generation import given_options
+from specgraph.cli.keys import GenerateConfig
 from specgraph.runtime.arguments import OWN, STRUCTURE
 from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.grammar import Grammars

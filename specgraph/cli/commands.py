@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
 from specgraph.cli.check_options import check_options
-from specgraph.cli.config import COMMANDS, DumpConfig, GenerateConfig, InspectConfig, ModelConfig
+from specgraph.cli.config import COMMANDS
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
     Prompt,
@@ -25,7 +25,9 @@ from specgraph.cli.decode_prompts import (
     decode_with_transformers,
     encode,
 )
+from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.prompts import read_prompts
+from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.cli.writers import check_format, check_trace, notes, write_trace, writer
 from specgraph.compiler.build_passes import build_passes
@@ -269,8 +271,8 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
     return {**measured, "seconds": f"{report.seconds:.0f}"}
 
 
-_COMMANDS = {"generate": generate, "dump": dump, "inspect": inspect, "bench": bench, "train": train,
-             "train_head": train_head}  # fmt: skip
+_COMMANDS = {"generate": generate, "dump": dump, "explore": explore, "diff": diff, "inspect": inspect, "bench": bench,
+             "train": train, "train_head": train_head}  # fmt: skip
 
 
 def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:

@@ -1,4 +1,4 @@
-"""The keys of the commands beyond those of ``Config``, and the help that is made from them."""
+"""The commands: their arguments, and the help that is made from their keys."""
 
 from __future__ import annotations
 
@@ -13,84 +13,14 @@ from typing import cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import MISSING
 
 from specgraph.cli import doctor
-from specgraph.cli.generation import FurtherKeys, GenerationKeys
+from specgraph.cli.keys import DiffConfig, DumpConfig, ExploreConfig, GenerateConfig, InspectConfig
 from specgraph.config import Config, DraftConfig, group_choices
-from specgraph.config.draft import DraftKeys, texts_below, trained_by
+from specgraph.config.draft import texts_below, trained_by
 from specgraph.config.errors import did_you_mean
 from specgraph.config.load import own_drafter
 from specgraph.errors import ConfigError
-
-
-@dataclass
-class ModelConfig(Config):
-    """Keys of every command that compiles a model."""
-
-    model: str = MISSING
-    """The target: a folder or a name for AutoModelForCausalLM."""
-    dtype: str = "auto"
-    """float32, bfloat16, float16 or float64; auto is float32 on a CPU and the checkpoint's own elsewhere."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1 and so on; auto takes a GPU if there is one."""
-    trust_remote_code: bool = False
-    """Run the code of a model or tokenizer that is not transformers' own."""
-
-
-@dataclass
-class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
-    """Keys of ``generate``."""
-
-    prompt: str | None = None
-    """One text to continue, taken literally."""
-    prompts: str | None = None
-    """A file: .txt (one text per line) or .jsonl (a text in the field `question` or `prompt`, or `messages`, a list of
-    objects with `role` and `content`, which the tokenizer's chat template joins)."""
-    template: str | None = None
-    """A text in which every prompt takes the place of {question} or {prompt}; \\n is a new line:
-    template="Question: {question}\\nAnswer:"."""
-    limit: int | None = None
-    """How many prompts of the file are read; null reads all."""
-    batch_size: int | None = None
-    """How many prompts are decoded together; null is max_batch_size."""
-    format: str = "text"
-    """text, or jsonl: one JSON object per prompt on standard output, in the order of the prompts and each as soon as it
-    is done, with prompt (or messages), text, tokens, finish_reason and stats; the table goes to standard error."""
-    stream: bool = False
-    """Print text while it is decoded, one prompt after the other."""
-    trace: str | None = None
-    """Write what happened to every draft to this file, one JSON object per line; - prints it, with colours on a
-    terminal."""
-    plot: str | None = None
-    """Draw the share of steps that accepted each draft position to this file (.png, .svg or .pdf); in a sweep, a curve
-    for each job. Needs matplotlib."""
-    compare: bool = False
-    """Decode with draft=none, too, and with transformers' generate (and assisted generation, if the draft is a model),
-    unless there are stop_strings or a max_time. Print the ratios of speeds, and whether the tokens equal those of
-    draft=none."""
-
-
-@dataclass
-class DumpConfig(ModelConfig):
-    """Keys of ``dump``."""
-
-    out: str = "graphs"
-    """The folder for the graphs."""
-    weights: bool | None = None
-    """Save the parameters beside the graphs; null does so up to 256 MB."""
-
-
-@dataclass
-class InspectConfig:
-    """Keys of ``inspect``."""
-
-    path: str = MISSING
-    """The checkpoint: its folder, or one weights file in it."""
-    target: str | None = None
-    """A model, as a folder or a name; inspect says whether the checkpoint fits it. Its weights are not loaded."""
-    draft: DraftConfig = field(default_factory=DraftKeys)
-    """Options that override the checkpoint's, as for `generate`."""
 
 
 def _bench_config() -> type:
@@ -120,14 +50,14 @@ class Command:
         schema: returns the dataclass of its configuration, which is imported only when it is needed.
         usage: its arguments, for the help.
         examples: the arguments of some calls, for the help.
-        positional: the key of a first argument that is given without a key; None if there is no such argument.
+        positional: the keys of the first arguments, which may be given without them.
     """
 
     about: str
     schema: Callable[[], type]
     usage: str
     examples: tuple[str, ...]
-    positional: str | None = None
+    positional: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -148,12 +78,26 @@ COMMANDS = {
         "model=PATH out=graphs [draft=NAME|PATH] [KEY=VALUE ...]",
         ("model=path/of/a/model draft=path/of/a/draft out=graphs",),
     ),
+    "explore": Command(
+        "write a dump, and a trace if there is one, as a page for a browser",
+        lambda: ExploreConfig,
+        "DUMP [trace=FILE] [out=FILE.html] [KEY=VALUE ...]",
+        ("graphs trace=trace.jsonl out=page.html",),
+        ("dump",),
+    ),
+    "diff": Command(
+        "show in what nodes two stages or two dumps differ, and the first whose value differs",
+        lambda: DiffConfig,
+        "OLD NEW [graph=NAME] [numerics=true]",
+        ("graphs/06_insert_verify graphs/07_fuse_verify", "graphs other/graphs numerics=true"),
+        ("old", "new"),
+    ),
     "inspect": Command(
         "say what a draft checkpoint is, how it would be used, and whether it fits a target",
         lambda: InspectConfig,
         "PATH [target=MODEL] [KEY=VALUE ...]",
         ("path/of/a/draft target=path/of/a/model",),
-        "path",
+        ("path",),
     ),
     "bench": Command(
         "time steps, kernels, first tokens, sessions and more, or find the best draft for some prompts",
@@ -164,7 +108,7 @@ COMMANDS = {
             "target=tiny-shape draft=eagle3 batch_sizes=[1,8]",
             "tune target=path/of/a/model drafts=[ngram,path/of/a/draft] prompts=questions.jsonl batch_sizes=[1,8]",
         ),
-        "what",
+        ("what",),
     ),
     "train": Command(
         "train a small target and its draft from questions and answers",

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from specgraph.bench.peers import transformers_generate
 from specgraph.cli.check_options import decoder_options
-from specgraph.cli.config import GenerateConfig
 from specgraph.cli.generation import given_options
+from specgraph.cli.keys import GenerateConfig
 from specgraph.cli.prompts import Messages
 from specgraph.cli.writers import Ended, Writer, heading
 from specgraph.config import Config

@@ -44,7 +44,7 @@ from specgraph.errors import ConfigError, SpecgraphError
 TEXTS = ("prompt", "template")
 """Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes. In a sweep,
 several of them are given with quotes around each: prompt="'one','two'"."""
-PATHS = ("path", "json", "plot")
+PATHS = ("path", "dump", "old", "new", "json", "plot")
 """Keys whose values are taken literally, too, except that a sweep goes over those that commas separate."""
 SWEEP = {"-m", "--multirun"}
 _OVERRIDE = re.compile(r"~|[^=]+=")
@@ -185,10 +185,12 @@ def _with_keys(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Add the command's positional key to a first argument that has no key."""
-    key, given = COMMANDS[name].positional, list(arguments)
-    if key is not None and given and not given[0].startswith("-") and "=" not in given[0]:
-        given[0] = f"{key}={given[0]}"
+    """Add the command's positional keys to the first arguments, as long as these have none."""
+    given = list(arguments)
+    for place, key in enumerate(COMMANDS[name].positional[: len(given)]):
+        if given[place].startswith("-") or "=" in given[place]:
+            break
+        given[place] = f"{key}={given[place]}"
     return given
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from specgraph.errors import NumericsError
 from specgraph.ir.program import Program
-from specgraph.ir.state import State, allocate
+from specgraph.ir.state import State, random_window
+from specgraph.ir.state import example_state as state_of
 from specgraph.passes.base import Pass
 from specgraph.passes.pipeline import StageReport
 
@@ -71,8 +69,7 @@ def observe(program: Program, width: int | None = None, steps: int = 2) -> dict[
 
 
 def _random_window(program: Program, rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(program.target.vocab_size, (2, rows), generator=generator).to(program.target.device)
+    return random_window(rows, vocab_size=program.target.vocab_size, device=program.target.device)
 
 
 def _observe(program: Program, window: Tensor, steps: int) -> dict[str, Tensor]:
@@ -107,23 +104,8 @@ def _watch(probe: Program) -> list[str]:
 
 
 def example_state(program: Program, rows: int) -> State:
-    """A state for two sequences in which ``rows`` rows are real and nothing is forced, with room for some steps."""
-    length = 8 * rows + 8
-    block_size = program.block_size if "kv_cache" in program.facts else length
-    blocks = -(-length // block_size)
-    sizes: Mapping[str, int] = {"B": 2, "T": rows, "M": blocks, "N": 2 * blocks, "S": length, "E": 1}
-    state = allocate(program, sizes, program.target.device)
-    fills: dict[str, Any] = {"num_rows": rows, "num_emitted": rows, "max_length": length, "temperature": 1.0}
-    for name, value in fills.items():
-        if name in state:
-            state[name].fill_(value)
-    if "block_table" in state:
-        state["block_table"].copy_(torch.arange(2 * blocks).view(2, blocks))
-    if "emitted" in state:
-        state["emitted"].copy_(torch.arange(2 * rows).view(2, rows) % program.target.vocab_size)
-    if "seeds" in state:
-        state["seeds"].copy_(torch.arange(2))
-    return state
+    """:func:`specgraph.ir.state.example_state` of a program."""
+    return state_of(program, rows, vocab_size=program.target.vocab_size, device=program.target.device)
 
 
 def compare(pass_: Pass, name: str, expected: Tensor, actual: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -155,8 +157,14 @@ def drafter_options(draft: DraftConfig) -> DraftConfig:
 
 def default_config(**chosen: str) -> DictConfig:
     """The structured configuration with the default file of every group, or with the files that are ``chosen``."""
+    return copy.deepcopy(_default_config(tuple(sorted(chosen.items()))))
+
+
+@functools.lru_cache(maxsize=64)
+def _default_config(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
+    """It is copied for every caller, which takes 3 ms; reading and merging the files takes 46 ms."""
     structured = OmegaConf.structured(Config)
-    for group, name in {**default_groups(), **chosen}.items():
+    for group, name in {**default_groups(), **dict(chosen)}.items():
         structured[group] = OmegaConf.merge(structured[group], read_group(group, name))
     return cast(DictConfig, structured)
 

@@ -21,18 +21,21 @@ from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import Program
-from specgraph.ir.source import render
+from specgraph.ir.source import listing, render
 from specgraph.kernels.state import Buffer, Input, map_input
 
-FORMAT = 2
+FORMAT = 3
 """The version of the layout of the files. Files of another version are refused when they are loaded."""
 MARKER = "dump.json"
 WEIGHTS = "weights.safetensors"
+NODES = "nodes.json"
+RECORD = "compilation.json"
 SAVED_UNASKED = 256 * 2**20
 """Weights of at most this many bytes are saved unless the user says otherwise."""
 
 
-def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, weights: bool | None = None) -> Path:
+def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, record: Mapping[str, Any] | None = None,
+         weights: bool | None = None) -> Path:  # fmt: skip
     """Write all stages, the report and (up to 256 MB, or if ``weights`` is true) the weights to ``folder``.
 
     An earlier dump is replaced file by file. A folder that holds other files but no dump is refused, and no file that a
@@ -43,6 +46,7 @@ def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, weig
         stages: programs by stage name, in order.
         folder: the folder to write to, which is made if it does not exist.
         report: Markdown for ``report.md``, to which a line about the weights is added.
+        record: the report as plain values for ``compilation.json``, which then names the folder of every stage as well.
         weights: whether to save the weights; None saves them up to 256 MB.
 
     Returns:
@@ -65,6 +69,8 @@ def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, weig
         with _sibling(target) as temporary:
             for index, (stage, program) in enumerate(stages.items()):
                 _write_stage(temporary / stage_folder(index, stage), stage, program, names[stage], tensors)
+            folders = {stage: stage_folder(index, stage) for index, stage in enumerate(stages)}
+            _write(temporary / RECORD, _json({"format": FORMAT, "stages": folders, **(record or {})}))
             if saved and tensors:
                 save_file(_separate(tensors), temporary / WEIGHTS)
             _write(
@@ -144,6 +150,7 @@ def _write_stage(
     folder.mkdir(parents=True)
     for name in ("step", *program.modules):
         _write(folder / f"{name}.py", render(program, name))
+    _write(folder / NODES, _listings({name: listing(program, name) for name in ("step", *program.modules)}))
     _write(folder / "inputs.json", _json(_facts(stage, program)))
     used = {key: _layout(tensors[key]) for key in dict.fromkeys(names.values())}
     _write(folder / "weights.json", _json({"names": dict(names), "tensors": used}))
@@ -194,8 +201,9 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _layout(tensor: Tensor) -> dict[str, Any]:
-    """The shape and dtype of a tensor, and its strides if it is not contiguous, since kernels may depend on them."""
-    layout = {"shape": list(tensor.shape), "dtype": _dtype(tensor.dtype)}
+    """The shape, dtype and bytes of a tensor; if it is not contiguous, its strides, as kernels may depend on them."""
+    size = tensor.numel() * tensor.element_size()
+    layout = {"shape": list(tensor.shape), "dtype": _dtype(tensor.dtype), "bytes": size}
     return layout if tensor.is_contiguous() else {**layout, "stride": list(tensor.stride())}
 
 
@@ -207,6 +215,15 @@ def _json(value: Mapping[str, Any], depth: int = 2) -> str:
         for k, v in value.items()
     ]
     return "{\n" + ",\n".join(lines) + "\n" + indent[2:] + "}" + ("\n" if depth == 2 else "")
+
+
+def _listings(graphs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """JSON in which every node has its own line."""
+    parts = []
+    for name, nodes in graphs.items():
+        lines = ",\n".join(f"    {json.dumps(node)}" for node in nodes)
+        parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from specgraph.dump.files import FORMAT, WEIGHTS, _decode, _dtype
 from specgraph.errors import ConfigError
 from specgraph.ir.source import class_name
 from specgraph.ir.state import State, allocate
+from specgraph.kernels import catalogue  # noqa: F401  (registers the ops that stages call)
 from specgraph.kernels.state import Input
 
 
@@ -78,12 +81,19 @@ class LoadedStage:
         return allocate(self, sizes, torch.device(device or self.device))
 
 
-def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None) -> LoadedStage:
+Watch = Callable[[str, str, Any], None]
+"""Is told of every value that a line computes: the graph, the variable, the value."""
+
+
+def load_stage(
+    folder: str | Path, *, tensors: Mapping[str, Tensor] | None = None, watch: Watch | None = None
+) -> LoadedStage:
     """Load one stage of a dump. This runs the Python files in ``folder``.
 
     Args:
         folder: the folder of a stage, such as ``graphs/02_insert_kv_cache``.
         tensors: the weights by module and dotted name, as :func:`weights_of` gives them; None reads those of the dump.
+        watch: is called after every line that has run, for each variable that the line has set.
 
     Raises:
         ConfigError: the folder is not that of a stage, weights are missing or have the wrong shape, or a file cannot be
@@ -103,9 +113,9 @@ def load_stage(folder: str | Path, *, tensors: Mapping[str, Tensor] | None = Non
     modules = {}
     for name in info["modules"]:
         own = {full[len(name) + 1 :]: value for full, value in weights.items() if full.startswith(f"{name}.")}
-        modules[name] = _class(folder, name)(weights=own)
+        modules[name] = _class(folder, name, watch)(weights=own)
     inputs = {name: _decode(spec) for name, spec in info["inputs"].items()}
-    step = _class(folder, "step")(modules=modules)
+    step = _class(folder, "step", watch)(modules=modules)
     return LoadedStage(info["stage"], inputs, device, info, step)
 
 
@@ -170,13 +180,30 @@ def _pick(folder: Path, tensors: Mapping[str, Tensor], layout: Mapping[str, Any]
     return weights
 
 
-def _class(folder: Path, name: str) -> Callable[..., Module]:
+def _class(folder: Path, name: str, watch: Watch | None) -> Callable[..., Module]:
     """The class that a file of a stage defines. It is compiled each time, since cached bytecode may be out of date."""
     path = folder / f"{name}.py"
     namespace: dict[str, Any] = {"__name__": f"{folder.name}.{name}", "__file__": str(path)}
     try:
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        if watch is not None:
+            namespace[_WATCH] = functools.partial(watch, name)
+            tree = ast.fix_missing_locations(_Watched().visit(tree))
+        exec(compile(tree, str(path), "exec"), namespace)
         return cast(Callable[..., Module], namespace[class_name(name)])
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} cannot be loaded ({reason}); mend the file or write the dump again.") from error
+
+
+_WATCH = "__watch__"
+
+
+class _Watched(ast.NodeTransformer):
+    """Adds a call behind every assignment, for each variable that it sets."""
+
+    def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
+        """The assignment, and a call of ``watch`` for each of its variables."""
+        names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        told = [ast.parse(f"{_WATCH}({name!r}, {name})").body[0] for name in names if name != "_"]
+        return [node, *told]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from specgraph.errors import UnsupportedModelError
@@ -52,7 +53,9 @@ def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
 
 
 def _impure_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
-    module = fx.GraphModule(root, graph, name)
+    # Every pass gets a copy of every module, and few of the copies are ever called. This class generates the Python
+    # code of its graph when it is first called or read, and not when it is made.
+    module = _LazyGraphModule(root, graph, name)
     module._is_impure = True  # type: ignore[assignment]
     return module.eval()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from specgraph.ir.graphs import get_attribute
 
 MOST = 512
 """So many modules are remembered, those used last. One of 500 nodes takes about 100 kB."""
+MOST_CALLS = 8192
+"""So many calls of functions are remembered, those used last."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,27 @@ class Known(NamedTuple):
     result: Any
     meta: list[dict[str, Any]]
 
-    def returned(self) -> Any:
-        """What it would return again."""
-        return pytree.tree_map_only(Layout, Layout.allocate, self.result)
+
+class CalledBefore(NamedTuple):
+    """A call of a function in a step graph.
+
+    Attributes:
+        result: what it returned, with a :class:`Layout` in place of each tensor.
+        written: which of the nodes that it reads it wrote in place, by their places among these.
+    """
+
+    result: Any
+    written: tuple[int, ...]
 
 
 _known: OrderedDict[Hashable, Known] = OrderedDict()
+_calls: OrderedDict[Hashable, CalledBefore] = OrderedDict()
 _lock = threading.Lock()
+
+
+def allocated(values: Any) -> Any:
+    """Values with a tensor in place of each :class:`Layout`."""
+    return pytree.tree_map_only(Layout, Layout.allocate, values)
 
 
 def layouts_of(values: Any) -> Any:
@@ -85,14 +101,57 @@ def find(key: Hashable) -> Known | None:
 def remember(key: Hashable, result: Any, meta: list[dict[str, Any]]) -> None:
     """Keep what a module returned, unless a size depends on values."""
     layouts = layouts_of(result)
+    if is_fixed(layouts):
+        with _lock:
+            _known[key] = Known(layouts, meta)
+            while len(_known) > MOST:
+                _known.popitem(last=False)
+
+
+def is_fixed(layouts: Any) -> bool:
+    """Whether no size and no number depends on values."""
     leaves = pytree.tree_leaves(layouts)
     sizes = [size for leaf in leaves if isinstance(leaf, Layout) for size in (*leaf.shape, *leaf.stride)]
-    if any(isinstance(number, torch.SymInt) for number in (*leaves, *sizes)):
+    return not any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in (*leaves, *sizes))
+
+
+def call_key(node: fx.Node, read: Sequence[Any]) -> Hashable:
+    """Equal for calls of one function with arguments of equal layouts, or None if a size depends on values.
+
+    ``read`` are the values of the nodes among the arguments.
+    """
+    layouts = layouts_of(read)
+    if not is_fixed(layouts):
+        return None
+    names = {input_: f"%{index}" for index, input_ in enumerate(node.all_input_nodes)}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+    return node.target, repr(args), repr(kwargs), repr(layouts)
+
+
+def find_call(key: Hashable) -> CalledBefore | None:
+    """What is known for the key of a call, if anything is."""
+    with _lock:
+        if key in _calls:
+            _calls.move_to_end(key)
+        return _calls.get(key)
+
+
+def remember_call(key: Hashable, read: Sequence[Any], result: Any, written: tuple[int, ...]) -> None:
+    """Keep what a call returned, unless a size depends on values or the call returned memory of its arguments: a write
+    into that would be one into the arguments.
+    """
+    layouts = layouts_of(result)
+    if not is_fixed(layouts) or _storages(result) & _storages(read):
         return
     with _lock:
-        _known[key] = Known(layouts, meta)
-        while len(_known) > MOST:
-            _known.popitem(last=False)
+        _calls[key] = CalledBefore(layouts, written)
+        while len(_calls) > MOST_CALLS:
+            _calls.popitem(last=False)
+
+
+def _storages(values: Any) -> set[int]:
+    """The memory that the tensors among the values have."""
+    return {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Hashable:

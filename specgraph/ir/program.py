@@ -16,7 +16,8 @@ from specgraph.ir.drafter import Drafter
 from specgraph.ir.graphs import copy_graph, copy_module, new_module
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.source import render
-from specgraph.kernels.state import Input, buffers_of
+from specgraph.ir.state import block_sizes
+from specgraph.kernels.state import Input
 
 
 @dataclass
@@ -175,7 +176,7 @@ class Program:
         Raises:
             PassError: there are no page pools, or their pages have several sizes.
         """
-        sizes = {b.shape[1] for spec in self.inputs.values() for b in buffers_of(spec) if b.owner == "pages"}
+        sizes = block_sizes(self)
         if len(sizes) != 1:
             raise PassError(f"The step has pages of the sizes {sorted(map(str, sizes))}; insert_kv_cache gives one.")
         return int(sizes.pop())

@@ -1,6 +1,7 @@
 """Shapes and dtypes of every node, from running the program on fake tensors.
 
-``node.meta["outputs"]`` is the length of a node that is a tuple.
+``node.meta["outputs"]`` is the length of a node that is a tuple. ``node.meta["bytes"]`` is the size of its tensors,
+with the letters of the shape: ``1024*B*T``, ``8*B*(T-1) + 4*B``.
 
 ``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
 those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
@@ -8,6 +9,7 @@ those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -20,7 +22,17 @@ from torch.utils import _pytree as pytree
 
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute, written_by
-from specgraph.ir.known_shapes import find, fingerprint, layouts_of, remember
+from specgraph.ir.known_shapes import (
+    Layout,
+    allocated,
+    call_key,
+    find,
+    find_call,
+    fingerprint,
+    layouts_of,
+    remember,
+    remember_call,
+)
 from specgraph.ir.views import ProgramView
 from specgraph.kernels.state import Buffer, Input, map_input, per_call
 from specgraph.kernels.step import WRITES
@@ -36,7 +48,7 @@ SMALLEST = min(SIZES.values()) - NEAR
 LISTED = 4
 """Longer tuples are abbreviated to their first two entries and their length."""
 
-WRITTEN = ("shape", "outputs")
+WRITTEN = ("shape", "outputs", "bytes")
 """What :func:`propagate` writes into a node's ``meta``."""
 
 _MISSING = object()
@@ -60,8 +72,8 @@ def propagate(program: ProgramView) -> None:
 
 
 def describe(value: Any) -> str:
-    """The string for a value: a (fake) tensor, a number, None, or a tuple of these."""
-    if isinstance(value, Tensor):
+    """The string for a value: a (fake) tensor or its layout, a number, None, or a tuple of these."""
+    if isinstance(value, Tensor | Layout):
         return f"{dtype_name(value.dtype)}[{', '.join(map(size_name, value.shape))}]"
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
         return size_name(value)
@@ -71,6 +83,28 @@ def describe(value: Any) -> str:
             parts.append(f"... {len(value)} in all")
         return f"({', '.join(parts)}{',' if len(value) == 1 else ''})"
     return str(value)
+
+
+def describe_bytes(value: Any) -> str:
+    """The bytes of the tensors in a value: a sum of products, equal letters joined; ``0`` if there is no tensor."""
+    sums: dict[str, int] = {}
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor | Layout):
+            number, letters = _factors(tensor)
+            sums[letters] = sums.get(letters, 0) + number
+    terms = [f"{number}*{letters}" if letters else str(number) for letters, number in sums.items() if number]
+    return " + ".join(terms) or "0"
+
+
+def _factors(tensor: Tensor | Layout) -> tuple[int, str]:
+    """The bytes of a tensor as a number and the product of letters that it is to be multiplied with."""
+    number, letters = tensor.dtype.itemsize, []
+    for size in map(size_name, tensor.shape):
+        times, _, rest = size.partition("*") if size[0].isdecimal() else ("1", "", size)
+        number *= int(times)
+        if rest:
+            letters.append(f"({rest})" if re.search(r"[+-]", rest) and not rest.endswith(")") else rest)
+    return number, "*".join(letters)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -112,7 +146,10 @@ def _sum(size: int) -> tuple[int, str] | None:
 
 
 class _Run:
-    """One propagation: the fake tensors of parameters and what modules returned for which shapes."""
+    """One propagation: the fake tensors of parameters and what modules returned for which shapes.
+
+    A value of the step graph is a fake tensor, or its layout where no call has needed the tensor yet.
+    """
 
     def __init__(self, program: ProgramView, mode: FakeTensorMode) -> None:
         self.program = program
@@ -149,10 +186,11 @@ class _Run:
             except VerificationError:
                 raise
             except Exception as error:
-                text = f"{name}: {node.name} = {_called(node)} fails: {_reason(error)}"
+                text = f"{name}: {node.name} = {called(node)} fails: {_reason(error)}"
                 raise VerificationError(text, name) from error
             if write:
                 node.meta["shape"] = describe(value)
+                node.meta["bytes"] = describe_bytes(value)
                 node.meta.pop("outputs", None)
                 if isinstance(value, tuple | list) and node.op != "output":
                     node.meta["outputs"] = len(value)
@@ -171,15 +209,33 @@ class _Run:
         if node.op == "output":
             return args[0]
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            self_, *rest = allocated(args)
+            return getattr(self_, str(node.target))(*rest, **allocated(kwargs))
         if node.op == "call_module" and root is not None:
             return root.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_module":
             return self._module(str(node.target), args, kwargs)
         assert callable(node.target)
-        before = {read: _versions(values[read]) for read in node.all_input_nodes} if root is None else {}
+        picks = node.target is operator.getitem and isinstance(args[0], tuple | list)
+        return node.target(*args, **kwargs) if picks or root is not None else self._function(node, values)
+
+    def _function(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """A call of a function by the step graph, which is known if an equal one was run before."""
+        assert callable(node.target)
+        inputs = node.all_input_nodes
+        key = call_key(node, [values[read] for read in inputs])
+        if key is not None and (known := find_call(key)) is not None:
+            _check_written(node, [inputs[index] for index in known.written])
+            return known.result
+        for read in inputs:
+            values[read] = allocated(values[read])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        before = [_versions(values[read]) for read in inputs]
         result = node.target(*args, **kwargs)
-        _check_written(node, [read for read, versions in before.items() if _versions(values[read]) != versions])
+        written = [i for i, read in enumerate(inputs) if _versions(values[read]) != before[i]]
+        _check_written(node, [inputs[index] for index in written])
+        if key is not None:
+            remember_call(key, [values[read] for read in inputs], result, tuple(written))
         return result
 
     def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -200,7 +256,7 @@ class _Run:
         self.named.add(name)
         key = (self._fingerprints[name], signature, first)
         if (known := find(key)) is None:
-            result = self.graph(name, module.graph, module, inputs, write=first)
+            result = self.graph(name, module.graph, module, allocated(inputs), write=first)
             written = [{k: n.meta[k] for k in WRITTEN if k in n.meta} for n in module.graph.nodes if first]
             remember(key, result, written)
             return result
@@ -208,7 +264,7 @@ class _Run:
             for node, meta in zip(module.graph.nodes, known.meta, strict=True):
                 node.meta.pop("outputs", None)
                 node.meta.update(meta)
-        return known.returned()
+        return known.result
 
     def _known(self, node: fx.Node) -> Any:
         """A value for the input of a module that is not called yet: it is state that was described, or was traced."""
@@ -237,12 +293,12 @@ def _check_written(node: fx.Node, written: Sequence[fx.Node]) -> None:
     unsaid = [value.name for value in written if value not in written_by(node, WRITES)]
     if unsaid:
         raise VerificationError(
-            f"step: {node.name} = {_called(node)} writes {unsaid[0]} in place without saying so, so that it would not "
-            f"be kept; mark {_called(node)} with @writes (specgraph.kernels.step) and the name of that parameter."
+            f"step: {node.name} = {called(node)} writes {unsaid[0]} in place without saying so, so that it would not "
+            f"be kept; mark {called(node)} with @writes (specgraph.kernels.step) and the name of that parameter."
         )
 
 
-def _called(node: fx.Node) -> str:
+def called(node: fx.Node) -> str:
     """What a node calls, as a message says it."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else str(target)

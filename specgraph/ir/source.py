@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from specgraph.errors import ConfigError, VerificationError
-from specgraph.ir.shapes import propagate
+from specgraph.ir.shapes import called, propagate
 from specgraph.ir.views import ProgramView
 
 WIDTH = 120
@@ -37,12 +37,42 @@ def render(program: ProgramView, module: str = "step") -> str:
     Raises:
         ConfigError: the program has no such module.
     """
+    return _Source(_graph(program, module)).text(module)
+
+
+def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
+    """The nodes of the step graph, or of one module, as plain values that JSON can hold.
+
+    Each has its ``name``, its kind (``op``), what it ``calls``, the names of its ``inputs``, its ``code`` in the file
+    that :func:`render` writes, the ``shape`` and the ``bytes`` of its value, and the ``pass`` that made it.
+
+    Raises:
+        ConfigError: the program has no such module.
+    """
+    graph = _graph(program, module)
+    source = _Source(graph)
+    return [
+        {
+            "name": node.name,
+            "op": node.op,
+            "calls": called(node),
+            "inputs": [read.name for read in node.all_input_nodes],
+            "code": source.expression(node),
+            "shape": node.meta.get("shape"),
+            "bytes": node.meta.get("bytes"),
+            "pass": node.meta.get("pass_name"),
+        }
+        for node in graph.nodes
+    ]
+
+
+def _graph(program: ProgramView, module: str) -> fx.Graph:
+    """The step graph, or that of one module, in which shapes are known."""
     if module != "step" and module not in program.modules:
         names = ", ".join(["step", *program.modules])
         raise ConfigError(f"The program has no module {module!r}; it has {names}.")
     _ensure_shapes(program)
-    graph = program.graph if module == "step" else program.modules[module].graph
-    return _Source(graph).text(module)
+    return program.graph if module == "step" else program.modules[module].graph
 
 
 def _ensure_shapes(program: ProgramView) -> None:
@@ -89,6 +119,14 @@ class _Source:
         lines = [f'"""{subject}, {len(body)} lines beside its inputs and weights."""', "", *lines, "", ""]
         lines += [f"class {class_name(name)}(Module):", "    def forward(", "        self,", *inputs, "    ):"]
         return "\n".join([*lines, *(f"        {line}" for line in body)]) + "\n"
+
+    def expression(self, node: fx.Node) -> str:
+        """What stands for a node in the file, without the variable that it is assigned to."""
+        if node.op == "placeholder":
+            return self._variables[node]
+        if node.op in ("get_attr", "output"):
+            return self._value(node if node.op == "get_attr" else node.args[0])
+        return self._call(node)
 
     def _unique(self, name: str) -> str:
         """A variable name that is not in use, as close to ``name`` as possible."""

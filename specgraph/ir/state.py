@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specgraph.kernels.state import ROWS, Buffer, Input, map_input
+from specgraph.kernels.state import ROWS, Buffer, Input, buffers_of, map_input
 
 State = dict[str, Any]
 """Tensors by the name of the step's input; a tuple of them where the input is one."""
@@ -35,6 +35,36 @@ def allocate(program: HasInputs, sizes: Mapping[str, int], device: torch.device)
     if ROWS in state:
         state[ROWS].copy_(torch.arange(sizes["b"], device=device))
     return state
+
+
+def block_sizes(program: HasInputs) -> set[Any]:
+    """The numbers of tokens per page of all page pools: a single one, unless something is wrong; none without pools."""
+    return {b.shape[1] for spec in program.inputs.values() for b in buffers_of(spec) if b.owner == "pages"}
+
+
+def example_state(program: HasInputs, rows: int, *, vocab_size: int, device: torch.device) -> State:
+    """A state for two sequences in which ``rows`` rows are real and nothing is forced, with room for some steps."""
+    length = 8 * rows + 8
+    blocks = -(-length // min(map(int, block_sizes(program)), default=length))
+    sizes: Mapping[str, int] = {"B": 2, "T": rows, "M": blocks, "N": 2 * blocks, "S": length, "E": 1}
+    state = allocate(program, sizes, device)
+    fills: dict[str, Any] = {"num_rows": rows, "num_emitted": rows, "max_length": length, "temperature": 1.0}
+    for name, value in fills.items():
+        if name in state:
+            state[name].fill_(value)
+    if "block_table" in state:
+        state["block_table"].copy_(torch.arange(2 * blocks).view(2, blocks))
+    if "emitted" in state:
+        state["emitted"].copy_(torch.arange(2 * rows).view(2, rows) % vocab_size)
+    if "seeds" in state:
+        state["seeds"].copy_(torch.arange(2))
+    return state
+
+
+def random_window(rows: int, *, vocab_size: int, device: torch.device) -> Tensor:
+    """Random tokens ``[2, rows]``, the same in every call, for a step over :func:`example_state`."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (2, rows), generator=generator).to(device)
 
 
 def each_buffer(program: HasInputs, state: State, function: Callable[[Buffer, Tensor], Any]) -> State:

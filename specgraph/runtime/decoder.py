@@ -15,7 +15,7 @@ from specgraph.errors import InputError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.passes.pipeline import Callback, StageReport
-from specgraph.passes.report import render_report
+from specgraph.passes.report import render_report, report_record
 from specgraph.progress import Progress
 from specgraph.runtime.collect import Collector
 from specgraph.runtime.defaults import LiveDefaults
@@ -290,7 +290,8 @@ class SpeculativeDecoder:
         """
         from specgraph.dump import dump
 
-        return dump(self.stages, folder, report=self.report(), weights=weights)
+        record = report_record(self.stages, self._reports, self._notes, self.config.verify.rule)
+        return dump(self.stages, folder, report=self.report(), record=record, weights=weights)
 
     def __reduce__(self) -> Any:
         raise InputError(
@@ -304,7 +305,10 @@ class SpeculativeDecoder:
         says = CONFIDENCE in self._program.inputs
         confidence: list[list[list[float]]] = [[] for _ in range(batch if says else 0)]
         count = drafter.num_speculative_tokens
-        about = {"drafter": drafter.name, "rule": self.config.verify.rule, "num_speculative_tokens": count}
+        about = {
+            "target": self._program.target.name, "drafter": drafter.name, "rule": self.config.verify.rule,
+            "num_speculative_tokens": count,
+        }  # fmt: skip
         return Collector(call, Stats(count, steps, confidence=confidence), about)
 
     def _texts(self, tokenizer: Any, prompts: list[list[int]], options: dict[str, Any], *, alone: bool) -> Any:

@@ -81,7 +81,7 @@ class Trace(Sequence[TracedStep]):
 
     Attributes:
         prompts: the token ids of every sequence's prompt.
-        about: the drafter, the verification rule and K.
+        about: the target, the drafter, the verification rule and K.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], about: dict[str, Any]) -> None:

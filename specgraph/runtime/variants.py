@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -75,5 +76,6 @@ class Variants:
         stages, reports = run_passes(self._program, passes, self._callbacks)
         for pass_ in passes:
             self._stages[unique(pass_.name, self._stages)] = stages[pass_.name]
-        self._reports += reports
+        base = next(name for name, stage in self._stages.items() if stage is self._program)
+        self._reports += [replace(reports[0], base=base), *reports[1:]]
         return stages[passes[-1].name]

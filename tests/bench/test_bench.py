@@ -18,9 +18,9 @@ from specgraph.bench.models import SHAPES, random_head, random_target, shape_con
 from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
 from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
-from specgraph.bench.traffic import step_traffic
 from specgraph.cli import main
 from specgraph.drafters.eagle3 import RANDOM_VOCAB, Eagle3DraftConfig
+from specgraph.ir.traffic import step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model

@@ -12,8 +12,8 @@ import pytest
 from specgraph.bench import options as bench
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.options import HOST, NOTHING, OPTION_COLUMNS, THESE, OptionRow, every_option, measure, option_lines
-from specgraph.bench.traffic import STAGE
 from specgraph.cli import main
+from specgraph.ir.traffic import STAGE
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 WAITING = ("regex", "output_logits", HOST)

@@ -34,7 +34,6 @@ from torch import Tensor
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench import run as bench_run
-from specgraph.bench.traffic import cache_bytes
 from specgraph.cli import main
 from specgraph.drafters import dflash
 from specgraph.drafters.base import DraftHead
@@ -45,6 +44,7 @@ from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
+from specgraph.ir.traffic import reads_of
 from specgraph.kernels.step import along_path
 from specgraph.kernels.step.block import block_rows
 from tests import harness
@@ -529,11 +529,11 @@ def test_the_step_is_one_call_of_a_block_and_reads_pages_only_where_it_must(k: i
         "draft_context": ["hidden", "positions", "num_rows", "block_table", "max_length", "caches"],
         "draft": ["tokens", "positions", "block_table", "caches"],
     }
-    assert cache_bytes(program.modules["draft_context"], 100) == 0
+    assert reads_of(program.modules["draft_context"]).cache_bytes(100) == 0
     per_row = 2 * 2 * 2 * 8 * 8  # two layers, keys and values of two heads of 8 numbers of 8 bytes
-    assert cache_bytes(program.modules["draft"], 100) == 100 * per_row
+    assert reads_of(program.modules["draft"]).cache_bytes(100) == 100 * per_row
     sliding = drafting_stage(decoder("windows everywhere", 3)).modules["draft"]
-    assert cache_bytes(sliding, 100) == WINDOW * per_row
+    assert reads_of(sliding).cache_bytes(100) == WINDOW * per_row
 
 
 # What a user sees of it

@@ -362,8 +362,8 @@ def test_an_earlier_dump_is_replaced_and_notes_beside_it_stay(tmp_path: Path):
     (folder / "01_b" / "notes.md").write_text("mine, too")
     dump({"c": toy_program()}, folder, report="second", weights=False)
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    stage = ["00_c/inputs.json", "00_c/step.py", "00_c/table.py", "00_c/weights.json"]
-    assert files == sorted([*stage, "01_b/notes.md", "dump.json", "notes.md", "report.md"])
+    stage = [f"00_c/{name}" for name in ("inputs.json", "nodes.json", "step.py", "table.py", "weights.json")]
+    assert files == sorted([*stage, "01_b/notes.md", "compilation.json", "dump.json", "notes.md", "report.md"])
     assert (folder / "report.md").read_text().startswith("second")
     assert not (folder / "00_a").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["graphs"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from specgraph.errors import VerificationError
 from specgraph.ir import known_shapes, shapes
@@ -21,6 +21,7 @@ ADD = torch.ops.aten.add.Tensor
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_shapes, "_known", known_shapes.OrderedDict())
+    monkeypatch.setattr(known_shapes, "_calls", known_shapes.OrderedDict())
 
 
 @pytest.fixture
@@ -102,5 +103,56 @@ def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [known_shapes.find(key) is not None for key in "abc"] == [False, True, True]
     found = known_shapes.find("c")
     assert found is not None
-    tensor, *others = found.returned()
+    tensor, *others = known_shapes.allocated(found.result)
     assert others == [None, 4] and tensor.shape == (3, 2) and tensor.stride() == (1, 3)
+
+
+def doubled(x: Tensor, by: int) -> Tensor:
+    """A function of a step graph that counts how often it runs."""
+    CALLS.append(by)
+    return x.expand(by, *x.shape) + 1
+
+
+def same(x: Tensor) -> Tensor:
+    """A function that returns memory of its argument."""
+    CALLS.append(0)
+    return x[:]
+
+
+def overwrites(x: Tensor) -> Tensor:
+    """A function that writes its argument and does not say so."""
+    return x.add_(1)
+
+
+CALLS: list[int] = []
+
+
+def with_call(function: object, *args: object) -> Program:
+    """A program whose step calls a function of its window at the end."""
+    program = last(first(), every_pass()[:3]).copy()
+    with program.graph.inserting_before(program.graph.output_node()):
+        program.call(function, program.input("start"), *args, name="added")  # type: ignore[arg-type]
+    return program
+
+
+@pytest.mark.parametrize(("other", "runs_again"), [((doubled, 2), False), ((doubled, 3), True)])
+def test_a_function_runs_again_for_other_arguments_alone(other: tuple[object, ...], runs_again: bool) -> None:
+    verify_program(with_call(doubled, 2))
+    CALLS.clear()
+    again = with_call(*other)
+    verify_program(again)
+    (added,) = calls(again.graph, doubled)
+    assert [other[1]] * runs_again == CALLS and added.meta["shape"] == f"i64[{other[1]}, B]"
+
+
+def test_what_shares_memory_with_an_argument_is_not_remembered() -> None:
+    verify_program(with_call(same))
+    CALLS.clear()
+    verify_program(with_call(same))
+    assert CALLS == [0]
+
+
+def test_a_write_that_is_not_declared_is_refused_every_time() -> None:
+    for _ in range(2):
+        with pytest.raises(VerificationError, match="overwrites writes start in place without saying so"):
+            verify_program(with_call(overwrites))

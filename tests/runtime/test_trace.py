@@ -97,7 +97,8 @@ def test_every_drafter_is_traced_and_emits_the_same(name: str) -> None:
     found = [draft.draft_probability for step in trace for draft in step.drafts]
     lookup = name in ("ngram", "suffix")
     assert found and all((probability is None) == lookup for probability in found)
-    assert trace.about == {"drafter": trace.about["drafter"], "rule": "strict", "num_speculative_tokens": 3}
+    known = {"target": "LlamaForCausalLM", "rule": "strict", "num_speculative_tokens": 3}
+    assert trace.about == {"drafter": trace.about["drafter"], **known}
 
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block", "typical"])

@@ -1,0 +1,60 @@
+"""The commands that read dumps, and compile nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from specgraph.cli.keys import DiffConfig, ExploreConfig
+from specgraph.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specgraph.explore import Bandwidth
+
+
+def explore(cfg: DictConfig) -> dict[str, str]:
+    """Write the page of a dump, and of a trace if one is given."""
+    from specgraph.explore import explore as write_page
+
+    if OmegaConf.is_missing(cfg, "dump"):
+        raise ConfigError("dump is not set: python -m specgraph explore DUMP, the folder that dump wrote.")
+    options = cast(ExploreConfig, OmegaConf.to_object(cfg))
+    if options.bandwidth is not None and not 0 < options.bandwidth < math.inf:
+        raise ConfigError(f"bandwidth={options.bandwidth} is in GB/s, so it is a number above 0.")
+    page = write_page(options.dump, options.out, trace=options.trace, bandwidth=_bandwidth(options.bandwidth))
+    print(f"{page}: {page.stat().st_size / 1e6:.1f} MB, to be opened in a browser")
+    return {"page": str(page)}
+
+
+def _bandwidth(given: float | None) -> Callable[[str], Bandwidth | None]:
+    """What says how fast the memory of a device is: what was given in GB/s, or else a measurement as by ``bench``."""
+
+    def of(device: str) -> Bandwidth | None:
+        from specgraph.bench.timing import measure_bandwidth
+        from specgraph.explore import Bandwidth
+
+        place = torch.device(device)
+        if given is not None:
+            return Bandwidth(1e9 * given, "as given")
+        if place.type != "cpu" and (place.index or 0) >= torch.cuda.device_count():
+            return None
+        return Bandwidth(measure_bandwidth(place), "measured when this page was made")
+
+    return of
+
+
+def diff(cfg: DictConfig) -> dict[str, str]:
+    """Print in what two stages or two dumps differ."""
+    from specgraph.explore.diff import diff as differences
+
+    for key in ("old", "new"):
+        if OmegaConf.is_missing(cfg, key):
+            raise ConfigError(f"{key} is not set: python -m specgraph diff OLD NEW, two dumps or two stages of dumps.")
+    options = cast(DiffConfig, OmegaConf.to_object(cfg))
+    text = differences(options.old, options.new, graph=options.graph, numerics=options.numerics)
+    print(text)
+    return {"difference": text.splitlines()[0] if text else "equal"}

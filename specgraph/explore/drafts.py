@@ -1,0 +1,205 @@
+"""Reads a trace: what happened to every draft of a call, and why a draft was not accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specgraph.errors import ConfigError
+from specgraph.explore.reading import Dump
+from specgraph.runtime.trace import FORMAT
+
+AGAIN = "write it again with python -m specgraph generate trace=FILE"
+ACCEPTED, REJECTED, BEHIND, ENDED, CUT = "accepted", "rejected", "behind", "ended", "cut"
+WHY = {
+    (ACCEPTED, "strict"): "It equals the token that the target itself chose at this place, {own}.",
+    (ACCEPTED, "*"): "The rule {rule} accepted it.",
+    (REJECTED, "strict"): "Under the rule strict, a draft is accepted if it equals the token that the target itself "
+    "chooses at this place. The target chose {own}.",
+    (
+        REJECTED,
+        "probabilistic",
+    ): "Under the rule probabilistic, a draft is accepted with probability min(1, p/q), where "
+    "p is its probability under the target and q the one it was drawn with (1 if it was looked up). That was {ratio}, "
+    "and the draw was against it. The target then drew {own} from what its distribution has beyond the drafter's.",
+    (REJECTED, "block"): "The rule block decides about the drafts of a step together and keeps the longest prefix that "
+    "one of its draws accepts. That prefix ends before this draft. The target then drew {own}.",
+    (REJECTED, "typical"): "The rule typical accepts a draft whose probability under the target is high enough for the "
+    "entropy of the target's distribution at this place. This one's was not. The target went on with {own}.",
+    (REJECTED, "synthetic"): "The rule synthetic accepts every draft with one given probability, whatever the models "
+    "say. The draw was against it. The target went on with {own}.",
+    (REJECTED, "*"): "The rule {rule} did not accept it. The target went on with {own}.",
+    (
+        BEHIND,
+        "*",
+    ): "It was not considered, because a draft before it in the same step was rejected. It continues a text "
+    "that was not emitted.",
+    (ENDED, "*"): "It was not considered, because an accepted draft before it ended the sequence.",
+    (CUT, "*"): "The step emitted this very token, but the sequence had reached its limit of tokens, so that drafts "
+    "from here on were not needed.",
+}
+"""What became of a draft, by the rule of verification; ``*`` is every other rule. ``{own}`` is the token that the
+target chose in its place, and ``{ratio}`` is p/q."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft: its token and text, what became of it (a key of :data:`WHY`), and its probabilities if known."""
+
+    token: int
+    text: str | None
+    verdict: str
+    target: float | None
+    draft: float | None
+
+
+@dataclass(frozen=True)
+class TraceStep:
+    """What a step did for a sequence, as :class:`~specgraph.runtime.trace.TracedStep` describes it, with texts."""
+
+    step: int
+    sequence: int
+    position: int
+    seconds: float
+    prompt: bool
+    drafts: tuple[Draft, ...]
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A trace: what it is about, the prompts (as texts, or else as ids), and the steps in order."""
+
+    about: dict[str, Any]
+    prompts: list[str]
+    steps: list[TraceStep]
+
+    @property
+    def rule(self) -> str:
+        """The rule of verification."""
+        return str(self.about.get("rule", ""))
+
+    @property
+    def decoding(self) -> list[TraceStep]:
+        """The steps that verified drafts."""
+        return [step for step in self.steps if not step.prompt]
+
+
+def read_trace(path: str | Path) -> TraceFile:
+    """Read the file that ``Trace.save`` has written.
+
+    Raises:
+        ConfigError: there is none, it is empty, damaged or of another version, or it is no trace.
+    """
+    path = Path(path).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"trace={path} cannot be read ({error.strerror}); {AGAIN}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"trace={path} is no text; {AGAIN}.") from None
+    records = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not records or "trace" not in records[0]:
+        raise ConfigError(f"trace={path} is no trace of specgraph; {AGAIN}.")
+    about = records[0]
+    if about["trace"] != FORMAT:
+        raise ConfigError(f"trace={path} has format {about['trace']}, this version reads {FORMAT}; {AGAIN}.")
+    try:
+        prompts = [str(text) for text in about.get("texts") or [_ids(ids) for ids in about["prompts"]]]
+        steps = [_step(record) for record in records[1:]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"trace={path} is damaged ({error!r}); {AGAIN}.") from None
+    if any(not 0 <= step.sequence < len(prompts) for step in steps):
+        raise ConfigError(f"trace={path} is damaged (a step is of a sequence without a prompt); {AGAIN}.")
+    return TraceFile({key: value for key, value in about.items() if key not in ("prompts", "texts")}, prompts, steps)
+
+
+def check_same(trace: TraceFile, dump: Dump, path: str | Path) -> None:
+    """Refuse a trace of another decoder than the dump's.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    for key in ("target", "drafter", "rule", "num_speculative_tokens"):
+        theirs, ours = trace.about.get(key), dump.record.get(key)
+        if theirs is not None and ours is not None and theirs != ours:
+            raise ConfigError(
+                f"trace={path} is of another decoder than the dump: its {key} is {theirs}, the dump's {ours}; "
+                "give both commands the same model and options."
+            )
+    size = dump.record.get("vocab_size")
+    most = max((token for step in trace.steps for token in step.tokens), default=0)
+    if size is not None and most >= size:
+        raise ConfigError(f"trace={path} is of another decoder than the dump: token {most} of a vocabulary of {size}.")
+
+
+def acceptance(trace: TraceFile) -> list[dict[str, int]]:
+    """For every place among the drafts: how many were verified there, how many had all before them accepted, and how
+    many were accepted."""
+    rows: list[dict[str, int]] = []
+    for step in trace.decoding:
+        for place, draft in enumerate(step.drafts):
+            if place == len(rows):
+                rows.append({"verified": 0, "reached": 0, "accepted": 0})
+            rows[place]["verified"] += 1
+            rows[place]["reached"] += draft.verdict in (ACCEPTED, REJECTED)
+            rows[place]["accepted"] += draft.verdict == ACCEPTED
+    return rows
+
+
+def why(rule: str) -> dict[str, str]:
+    """What is said of drafts under a rule, by what became of them."""
+    verdicts = dict.fromkeys(verdict for verdict, _ in WHY)
+    return {verdict: WHY.get((verdict, rule), WHY.get((verdict, "*"), "")) for verdict in verdicts}
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"trace={path}: line {number} is no JSON object, so the file is no trace, or cut; {AGAIN}.")
+    return found
+
+
+def _step(record: Mapping[str, Any]) -> TraceStep:
+    tokens, texts = tuple(int(token) for token in record["tokens"]), record.get("texts")
+    drafts = [_draft(draft) for draft in record["drafts"]]
+    return TraceStep(
+        int(record["step"]), int(record["sequence"]), int(record["position"]), float(record["seconds"]),
+        bool(record["prompt"]), tuple(_judged(drafts, tokens)), tokens,
+        None if texts is None else tuple(str(text) for text in texts),
+    )  # fmt: skip
+
+
+def _draft(record: Mapping[str, Any]) -> Draft:
+    text, target, draft = record.get("text"), record["target"], record["draft"]
+    return Draft(
+        int(record["token"]), None if text is None else str(text), ACCEPTED if record["accepted"] else REJECTED,
+        None if target is None else float(target), None if draft is None else float(draft),
+    )  # fmt: skip
+
+
+def _judged(drafts: Sequence[Draft], tokens: Sequence[int]) -> list[Draft]:
+    """The drafts with the verdicts of those that were not accepted.
+
+    The step emitted the accepted drafts and one more token, unless the last accepted draft ended the sequence. If that
+    token is the next draft itself, no rule has rejected it: the sequence was at its limit.
+    """
+    first = sum(draft.verdict == ACCEPTED for draft in drafts)
+    if len(tokens) == first:
+        verdicts = [ENDED] * (len(drafts) - first)
+    elif first < len(drafts) and drafts[first].token == tokens[first]:
+        verdicts = [CUT] * (len(drafts) - first)
+    else:
+        verdicts = [REJECTED, *[BEHIND] * len(drafts)][: len(drafts) - first]
+    return [*drafts[:first], *(replace(d, verdict=v) for d, v in zip(drafts[first:], verdicts, strict=True))]
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return " ".join(str(int(token)) for token in ids)

@@ -1,0 +1,157 @@
+"use strict";
+// What happened to every draft of a trace: how many were accepted per position, and the text with its drafts.
+
+let sequence = 0;
+
+function drawDrafts() {
+  const trace = DATA.trace;
+  if (!trace) {
+    fill(byId("drafts-body"), el("p", { class: "hint" }, "This page was made without a trace. With trace=FILE, where FILE is what ",
+      el("code", {}, "python -m specgraph generate ... trace=FILE"), " wrote, it shows what happened to every draft."));
+    return;
+  }
+  const decoding = trace.steps.filter((step) => !step.prompt);
+  const emitted = decoding.reduce((sum, step) => sum + step.tokens.length, 0);
+  fill(byId("drafts-body"),
+    el("p", {}, `${plural(trace.prompts.length, "sequence")}, ${plural(emitted, "token")} in ${plural(decoding.length, "decode step")} of a sequence: `,
+      el("strong", {}, `${number(emitted / Math.max(decoding.length, 1), 2)} tokens per step`), `. The rule is ${trace.about.rule}.`),
+    el("h3", {}, "Accepted per position"), drawAcceptance(trace.acceptance),
+    el("h3", { id: "text-title" }, "Along the text"),
+    el("div", { class: "toolbar" }, el("label", { for: "pick-sequence" }, "Sequence"),
+      el("select", { id: "pick-sequence", change: (event) => chooseSequence(Number(event.target.value)) },
+        trace.prompts.map((prompt, index) => el("option", { value: String(index) }, `${index}: ${visible(prompt).slice(0, 60)}`)))),
+    el("p", { class: "legend" }, el("span", { class: "swatch accepted" }, "accepted draft"), el("span", { class: "swatch own" }, "token of the target's own"),
+      el("span", { class: "swatch rejected" }, "rejected draft"), el("span", { class: "swatch behind" }, "draft that was not considered"),
+      " Point at a token, or go through them with Tab and the arrow keys, to read why."),
+    el("div", { id: "text" }), el("div", { id: "why", "aria-live": "polite" }), el("details", { id: "steps-box" }));
+  chooseSequence(0);
+}
+
+/** Bars: the share of steps that accepted the draft at each place, and of those steps that came so far. */
+function drawAcceptance(rows) {
+  const bar = (share) => el("span", { class: "bar" }, el("span", { class: "fill", style: `width:${(100 * share).toFixed(1)}%` }));
+  return el("div", { class: "scroll" }, table(el("table", { id: "acceptance" }), ["position", "", "accepted #", "of verified #", "if all before were accepted #"],
+    rows.map((row, place) => {
+      const share = row.accepted / Math.max(row.verified, 1);
+      return [String(place + 1), bar(share), number(share, 2), `${row.accepted} of ${row.verified}`,
+        row.reached ? number(row.accepted / row.reached, 2) : ""];
+    })));
+}
+
+function chooseSequence(chosen) {
+  sequence = chosen;
+  byId("pick-sequence").value = String(chosen);
+  const steps = DATA.trace.steps.map((step, index) => ({ step, index })).filter(({ step }) => step.sequence === chosen);
+  const spans = steps.map(({ step, index }) => stepSpans(step, index));
+  fill(byId("text"), el("span", { class: "prompt", dir: "auto" }, withBreaks(visible(DATA.trace.prompts[chosen]))), spans);
+  fill(byId("why"), el("p", { class: "hint" }, "Choose a draft to keep its explanation here."));
+  fill(byId("steps-box"), el("summary", {}, "Every step of this sequence as a table"));
+  byId("steps-box").addEventListener("toggle", () => drawSteps(steps), { once: true });
+  const first = byId("text").querySelector(".token");
+  if (first) first.tabIndex = 0;
+}
+
+/** The tokens of one step: its accepted drafts, those that were not, and the target's own token. */
+function stepSpans(step, index) {
+  const accepted = step.drafts.filter((draft) => draft.verdict === "accepted").length;
+  const spans = step.drafts.map((draft, place) => draftSpan(step, index, draft, place));
+  step.tokens.slice(accepted).forEach((token, place) => spans.push(ownSpan(step, index, accepted + place)));
+  return el("span", { class: "step", "data-step": step.step }, spans);
+}
+
+/** An escape for a line break, and a line break behind it. */
+function withBreaks(text) {
+  return text.replaceAll("\\n", "\\n\n");
+}
+
+function shownToken(token, text) {
+  return text === null || text === undefined ? String(token) + " " : visibleToken(text);
+}
+
+function draftSpan(step, index, draft, place) {
+  const span = el("bdi", { class: `token ${draft.verdict}`, tabindex: "-1", role: "button", "data-draft": `${index}.${place}` },
+    draft.verdict === "accepted" ? withBreaks(shownToken(draft.token, draft.text)) : shownToken(draft.token, draft.text));
+  span.addEventListener("click", () => { location.hash = hashOf({ draft: `${index}.${place}` }); });
+  return tip.of(span, () => explainDraft(step, draft, place));
+}
+
+function ownSpan(step, index, place) {
+  const span = el("bdi", { class: "token own", tabindex: "-1" }, withBreaks(shownToken(step.tokens[place], step.texts && step.texts[place])));
+  return tip.of(span, () => [el("strong", {}, "The target's own token"),
+    el("div", {}, step.prompt ? "It follows the prompt; no draft was verified." : whereOf(step)), timeOf(step)]);
+}
+
+function whereOf(step) {
+  return `Step ${step.step}, sequence ${step.sequence}, text position ${step.position}.`;
+}
+
+function timeOf(step) {
+  return el("div", { class: "hint" }, `The step took ${number(1000 * step.seconds, 2)} ms.`);
+}
+
+const VERDICTS = { accepted: "accepted", rejected: "rejected", behind: "not considered", ended: "not considered", cut: "not needed" };
+
+/** Why a draft was accepted or not, in sentences. */
+function explainDraft(step, draft, place) {
+  const known = (value) => (value === null ? "not known" : percent(value));
+  const drawn = draft.draft === null ? "It was looked up, not drawn." : `With the drafter, its probability was ${percent(draft.draft)}.`;
+  return [
+    el("strong", {}, `Draft ${place + 1} of ${step.drafts.length} was ${VERDICTS[draft.verdict]}: `, el("bdi", {}, shownToken(draft.token, draft.text))),
+    el("p", { class: "reason" }, reasonOf(step, draft)),
+    el("div", {}, `Under the target, the probability of this token was ${known(draft.target)}. ${drawn}`),
+    el("div", { class: "hint" }, `Token ${draft.token}. ${whereOf(step)}`),
+  ];
+}
+
+function reasonOf(step, draft) {
+  const accepted = step.drafts.filter((other) => other.verdict === "accepted").length;
+  const place = draft.verdict === "accepted" ? step.drafts.indexOf(draft) : accepted;
+  const own = place < step.tokens.length ? shownToken(step.tokens[place], step.texts && step.texts[place]).trim() : "";
+  const ratio = draft.target === null ? "not known" : percent(Math.min(1, draft.target / (draft.draft === null ? 1 : draft.draft)));
+  const parts = DATA.trace.why[draft.verdict].split(/(\{\w+\})/);
+  const values = { "{own}": () => el("bdi", { class: "quoted" }, own), "{ratio}": () => ratio, "{rule}": () => String(DATA.trace.about.rule) };
+  return parts.map((part) => (values[part] ? values[part]() : part));
+}
+
+function percent(value) {
+  return value === 0 || value >= 0.001 ? `${number(100 * value, value >= 0.1 ? 0 : 1)} %` : `${(100 * value).toExponential(1)} %`;
+}
+
+function drawSteps(steps) {
+  const rows = steps.map(({ step, index }) => [String(step.step), String(step.position),
+    el("span", {}, step.drafts.map((draft, place) => el("a", { class: `token ${draft.verdict}`, href: hashOf({ draft: `${index}.${place}` }) },
+      el("bdi", {}, shownToken(draft.token, draft.text))))),
+    el("bdi", {}, step.tokens.map((token, place) => shownToken(token, step.texts && step.texts[place])).join("")), number(1000 * step.seconds, 2)]);
+  byId("steps-box").append(el("div", { class: "scroll tall" }, table(el("table", {}), ["step #", "position #", "drafts", "emitted", "ms #"], rows)));
+}
+
+/** Shows the explanation of a draft, which a link names as "place of the step in the trace.place of the draft". */
+function chooseDraft(name) {
+  const [index, place] = name.split(".").map(Number);
+  const step = DATA.trace && DATA.trace.steps[index];
+  if (!step || !step.drafts[place]) return;
+  if (step.sequence !== sequence) chooseSequence(step.sequence);
+  for (const old of document.querySelectorAll(".token.chosen")) old.classList.remove("chosen");
+  const span = byId("text").querySelector(`[data-draft="${index}.${place}"]`);
+  span.classList.add("chosen");
+  fill(byId("why"), explainDraft(step, step.drafts[place], place));
+  span.scrollIntoView({ block: "center" });
+}
+
+/** The arrow keys go from token to token, and Enter chooses one, so that Tab needs only one stop for the text. */
+function walkTokens(event) {
+  if (!event.target.classList.contains("token") || !byId("text").contains(event.target)) return;
+  if (event.key === "Enter" || event.key === " ") {
+    event.target.click();
+    event.preventDefault();
+  }
+  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+  if (step === undefined) return;
+  const tokens = [...byId("text").querySelectorAll(".token")];
+  const next = tokens[tokens.indexOf(event.target) + step];
+  if (!next) return;
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+  event.preventDefault();
+}

@@ -1,0 +1,67 @@
+"use strict";
+// What is known of the chosen node.
+
+function drawNode(stage, graph, name) {
+  const node = name === undefined ? undefined : nodeOf(stage, graph, name);
+  if (!node) {
+    const text = name === undefined ? "Choose a node to see which pass made it, and what became of it."
+      : `There is no node ${name} in ${graph} at this stage.`;
+    fill(byId("node"), el("p", { class: "hint" }, text));
+    return;
+  }
+  const history = historyOf(stage, graph, name);
+  fill(byId("node"), el("h3", {}, node.name), madeBy(history), facts(stage, graph, node),
+    life(graph, node, history), neighbours(stage, graph, node));
+}
+
+/** The sentence that answers which pass introduced the node. */
+function madeBy(history) {
+  const first = DATA.stages[history.first];
+  if (history.made === "trace" || history.made === undefined) {
+    const where = history.first === 0 ? "It is there from the beginning." : `It is in this graph since the stage ${first.name}.`;
+    return el("p", { id: "made-by" }, "Not made by a pass: tracing the model gave this node. ", where);
+  }
+  const moved = first.pass === history.made ? null : el("span", {}, " It is in this graph since the stage ", link({ stage: first.name }, first.name), ".");
+  const at = stageOfPass(history.made);
+  const pass = at === undefined ? el("strong", {}, history.made) : link({ stage: DATA.stages[at].name }, el("strong", {}, history.made));
+  return el("p", { id: "made-by" }, "Introduced by the pass ", pass, ".", moved);
+}
+
+function facts(stage, graph, node) {
+  const weights = weightBytes(stage, graph, node);
+  const rows = [
+    ["calls", el("code", {}, node.calls)],
+    ["code", el("code", {}, node.code)],
+    ["shape", node.shape ? el("code", {}, node.shape) : "not known"],
+    ["bytes", node.bytes === undefined ? "not known" : bytesOf(node)],
+    weights === null ? null : ["weights read", bytes(weights)],
+  ].filter((row) => row !== null);
+  return el("dl", {}, rows.map(([term, value]) => [el("dt", {}, term), el("dd", {}, value)]));
+}
+
+function bytesOf(node) {
+  return node.size === undefined || String(node.size) === node.bytes ? bytes(node.size) || node.bytes
+    : [el("code", {}, node.bytes), ` = ${bytes(node.size)}`, el("span", { class: "hint" }, ` for ${sizesOf(node.bytes)}`)];
+}
+
+/** The letters of a formula with the sizes that stand for them. */
+function sizesOf(formula) {
+  return Object.entries(DATA.sizes).filter(([letter]) => formula.includes(letter)).map(([letter, size]) => `${letter} = ${size}`).join(", ");
+}
+
+function life(graph, node, history) {
+  const changed = history.changed.map((at) => el("li", {}, "changed by ", link({ stage: DATA.stages[at].name }, DATA.stages[at].name),
+    el("span", { class: "hint" }, " (" + (DATA.stages[at].changes[graph].changed[node.name] || []).join(", ") + ")")));
+  const removed = history.removed === null ? el("li", {}, "still there in the last stage")
+    : el("li", {}, "removed by ", link({ stage: DATA.stages[history.removed].name }, DATA.stages[history.removed].name));
+  return [el("h4", {}, "Later"), el("ul", {}, changed, removed)];
+}
+
+function neighbours(stage, graph, node) {
+  const users = graphOf(stage, graph).users.get(node.name) || [];
+  const list = (title, names) => [el("h4", {}, title),
+    names.length ? el("ul", { class: "names" }, names.map((name) => el("li", {}, nodeLink(stage, graph, name)))) : el("p", { class: "hint" }, "none")];
+  const inside = node.op === "call_module" && graphOf(stage, node.calls)
+    ? el("p", {}, link({ stage: DATA.stages[stage].name, graph: node.calls }, `Show the graph of ${node.calls}`)) : null;
+  return [inside, list("Reads", node.inputs), list("Read by", users)];
+}

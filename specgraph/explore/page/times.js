@@ -1,0 +1,71 @@
+"use strict";
+// The time of every step beside its limit, drawn by uPlot.
+
+let plot = null;
+
+function drawTime() {
+  const body = byId("time-body");
+  if (!DATA.trace) {
+    fill(body, el("p", { class: "hint" }, "Times of steps are in a trace, and this page was made without one."), readsTable());
+    return;
+  }
+  const times = DATA.trace.times;
+  const limit = times.bandwidth === null ? "No bandwidth is known, so there is no limit to compare with; give bandwidth=GB/s."
+    : `The limit is the time in which a memory of ${number(times.bandwidth / 1e9, 1)} GB/s (${times.source}) delivers the bytes that the step must read: the weights of every call, and the keys and values of the context.`;
+  fill(body, el("p", {}, sentence(times)), outside(times),
+    el("p", { class: "hint" }, limit + " Steps that ended a prompt have no limit here. A step's time is that from the end of the step before it."),
+    el("div", { id: "plot", role: "img", "aria-label": "Time of each step in milliseconds, and its limit. The table below has the numbers." }),
+    el("details", {}, el("summary", {}, "Every step as a table"), el("div", { class: "scroll tall" }, timesTable(times))),
+    readsTable());
+  drawPlot();
+}
+
+function sentence(times) {
+  if (times.median_ms === null) return "The trace has no steps that only decoded.";
+  const ratio = times.median_ratio === null ? "" : `, where its limit is ${number(times.median_limit_ms, 3)} ms: ${number(times.median_ratio, 2)} times as long`;
+  return `The median decode step took ${number(times.median_ms, 2)} ms${ratio}.`;
+}
+
+/** The plot ends at a few times the median, because the first steps of a process can be a hundred times as long. */
+function highest(times) {
+  const found = Math.max(...times.rows.map((row) => Math.max(row.prompt ? 0 : row.ms, row.limit_ms || 0)), 0);
+  return times.median_ms === null ? Math.max(...times.rows.map((row) => row.ms), 0) : Math.min(found, 4 * Math.max(times.median_ms, times.median_limit_ms || 0));
+}
+
+function outside(times) {
+  const count = times.rows.filter((row) => row.ms > highest(times)).length;
+  return count ? el("p", { class: "hint" }, `${plural(count, "step")} took longer than the plot shows; the table has them.`) : null;
+}
+
+function timesTable(times) {
+  return table(el("table", { id: "times" }), ["step #", "sequences #", "tokens #", "ms #", "limit ms #", "weights of the target #", "of the draft #", "keys and values #"],
+    times.rows.map((row) => [String(row.step), String(row.sequences), String(row.tokens), number(row.ms, 3), row.prompt ? "prompt" : number(row.limit_ms, 4),
+      ...["target", "draft", "cache"].map((part) => (row.bytes ? bytes(row.bytes[part]) : ""))]));
+}
+
+/** What the calls of one step read, as the dump says it. */
+function readsTable() {
+  if (!DATA.calls.length) return null;
+  const rows = DATA.calls.map((call) => [call.node, call.module,
+    bytes(call.reads.weights.reduce((sum, [size]) => sum + size, 0)),
+    call.reads.caches.map(([size, window]) => bytes(size) + (window === null ? "" : ` (window ${window})`)).join(", ")]);
+  return el("div", {}, el("h3", {}, "What one step reads"),
+    el("p", { class: "hint" }, "One row for each call of a module in the step graph."),
+    el("div", { class: "scroll" }, table(el("table", {}), ["call", "module", "weights #", "keys and values per token of context #"], rows)));
+}
+
+function drawPlot() {
+  if (plot) plot.destroy();
+  plot = null;
+  const rows = DATA.trace.times.rows;
+  const decoding = rows.map((row) => (row.prompt ? null : row.ms)), prompts = rows.map((row) => (row.prompt ? row.ms : null));
+  const limits = rows.map((row) => row.limit_ms);
+  const axis = (label) => ({ label, stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } });
+  const points = (label, name) => ({ label, stroke: colour(name), width: 0, paths: () => null, points: { show: true, size: 5, fill: colour(name) } });
+  plot = new uPlot({
+    width: byId("plot").clientWidth, height: 280,
+    scales: { x: { time: false }, y: { range: [0, 1.05 * highest(DATA.trace.times)] } },
+    axes: [axis("step"), axis("ms")],
+    series: [{ label: "step" }, points("ms, decoding", "--accent"), points("ms, with a prompt", "--edge"), { label: "limit, ms", stroke: colour("--rejected"), width: 2, points: { show: false } }],
+  }, [rows.map((row) => row.step), decoding, prompts, limits], byId("plot"));
+}

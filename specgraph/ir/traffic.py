@@ -1,0 +1,182 @@
+"""Counts the bytes that one decode step must read, on the step graph before it is lowered.
+
+Every call of a module reads its weights once, for all rows of the batch together. From every cache it reads the context
+of each sequence, or as much of it as the sliding window covers. Of an embedding table only a few rows are read, so it
+does not count, and neither do small tensors (activations, logits, new keys and values, state). Of the experts of a
+layer, those count that the rows use on average, if rows choose independently and all experts are equally likely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx
+
+from specgraph.ir.graphs import get_attribute
+from specgraph.ir.program import Program
+from specgraph.kernels.state import STATEFUL, Buffer, buffers_of
+
+STAGE = "insert_verify"
+"""The last stage before passes join or fuse anything."""
+TARGET = ("target", "lm_head")
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that one step must read."""
+
+    target_weights: int
+    draft_weights: int
+    cache: int
+
+    @property
+    def total(self) -> int:
+        return self.target_weights + self.draft_weights + self.cache
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What one call of a module reads.
+
+    Attributes:
+        weights: pairs of bytes and the share of them that one row reads: 1, or less if they are of experts.
+        caches: pairs of bytes for each token of the context and the sliding window; None reads the whole context.
+    """
+
+    weights: tuple[tuple[int, float], ...]
+    caches: tuple[tuple[int, float | None], ...]
+
+    def weight_bytes(self, rows: int) -> int:
+        """The bytes of weights for ``rows`` rows; of experts, the average share counts."""
+        return round(sum(size * (1 - (1 - share) ** rows) for size, share in self.weights))
+
+    def cache_bytes(self, context: float) -> float:
+        """The bytes of the page pools for one sequence with a context of so many tokens."""
+        return sum(size * (context if window is None else min(context, window)) for size, window in self.caches)
+
+
+@dataclass(frozen=True)
+class CallReads:
+    """What one node of the step graph reads.
+
+    Attributes:
+        node: its name.
+        module: the module that it calls.
+        reads: what the module reads in one call.
+    """
+
+    node: str
+    module: str
+    reads: Reads
+
+    @staticmethod
+    def of_record(record: dict[str, Any]) -> CallReads:
+        """What ``asdict`` made into a record, after JSON."""
+        pairs = {name: tuple((size, other) for size, other in record["reads"][name]) for name in ("weights", "caches")}
+        return CallReads(record["node"], record["module"], Reads(**pairs))
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values, which JSON can hold."""
+        return asdict(self)
+
+
+def step_traffic(program: Program, batch: int, context: float, num_speculative_tokens: int) -> Traffic:
+    """The bytes that a step reads for ``batch`` sequences whose contexts have ``context`` tokens on average."""
+    return traffic(step_reads(program), [context] * batch, num_speculative_tokens)
+
+
+def traffic(calls: Iterable[CallReads], contexts: Sequence[float], num_speculative_tokens: int) -> Traffic:
+    """The bytes that a step with these calls reads for sequences whose contexts have so many tokens.
+
+    A draft call counts as if it had one row for each sequence, which matters only for the number of experts it uses.
+    """
+    target, draft, cache, batch = 0, 0, 0.0, len(contexts)
+    for call in calls:
+        of_target = call.module in TARGET
+        size = call.reads.weight_bytes(batch * (num_speculative_tokens + 1) if of_target else batch)
+        target, draft = (target + size, draft) if of_target else (target, draft + size)
+        cache += sum(call.reads.cache_bytes(context) for context in contexts)
+    return Traffic(target, draft, round(cache))
+
+
+def step_reads(program: Program) -> list[CallReads]:
+    """What every call of a module in the step graph reads, in order."""
+    found: dict[str, Reads] = {}
+    calls = []
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            name = str(node.target)
+            found[name] = found.get(name) or reads_of(program.modules[name])
+            calls.append(CallReads(node.name, name, found[name]))
+    return calls
+
+
+def reads_of(module: fx.GraphModule) -> Reads:
+    """What a call of a module reads. Each of the distinct tensors that its graph names counts once."""
+    shares: dict[tuple[int, torch.Size], tuple[int, float]] = {}
+    caches: list[tuple[int, float | None]] = []
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = get_attribute(module, node.target)
+            share = max((_share(user, node, tensor) for user in node.users), default=0.0)
+            place = tensor.data_ptr(), tensor.shape
+            known = shares.get(place, (0, 0.0))[1]
+            shares[place] = tensor.numel() * tensor.element_size(), max(known, share)
+        elif node.op == "placeholder":
+            caches += _caches(node)
+    return Reads(_summed((size, share) for size, share in shares.values() if share), _summed(caches))
+
+
+def _summed(pairs: Iterable[tuple[int, Key]]) -> tuple[tuple[int, Key], ...]:
+    """The sum of the sizes that go with the same key."""
+    sums: dict[Key, int] = {}
+    for size, key in pairs:
+        sums[key] = sums.get(key, 0) + size
+    return tuple((size, key) for key, size in sums.items())
+
+
+def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor) -> float:
+    """The share of a tensor that one of its users reads for one row."""
+    if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
+        return 0.0
+    if user.target == torch.ops.specgraph.expert_linear.default and node in user.args[1:3]:
+        return experts_per_row(user) / len(tensor)
+    return 1.0
+
+
+def experts_per_row(product: fx.Node) -> int:
+    """The number of experts that a row meets in an ``expert_linear``."""
+    weight, _, ids = cast(Sequence[Any], product.args[1:4])
+    size = ids.meta["val"].shape[0]  # batch times rows, which are symbols, times a number
+    count = int(size.node.expr.as_coeff_Mul()[0])
+    assert 0 < count <= len(weight.meta["val"]), f"{product.name} has {size} rows"
+    return count
+
+
+def _caches(node: fx.Node) -> list[tuple[int, float | None]]:
+    """Bytes for each token and the window, for every buffer of an input that ops read from the page pools."""
+    found = []
+    for index, buffer in enumerate(buffers_of(node.meta.get("state", ()))):
+        windows = _windows(node, index) if buffer.owner == "pages" else []
+        if windows:
+            window = None if None in windows else max(cast(list[float], windows))
+            found.append((_per_token(buffer), window))
+    return found
+
+
+def _windows(caches: fx.Node, index: int) -> list[float | None]:
+    """The windows of the ops that read a buffer, None for one that reads all of it. An op that only writes has none."""
+    items = (item for item in caches.users if item.args[1:] == (index,))
+    writers = [form.op for form in STATEFUL.values() if not form.reads]
+    windows = [user.kwargs.get("window") for item in items for user in item.users if user.target not in writers]
+    return [None if window is None else float(cast(float, window)) for window in windows]
+
+
+def _per_token(buffer: Buffer) -> int:
+    """The bytes of one row of a buffer ``[N, block_size, H, D]``."""
+    return math.prod(int(size) for size in buffer.shape[2:]) * buffer.dtype.itemsize

@@ -1,0 +1,199 @@
+"""The page in a browser: what a person reads, by mouse and by keyboard, and that no text becomes a script."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgraph.explore.drafts import why
+from tests.explore.browser import Browser, browser, find
+from tests.explore.conftest import HOSTILE, Made
+
+PROGRAM = find()
+pytestmark = pytest.mark.skipif(PROGRAM is None and "CI" not in os.environ, reason="there is no Chromium")
+
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[Browser]:
+    assert PROGRAM is not None, "CI installs a browser (.ci/run)"
+    with browser(PROGRAM) as running:
+        yield running
+
+
+@pytest.fixture
+def page(made: Made, shown: Browser) -> Iterator[Browser]:
+    """The page, about which nothing is wrong before and after a test."""
+    shown.open(made.page.as_uri())
+    yield shown
+    assert shown.errors == [] and set(shown.requests) <= {"about:blank", made.page.as_uri()}
+    assert shown.run("window.broken") is None
+
+
+def go(page: Browser, place: str) -> None:
+    """Follow a link within the page."""
+    page.run(f"location.hash = {place!r}")
+    page.wait(f"document.body.dataset.shown === {place!r}")
+
+
+def cells(page: Browser, selector: str) -> list[list[str]]:
+    """The texts of a table, row by row."""
+    rows = f"[...document.querySelectorAll('{selector} tbody tr')]"
+    return list(page.run(f"{rows}.map((row) => [...row.cells].map((cell) => cell.textContent))"))
+
+
+def steps_with(made: Made, verdict: str) -> list[tuple[int, int, dict[str, Any]]]:
+    """The places of the drafts of which this became, as a link names them, with their steps."""
+    return [
+        (index, place, step)
+        for index, step in enumerate(made.data["trace"]["steps"])
+        for place, draft in enumerate(step["drafts"])
+        if draft["verdict"] == verdict
+    ]
+
+
+def test_the_page_says_which_pass_introduced_each_node_of_the_step(page: Browser, made: Made) -> None:
+    program = made.decoder.stages["index_rows"]
+    for node in program.graph.nodes:
+        go(page, f"#stage=index_rows&graph=step&node={node.name}")
+        made_by = node.meta["pass_name"]
+        expected = "tracing the model gave this node" if made_by == "trace" else f"Introduced by the pass {made_by}."
+        assert page.text("#node h3") == node.name and expected in page.text("#made-by")
+
+
+def test_a_node_is_found_by_typing(page: Browser) -> None:
+    page.run("document.querySelector('#search').focus()")
+    page.write("verification")
+    page.wait("!document.querySelector('#found').hidden")
+    assert page.texts("#found a")[0] == "verification"
+    page.key("Enter", 13, "\r")
+    page.wait("location.hash.includes('node=verification')")
+    assert "Introduced by the pass fuse_verify" in page.text("#made-by")
+    assert page.text("#node ul").splitlines()[-1] in ("still there in the last stage",)
+
+
+def test_what_a_pass_did_is_listed_and_leads_to_the_nodes(page: Browser, made: Made) -> None:
+    go(page, "#stage=fuse_verify")
+    stage = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_verify")
+    for kind in ("added", "removed"):
+        assert page.texts(f"#stage a.{kind}") == stage["changes"]["step"][kind]
+    page.point("#stage a.removed", click=True)
+    page.wait("location.hash.includes('stage=insert_verify')")
+    assert "removed by fuse_verify" in page.text("#node")
+
+
+def test_the_drawing_has_the_nodes_of_the_table(page: Browser) -> None:
+    for place in ("#stage=insert_verify&graph=step", "#stage=lower_kernels&graph=target"):
+        go(page, place)
+        drawn = page.run("drawing.nodes().map((node) => node.id()).sort()")
+        assert drawn == sorted(page.texts("#node-table td:nth-child(2)")) and len(drawn) > 15
+        assert page.run("drawing.edges().length") >= len(drawn) / 2
+    page.run("document.querySelector('#pick-inputs').click()")
+    assert page.run("drawing.nodes().length") == len(page.texts("#node-table tbody tr")) > len(drawn)
+
+
+def test_a_node_of_the_drawing_can_be_clicked(page: Browser) -> None:
+    go(page, "#stage=fuse_verify&graph=step")
+    page.run("document.querySelector('#canvas').scrollIntoView({block: 'center'})")
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # the drawing notes it
+    box = "document.querySelector('#canvas').getBoundingClientRect()"
+    x, y = page.run(f"[{box}.x, {box}.y]")
+    at = page.run("drawing.nodes('.call_module').first().renderedPosition()")
+    page.click(x + at["x"], y + at["y"])
+    page.wait("location.hash.includes('node=')")
+    assert page.text("#node h3") == page.run("drawing.nodes('.chosen').id()")
+
+
+@pytest.mark.parametrize("verdict", ["rejected", "behind", "accepted"])
+def test_the_reason_is_shown_to_a_mouse_a_keyboard_and_a_link(verdict: str, page: Browser, made: Made) -> None:
+    index, place, step = steps_with(made, verdict)[0]
+    expected = why("strict")[verdict].split("{own}")[0].strip()
+    page.run(f"chooseSequence({step['sequence']})")
+    name = f'[data-draft="{index}.{place}"]'
+    page.point(f"#text {name}")
+    page.wait("!document.querySelector('#tip').hidden")
+    assert page.text("#tip .reason").startswith(expected)
+    assert f"Token {step['drafts'][place]['token']}." in page.text("#tip")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    assert page.run("document.querySelector('#tip').hidden")
+
+    # The same with the keyboard alone: Tab to the text, then the arrow keys.
+    page.run("document.querySelector('#pick-sequence').focus()")
+    page.key("Tab", 9)
+    for _ in range(400):
+        if page.run(f"document.activeElement.matches({name!r})"):
+            break
+        page.key("ArrowRight", 39)
+    assert page.text("#tip .reason").startswith(expected)
+    page.key("Escape", 27)
+    assert page.run("document.querySelector('#tip').hidden")
+    page.key("Enter", 13, "\r")
+    page.wait(f"document.body.dataset.shown === '#draft={index}.{place}'")
+    assert page.text("#why .reason").startswith(expected)
+
+    page.open(f"{made.page.as_uri()}#draft={index}.{place}")
+    assert page.text("#why .reason").startswith(expected)
+
+
+def test_the_token_that_the_target_chose_is_named(page: Browser, made: Made) -> None:
+    for index, place, step in steps_with(made, "rejected"):
+        go(page, f"#draft={index}.{place}")
+        own = page.run(f"visibleToken({json.dumps(step['texts'][place])}).trim()")
+        assert page.run("document.querySelector('#why .quoted').textContent") == own
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_hostile_tokens_are_shown_as_text(sequence: int, page: Browser, made: Made) -> None:
+    page.run(f"chooseSequence({sequence})")
+    steps = [step for step in made.data["trace"]["steps"] if step["sequence"] == sequence]
+    texts = [*(draft["text"] for step in steps for draft in step["drafts"]), *(t for s in steps for t in s["texts"])]
+    assert len(set(texts) & set(HOSTILE)) > 10
+    shown = "".join(page.texts("#text .token"))
+    for character in {character for text in texts for character in text if not character.isprintable()}:
+        escape = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character, f"\\u{ord(character):04x}")
+        assert escape in shown and (character == "\n" or character not in shown)
+    assert page.run("document.querySelectorAll('#text img, #text script').length") == 0
+    directions = page.run("[...document.querySelectorAll('#text .token')].map((e) => getComputedStyle(e).unicodeBidi)")
+    assert set(directions) == {"isolate"}
+
+
+def test_numbers_are_those_of_the_trace(page: Browser, made: Made) -> None:
+    data = made.data["trace"]
+    for row, counts in zip(cells(page, "#acceptance"), data["acceptance"], strict=True):
+        assert row[2] == f"{counts['accepted'] / counts['verified']:.2f}"
+        assert row[3] == f"{counts['accepted']} of {counts['verified']}"
+    times = [(row[0], row[3].replace(",", "")) for row in cells(page, "#times")]
+    assert times == [(str(row["step"]), f"{row['ms']:.3f}") for row in data["times"]["rows"]]
+    assert page.run("document.querySelector('#plot canvas').width") > 500
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, True), (600, False), (360, True)])
+def test_it_fits_narrow_windows_and_dark_ones(width: int, dark: bool, page: Browser, made: Made) -> None:
+    page.open(made.page.as_uri(), width=width, dark=dark)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(22, 25, 29)") == dark
+
+
+def test_it_can_be_printed(page: Browser) -> None:
+    assert len(page.call("Page.printToPDF", paperWidth=8.3, paperHeight=11.7)["data"]) > 50_000
+
+
+def test_nothing_else_can_be_loaded(made: Made, shown: Browser) -> None:
+    shown.open(made.page.as_uri())
+    load = "const image = new Image(); image.src = 'https://localhost/a.png'"
+    refused = "document.addEventListener('securitypolicyviolation', () => done(true))"
+    assert shown.run(f"new Promise((done) => {{ {refused}; {load}; setTimeout(() => done(false), 5000) }})")
+    shown.open("about:blank")
+    assert shown.errors and all("Content Security Policy" in error for error in shown.errors)
+    shown.errors.clear()
+    shown.requests.clear()
+
+
+def test_pictures_can_be_taken(page: Browser, tmp_path: Path) -> None:
+    page.picture(tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
