@@ -52,11 +52,11 @@ environment has the repository as an editable package, whose finder is taken out
 
 
 def _files() -> dict[str, Path]:
-    """What an installed package must have, by its path there: modules, the configuration, and the mark of types."""
+    """What an installed package must have, by its path there: every file of the folders of sources."""
     found = {}
     for folder, place in SOURCES.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml") or path.name == "py.typed":
+            if path.is_file() and path.parent.name != "__pycache__":
                 found[f"{place}/{path.relative_to(ROOT / folder)}"] = path
     return found
 

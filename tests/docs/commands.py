@@ -1,9 +1,9 @@
 """Checks of the shell commands that the pages show.
 
-``inspect`` and ``doctor`` run in this process, and so do ``generate`` and ``dump`` where they name the models of this
-repository, with few tokens. The other commands of the command line need a GPU, a model of the reader's or minutes:
-their configuration is composed and checked as far as the work itself. What installs something is compared with
-``setup.cfg``, and ``make`` with the Makefile.
+``explore``, ``diff``, ``inspect`` and ``doctor`` run in this process, and so do ``generate`` and ``dump`` where they
+name the models of this repository, with few tokens. The other commands of the command line need a GPU, a model of the
+reader's or minutes: their configuration is composed and checked as far as the work itself. What installs something is
+compared with ``setup.cfg``, and ``make`` with the Makefile.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from specgraph.training.heads.config import HeadTrainConfig, check_head_config
 from tests.test_examples import NAMES
 
 ROOT = Path(__file__).parents[2]
-RUN = ("generate", "dump", "inspect")
+RUN = ("generate", "dump", "explore", "diff", "inspect")
 QUICK = {
     "generate": ("max_new_tokens=6", "limit=1"),
     "dump": ("weights=false",),
+    "explore": ("bandwidth=100",),
+    "diff": (),
     "inspect": (),
 }  # fmt: skip
 """What a command that runs is given in addition, so that it is quick."""
@@ -63,7 +65,7 @@ def _specgraph(words: list[str]) -> str:
     if {"--help", "--cfg"} & set(words) or name not in RUN or theirs:
         with _composed_only():
             return _main(words)
-    given = [*QUICK[name], *(("device=cpu",) if name != "inspect" else ())]
+    given = [*QUICK[name], *(("device=cpu",) if name in ("generate", "dump") else ())]
     keys = {word.partition("=")[0] for word in rest}
     extra = [word for word in given if word.partition("=")[0] not in keys]
     if "prompts" not in keys:
