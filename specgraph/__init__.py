@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specgraph.dropin.attach import attach, custom_generate, detach
     from specgraph.dump import load_stage as load_dump
     from specgraph.errors import (
+        BusyError,
         ConfigError,
         InputError,
         NumericsError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from specgraph.runtime.session import Event, Session
 
 __all__ = [
+    "BusyError",
     "ConfigError",
     "Event",
     "GenerateOutput",

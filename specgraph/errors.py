@@ -37,5 +37,9 @@ class InputError(SpecgraphError, ValueError):
     """An argument of ``generate`` or ``stream`` is out of range."""
 
 
+class BusyError(SpecgraphError):
+    """A session has as many waiting sequences as it takes; try again when some of them have ended."""
+
+
 class SpecgraphWarning(UserWarning):
     """Something the user asked for had no effect, or only part of it."""

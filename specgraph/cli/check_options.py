@@ -9,12 +9,15 @@ import torch
 
 from specgraph.cli.generation import given_options
 from specgraph.cli.keys import GenerateConfig
+from specgraph.config.errors import did_you_mean
+from specgraph.errors import ConfigError
 from specgraph.runtime.arguments import OWN, STRUCTURE
 from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.grammar import Grammars
 from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Limits
 
+LOCAL, RAY = ENGINES = ("local", "ray")
 _ENOUGH = 1 << 62
 """No length is refused yet."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -38,6 +41,24 @@ def decoder_options(options: GenerateConfig, tokenizer: Any) -> dict[str, Any]:
     """The arguments of the decoder that are set, except seeds."""
     given = {name: value for name, value in given_options(options).items() if name != "seed"}
     return given | ({"tokenizer": tokenizer} if not {"stop_strings", *STRUCTURE}.isdisjoint(given) else {})
+
+
+def check_engine(options: GenerateConfig) -> None:
+    """Refuse an engine that does not exist, and keys that are not for the one that is asked for.
+
+    Raises:
+        ConfigError: says what is allowed.
+    """
+    engine, workers = options.engine, options.workers
+    if engine not in ENGINES:
+        raise ConfigError(f"There is no engine={engine}{did_you_mean(engine, ENGINES)}; it is {' or '.join(ENGINES)}.")
+    if engine == LOCAL and workers is not None:
+        raise ConfigError(f"workers={workers} is for engine=ray; leave it out, or add that.")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers must be at least 1, got {workers}.")
+    refused = {"stream": options.stream, "compare": options.compare, "trace": options.trace, "plot": options.plot}
+    for key in [key for key, value in refused.items() if value] if engine == RAY else []:
+        raise ConfigError(f"{key} is not there with engine=ray, whose decoders are in other processes; leave it out.")
 
 
 def check_options(options: GenerateConfig, tokenizer: Any, vocab_size: int, count: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
-from specgraph.cli.check_options import check_options
+from specgraph.cli.check_options import RAY, check_engine, check_options
 from specgraph.cli.config import COMMANDS
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
@@ -77,6 +77,7 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     check_trace(options.trace, stream=options.stream)
     if options.plot is not None:
         check_plot(options.plot)
+    check_engine(options)
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)
@@ -84,6 +85,8 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     check_options(options, tokenizer, ids, len(texts))
     prompts = encode(tokenizer, texts)
+    if options.engine == RAY:
+        return _generate_with_ray(options, config, place, tokenizer, prompts)
     model = load_model(options.model, *place, options.trust_remote_code)
     decoder = compile_speculative(model, config)
     outcome = decode_prompts(decoder, tokenizer, prompts, options, write=writer(options.format, tokenizer))
@@ -116,6 +119,18 @@ def _draw_acceptance(path: str, model: str, config: Config, stats: Stats) -> str
     curves[name] = stats.acceptance_per_position
     plot_acceptance(path, model, curves)
     return path
+
+
+def _generate_with_ray(
+    options: GenerateConfig, config: Config, place: tuple[str, str], tokenizer: Any, prompts: Sequence[Prompt]
+) -> dict[str, str]:
+    from specgraph.cli.ray_workers import Job, decode_with_ray
+
+    job = Job(options, config, place, tokenizer)
+    rows = summary_rows(decode_with_ray(job, prompts, writer(options.format, tokenizer)))
+    rows["tokens/s, with the start of the workers"] = rows.pop("tokens/s")
+    print("\n" + text_table(rows.items()), file=notes(options.format))
+    return rows
 
 
 def _peers(

@@ -70,7 +70,7 @@ def decode_prompts(
     As many are decoded together as the decoder allows. The seed of a sequence depends on its place in ``prompts``, so
     the texts do not depend on that number.
     """
-    drawn = seeds or _seeds(options.seed, len(prompts))
+    drawn = seeds or draw_seeds(options.seed, len(prompts))
     outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn))
     if options.compare:
         _warm_up(decoder, [prompt.ids for prompt in prompts[: decoder.config.max_batch_size]])
@@ -161,7 +161,8 @@ def _warm_up(decoder: SpeculativeDecoder, ids: list[Tensor]) -> None:
     decoder.generate(ids, max_new_tokens=8)
 
 
-def _seeds(seed: int | None, count: int) -> list[int]:
+def draw_seeds(seed: int | None, count: int) -> list[int]:
+    """A seed for each of so many prompts, by its place; ``seed`` None draws them."""
     base = secrets.randbits(62) if seed is None else seed
     return [hash_seed(base, index) for index in range(count)]
 
@@ -176,7 +177,7 @@ def _all(
     outcome.stats, outcome.trace, done = stream.stats, stream.trace, 0
     # What has no room for a token ends without a step.
     reasons: list[str | None] = ["max_length" if len(p.ids) >= decoder.max_length else "length" for p in prompts]
-    ready = _InOrder(outcome, prompts, write)
+    ready = InOrder(outcome, prompts, write)
     for chunk in _timed(stream, outcome):
         for tokens, new in zip(outcome.tokens, chunk.tokens, strict=True):
             tokens += new
@@ -186,7 +187,7 @@ def _all(
     ready(reasons)
 
 
-class _InOrder:
+class InOrder:
     """Writes the answers that are complete, in the order of the prompts."""
 
     def __init__(self, outcome: Outcome, prompts: Sequence[Prompt], write: Writer | None) -> None:

@@ -33,10 +33,16 @@ each. decode=false leaves that out and looks only at what is installed. The exit
 some device, and else 1."""
 PURPOSES = {
     "accelerate": "the command train",
+    "datasets": "examples/reinforce.py",
+    "fastapi": "examples/serve.py",
     "llguidance": "json_schema, regex and grammar of generate",
     "lm_eval": "evaluation by lm_eval --model specgraph",
     "matplotlib": "the key plot of bench and the loss curves of train",
+    "pyarrow": "engine=ray of generate",
+    "ray": "engine=ray of generate and for examples/serve.py",
+    "starlette": "examples/serve.py",
     "tokenizers": "the command train",
+    "trl": "examples/reinforce.py",
 }
 """What an optional package is for. Which packages are optional is read from the extras of the installed specgraph."""
 _PATIENCE = 600

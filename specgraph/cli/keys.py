@@ -41,6 +41,11 @@ class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     """How many prompts of the file are read; null reads all."""
     batch_size: int | None = None
     """How many prompts are decoded together; null is max_batch_size."""
+    engine: str = "local"
+    """local, or ray: decode in several processes by Ray Data, on one machine or, where RAY_ADDRESS names a cluster, on
+    many. The texts are the same."""
+    workers: int | None = None
+    """With engine=ray, how many processes have a decoder; null is one per GPU, and one where there is none."""
     format: str = "text"
     """text, or jsonl: one JSON object per prompt on standard output, in the order of the prompts and each as soon as it
     is done, with prompt (or messages), text, tokens, finish_reason and stats; the table goes to standard error."""

@@ -47,7 +47,7 @@ Writer = Callable[[Ended], None]
 
 
 def writer(form: str, tokenizer: Any) -> Writer:
-    """What writes answers to standard output, in one of :data:`FORMATS`."""
+    """What writes answers to what is the standard output now, in one of :data:`FORMATS`."""
     return _Text(tokenizer) if form == TEXT else _Json(tokenizer)
 
 
@@ -105,18 +105,18 @@ class _Text:
     """Writes a heading and the text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._out = tokenizer, sys.stdout
 
     def __call__(self, ended: Ended) -> None:
-        print(heading(ended.source, ended.place))
-        print(self._tokenizer.decode(ended.tokens, skip_special_tokens=True), flush=True)
+        print(heading(ended.source, ended.place), file=self._out)
+        print(self._tokenizer.decode(ended.tokens, skip_special_tokens=True), file=self._out, flush=True)
 
 
 class _Json:
     """Writes an object, with no character beyond ASCII, so that every terminal and file takes it."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._out = tokenizer, sys.stdout
 
     def __call__(self, ended: Ended) -> None:
         name = "prompt" if isinstance(ended.source, str) else "messages"
@@ -127,4 +127,4 @@ class _Json:
             name: ended.source, "text": text, "tokens": ended.tokens, "finish_reason": ended.reason,
             "stats": {**stats, "tokens_per_step": None if math.isnan(mean) else mean},
         }  # fmt: skip
-        print(json.dumps(record), flush=True)
+        print(json.dumps(record), file=self._out, flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from specgraph import kernels
 
@@ -38,4 +39,6 @@ def _digest() -> bytes:
 
 def compile_module(module: nn.Module) -> Any:
     """``module`` compiled by Inductor, for sizes that may change, when it is first called."""
+    if isinstance(module, fx.GraphModule):
+        _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
     return torch.compile(module, dynamic=True, options={"post_grad_custom_pre_pass": _OurOps()})

@@ -29,13 +29,13 @@ from specgraph.runtime.reading import Call, Reader
 from specgraph.runtime.requests import Batch, EosIds, Limits, Request, read_logprobs
 from specgraph.runtime.runner import Runners
 from specgraph.runtime.score import Cuts, ScoreOutput, Scoring, read_scoring
-from specgraph.runtime.session import Session
+from specgraph.runtime.session import Giving, Session
 from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
 from specgraph.runtime.stopping import Criterion, Stopping
 from specgraph.runtime.streaming import Columns
 from specgraph.runtime.text import Tokenizers, check_text_options, encode_chats, encode_texts
-from specgraph.runtime.values import PerSequence, refuse_others
+from specgraph.runtime.values import PerSequence, read_bound, read_flag, refuse_others
 from specgraph.runtime.variants import Variants
 from specgraph.runtime.watch import Watch
 
@@ -216,7 +216,10 @@ class SpeculativeDecoder:
         own = self._reader.tokenizers.get(tokenizer)
         return self._texts(own, encode_chats(own, messages if several else [messages]), options, alone=not several)
 
-    def session(self, *, return_logprobs: bool | str = False, **others: Any) -> Session:
+    def session(
+        self, *, return_logprobs: bool | str = False, return_text: bool = False, tokenizer: Any = None,
+        max_waiting: int | None = None, **others: Any,
+    ) -> Session:  # fmt: skip
         """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
 
         Its KV cache has room for ``max_batch_size`` sequences of ``max_length``, or for ``cache.pool_tokens``, but
@@ -224,17 +227,25 @@ class SpeculativeDecoder:
 
         Args:
             return_logprobs: as for :meth:`generate`, for all sequences.
+            return_text: whether events also have the texts of their tokens.
+            tokenizer: the model's, for texts and stop strings; None loads it from where the model came from, if texts
+                are wanted.
+            max_waiting: the most sequences that may wait for a row; ``submit`` refuses more. None is any number.
             others: there are none; their names are in the error.
 
         Raises:
-            InputError: there is no memory for a KV cache.
+            InputError: there is no memory for a KV cache, or no tokenizer.
         """
-        refuse_others("session", others, "it takes return_logprobs, and its size is of the configuration")
+        takes = "it takes return_logprobs, return_text, tokenizer and max_waiting"
+        refuse_others("session", others, f"{takes}, and its size is of the configuration")
         logprobs = read_logprobs(return_logprobs)
+        texts = bool(read_flag("return_text", return_text))
+        own = self._reader.tokenizers.get(tokenizer) if texts or tokenizer is not None else None
+        giving = Giving(logprobs != "none", texts, own, read_bound("max_waiting", max_waiting))
         stack = contextlib.ExitStack()
         sizes = self._engines.session_sizes(self.max_length, len(self._reader.read_defaults().eos_ids))
         engine = stack.enter_context(self._engines.engine(sizes, logprobs, fair=True))
-        return Session(engine, self._reader, self._engines.step, stack.close, logprobs=logprobs != "none")
+        return Session(engine, self._reader, self._engines.step, stack.close, giving)
 
     def score(
         self, sequences: Any, attention_mask: Any = None, *, start: PerSequence = None, logprobs: str = "raw",
@@ -344,10 +355,11 @@ class SpeculativeDecoder:
             progress = stack.enter_context(_progress(call.batch, show))
             if alone:
                 stack.enter_context(engine.active())
+            stopping = Stopping(engine)
             for number in _longest_first(requests):
+                stopping.add(number, requests[number], call.criteria)
                 engine.submit(number, requests[number])
-            steps = self._engines.steps(engine)
-            for step in Stopping(call.criteria, call.batch).watch(engine, steps) if call.criteria else steps:
+            for step in map(stopping.cut, self._engines.steps(engine)):
                 progress.advance(step.prompt_tokens)
                 for output in step.outputs:
                     if output.error is not None:

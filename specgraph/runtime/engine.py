@@ -15,14 +15,14 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
 
-from specgraph.errors import InputError
+from specgraph.errors import BusyError, InputError
 from specgraph.runtime.pages import known_tokens, num_pages
 from specgraph.runtime.pause import HostTime, Pause, Paused
+from specgraph.runtime.policy import Policy
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, group_size, rows_beside
 from specgraph.runtime.requests import Request
@@ -31,30 +31,6 @@ from specgraph.runtime.sequences import Running, UnderWay, not_a_number
 from specgraph.runtime.state import Entering, stop
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.workspace import Mode
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How steps are chosen.
-
-    Attributes:
-        chunk: the most prompt rows of a sequence in a step.
-        fair: whether somebody waits for every token, so that no step may take long and no sequence waits for others to
-            enter together with it.
-        joint: whether sequences that decode take part in steps that run prompts. Else the two take turns, or, if not
-            ``fair``, all prompts come first. That is better where decode steps have faster code than prompts have.
-        drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
-            empty table, is the drafter's own. Prompt steps make as many drafts always, so there is one variant of them.
-    """
-
-    chunk: int
-    fair: bool
-    joint: bool = True
-    drafts: Mapping[int, int | None] = field(default_factory=dict)
-
-    def drafts_of(self, count: int) -> int | None:
-        """K for a decode step of ``count`` sequences."""
-        return self.drafts.get(max((key for key in self.drafts if key <= max(count, 1)), default=0))
 
 
 class Engine:
@@ -96,14 +72,20 @@ class Engine:
 
     # What any thread may call
 
-    def submit(self, number: int, request: Request) -> None:
+    def submit(self, number: int, request: Request, max_waiting: int | None = None) -> None:
         """Decode a sequence as soon as there is room for it.
 
         Raises:
             InputError: it is too large for this engine, even alone.
+            BusyError: ``max_waiting`` sequences wait already, beside those for which there are rows.
         """
         self._check(request)
         with self._lock:
+            if max_waiting is not None and len(self._waiting) >= max_waiting + len(self._free_rows):
+                raise BusyError(
+                    f"{len(self._waiting)} sequences wait already, and this session lets {max_waiting} wait for a row; "
+                    "try again later, or open it with a larger max_waiting."
+                )
             self._waiting.append(Running(number, request))
 
     def cancel(self, number: int) -> None:
@@ -126,6 +108,11 @@ class Engine:
     def num_free_rows(self) -> int:
         """How many rows no sequence has."""
         return len(self._free_rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences have no row yet."""
+        return len(self._waiting)
 
     # What one thread calls
 
@@ -353,6 +340,8 @@ class Engine:
         count = len(under_way.sequences)
         read = under_way.results.read(count, logprobs=self._logprobs != "none")
         traces = under_way.results.trace(count) if self._traced else repeat(None)
+        failed = under_way.failed()
+        self._halt([*failed])
         going_on = under_way.going_on
         outputs, broken = [], []
         forced = chain(under_way.forced, repeat(None)) if under_way.forced else repeat(None)
@@ -384,7 +373,8 @@ class Engine:
         if broken:
             self._halt(broken)
             self.pages.forget()  # nobody shall find a NaN there
-        outputs += [Output(s.number, finish_reason="error", error=not_a_number(s.number)) for s in broken]
+        failed |= {s: not_a_number(s.number) for s in broken}
+        outputs += [Output(s.number, finish_reason="error", error=error) for s, error in failed.items()]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.results.width - 1

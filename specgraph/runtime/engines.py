@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from specgraph.config import Config
 from specgraph.ir.program import Program
 from specgraph.kernels.verify import LOSSLESS_RULES
-from specgraph.runtime.engine import Engine, Policy
+from specgraph.runtime.engine import Engine
 from specgraph.runtime.modes import plain_mode
 from specgraph.runtime.pages import num_pages
 from specgraph.runtime.pause import HostTime
+from specgraph.runtime.policy import Policy
 from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.runner import Runners, StepModule
 from specgraph.runtime.steps import Step

@@ -199,12 +199,16 @@ class Room:
     Attributes:
         free_rows, rows: sequences that could be decoded beside those that are, and at most.
         free_pages, pages: pages of the KV cache that no sequence has reserved, and all of them.
+        waiting: sequences that have no row yet.
+        followed: sequences of which a task gets the events from ``follow``.
     """
 
     free_rows: int
     rows: int
     free_pages: int
     pages: int
+    waiting: int = 0
+    followed: int = 0
 
 
 @dataclass

@@ -8,8 +8,9 @@ before the one in front of it was read; sequences beside them wait with them.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specgraph.errors import SpecgraphError
 from specgraph.runtime.host import Rows
 from specgraph.runtime.requests import Request
 
@@ -74,11 +76,14 @@ class Pause:
         sequences: those that have processors.
         time: where its cost is noted.
         seconds: how long the host was at work.
+        errors: what a processor has refused, by the entries of the sequences. It is about that sequence alone, so the
+            step goes on for the others.
     """
 
     sequences: Sequence[Paused]
     time: HostTime
     seconds: float = 0.0
+    errors: dict[int, SpecgraphError] = field(default_factory=dict)
     _masks: list[tuple[Paused, np.ndarray[Any, Any]]] = field(default_factory=list)
     _begin: float = 0.0
 
@@ -86,10 +91,11 @@ class Pause:
         """What needs no logits; the device may be computing them meanwhile."""
         self._begin = time.perf_counter()
         for sequence in self.sequences:
-            for processor in sequence.request.host:
-                masks = processor.masks(sequence.new_tokens, sequence.drafts)
-                if masks is not None:
-                    self._masks.append((sequence, masks))
+            with self._noting_errors(sequence):
+                for processor in sequence.request.host:
+                    masks = processor.masks(sequence.new_tokens, sequence.drafts)
+                    if masks is not None:
+                        self._masks.append((sequence, masks))
 
     def apply(self, logits: Tensor, raw: Tensor, width: int) -> None:
         """Change logits float32 ``[b, R, V]`` in place. ``raw`` are the target's own, of a step of ``width`` rows."""
@@ -101,11 +107,19 @@ class Pause:
             own = slice(first, first + 1 + len(sequence.drafts))
             request, entry = sequence.request, sequence.entry
             rows = Rows(request.given, sequence.new_tokens, sequence.drafts, logits[entry, own], raw[entry, own])
-            for processor in request.host:
-                processor.change(rows)
+            with self._noting_errors(sequence):
+                for processor in request.host:
+                    processor.change(rows)
         self.seconds = time.perf_counter() - self._begin
         self.time.steps += 1
         self.time.seconds += self.seconds
+
+    @contextlib.contextmanager
+    def _noting_errors(self, sequence: Paused) -> Iterator[None]:
+        try:
+            yield
+        except SpecgraphError as error:
+            self.errors.setdefault(sequence.entry, error)
 
 
 def _first_row(sequence: Paused, width: int, count: int) -> int:

@@ -58,16 +58,20 @@ class Processing:
 
     def unused(self) -> frozenset[str]:
         """Options that are off, by the names of the state."""
-        return _states({field.name for field in fields(self) if getattr(self, field.name) == field.default})
+        return _states({name for name, default in _DEFAULTS if getattr(self, name) == default})
 
     def used(self) -> frozenset[str]:
         """Options that are on, by the names of the state."""
-        return _states({field.name for field in fields(self) if getattr(self, field.name) != field.default})
+        return _states({name for name, default in _DEFAULTS if getattr(self, name) != default})
+
+
+_DEFAULTS = [(option.name, option.default) for option in fields(Processing)]
+"""Looked up once, since every request asks."""
 
 
 def _states(options: set[str]) -> frozenset[str]:
     """The state that holds options: the biases are in several tables."""
-    return frozenset(name for option in options for name in BIAS_STATE if option == "biases") | (options - {"biases"})
+    return frozenset(options - {"biases"}).union(BIAS_STATE) if "biases" in options else frozenset(options)
 
 
 BIAS_STATE = ("bias_tokens", "bias_ends", "bias_values", "bias_until")

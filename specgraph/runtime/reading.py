@@ -36,7 +36,7 @@ from specgraph.runtime.requests import (
     read_sampling,
 )
 from specgraph.runtime.scores import Recorder, Wanted
-from specgraph.runtime.stopping import Criterion, read_criteria, stop_criteria
+from specgraph.runtime.stopping import Criterion, read_criteria, read_stop_strings, stop_criteria
 from specgraph.runtime.text import Tokenizers, check_tokenizer
 from specgraph.runtime.values import PerSequence, check_function, is_number, read_flag, whole
 from specgraph.runtime.watch import Watch
@@ -49,6 +49,7 @@ class Call:
     Attributes:
         batch: its sequences.
         criteria: what else than EOS and length ends them, asked on the host.
+        stop_strings: the texts behind which some of these criteria end a sequence.
         streamer: one of transformers' streamers, or None.
         wanted: which logits the output has.
     """
@@ -57,6 +58,7 @@ class Call:
     criteria: Sequence[Criterion]
     streamer: Any
     wanted: Wanted
+    stop_strings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,9 @@ class Reader:
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
         batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,
                       bool(read_flag("trace", trace)))  # fmt: skip
-        criteria = _criteria(stopping_criteria, others, defaults)
-        return Call(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults))
+        strings = _stop_strings(others, defaults)
+        criteria = [*read_criteria(stopping_criteria), *_criteria(strings, others, defaults)]
+        return Call(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults), strings)
 
     def stream(self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], **options: Any) -> Call:
         """A checked call of ``stream``, whose chunks have no scores; see :meth:`call`."""
@@ -146,19 +149,19 @@ class Reader:
 
     def one(
         self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
-        seed: int | None = None, processing: Mapping[str, Any], **sampling: Any,
-    ) -> Request:  # fmt: skip
+        seed: int | None = None, others: Mapping[str, Any], **sampling: Any,
+    ) -> Call:  # fmt: skip
         """A checked call of ``submit``, whose seed is used as it is.
 
-        ``processing`` is what changes logits, or the structure.
+        ``others`` is what changes logits or ends the sequence, or the structure.
 
         Raises:
             InputError: as for :meth:`call`.
         """
         seeds = None if seed is None else [seed]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
-        check_names(processing, ARGUMENTS | STRUCTURE | {"tokenizer"}, "submit")
-        return self.call([_one_prompt(prompt)], None, processing, **options, **sampling).batch.requests[0]
+        check_names(others, ARGUMENTS | STRUCTURE | {"tokenizer", "stop_strings", "max_time"}, "submit")
+        return self.call([_one_prompt(prompt)], None, others, **options, **sampling)
 
     def _hosts(
         self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences
@@ -267,14 +270,18 @@ def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: G
     return Lengths(defaults.max_new_tokens, defaults.max_length)
 
 
-def _criteria(given: Any, others: Mapping[str, Any], defaults: GenerationDefaults) -> list[Criterion]:
-    strings, seconds = others.get("stop_strings"), others.get("max_time")
-    strings = defaults.stop_strings if strings is None else strings
+def _stop_strings(others: Mapping[str, Any], defaults: GenerationDefaults) -> list[str]:
+    given = others.get("stop_strings")
+    return read_stop_strings(defaults.stop_strings if given is None else given)
+
+
+def _criteria(strings: list[str], others: Mapping[str, Any], defaults: GenerationDefaults) -> list[Criterion]:
+    seconds = others.get("max_time")
     seconds = defaults.max_time if seconds is None else seconds
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise InputError(f"max_time must be a number of seconds above 0, got {seconds!r}.")
     seconds = None if seconds == math.inf else seconds
-    return [*read_criteria(given), *stop_criteria(strings, others.get("tokenizer"), seconds)]
+    return stop_criteria(strings, others.get("tokenizer"), seconds)
 
 
 def read_wanted(others: Mapping[str, Any], defaults: GenerationDefaults) -> Wanted:

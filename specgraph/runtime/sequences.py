@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specgraph.errors import NumericsError
+from specgraph.errors import NumericsError, SpecgraphError
 from specgraph.runtime.cuda_graphs import Results
 from specgraph.runtime.pages import Reservation
 from specgraph.runtime.pause import Pause
@@ -44,6 +44,11 @@ class UnderWay:
     going_on: frozenset[Running] = frozenset()
     prompt_tokens: int = 0
     pause: Pause | None = None
+
+    def failed(self) -> dict[Running, SpecgraphError]:
+        """The sequences for which the host could not do its part, and why."""
+        errors = {} if self.pause is None else self.pause.errors
+        return {self.sequences[entry]: error for entry, error in errors.items() if not self.sequences[entry].ended}
 
 
 def not_a_number(number: int) -> NumericsError:

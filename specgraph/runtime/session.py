@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
 from specgraph.runtime.engine import Engine
+from specgraph.runtime.following import Followers
 from specgraph.runtime.outputs import Room, SessionStats
-from specgraph.runtime.reading import Reader
+from specgraph.runtime.pieces import Pieces
+from specgraph.runtime.reading import Call, Reader
 from specgraph.runtime.requests import EosIds
 from specgraph.runtime.steps import Output, Step
+from specgraph.runtime.stopping import Stopping
 
 _PATIENCE = 0.1
 """Seconds after which a thread that waits for sequences looks whether anybody still waits for it."""
@@ -31,8 +35,10 @@ class Event:
         tokens: its new token ids, a possibly empty list.
         logprobs: one number beside each of them; None if the session gives none.
         finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
-            what was asked), ``cancelled`` or ``error``. Nothing comes after it.
+            what was asked), ``stop``, ``cancelled`` or ``error``. Nothing comes after it.
         error: what went wrong, for ``error``; the other sequences are not concerned.
+        text: the text that can be shown now (see :class:`~specgraph.runtime.pieces.Pieces`); None if the session gives
+            none.
     """
 
     id: int
@@ -40,6 +46,24 @@ class Event:
     logprobs: list[float] | None = None
     finish_reason: str | None = None
     error: SpecgraphError | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Giving:
+    """What a session gives, and to how many.
+
+    Attributes:
+        logprobs: whether events have log-probabilities.
+        texts: whether they have texts.
+        tokenizer: what makes texts, and reads stop strings; None if a sequence with any has to bring one.
+        max_waiting: the most sequences that wait for a row; None is any number.
+    """
+
+    logprobs: bool = False
+    texts: bool = False
+    tokenizer: Any = None
+    max_waiting: int | None = None
 
 
 class Session:
@@ -63,11 +87,13 @@ class Session:
 
     def __init__(
         self, engine: Engine, reader: Reader, step: Callable[[Engine], Step | None],
-        release: Callable[[], None], *, logprobs: bool,
+        release: Callable[[], None], giving: Giving,
     ) -> None:  # fmt: skip
         self.stats = SessionStats()
         self._engine, self._reader, self._run, self._release = engine, reader, step, release
-        self._logprobs = logprobs
+        self._giving, self._stopping = giving, Stopping(engine)
+        self._texts: dict[int, Pieces] = {}
+        self._followers: Followers[Event] = Followers(self.__aiter__, self.cancel)
         self._numbers = 0
         self._stepping = threading.RLock()
         self._news = threading.Condition()
@@ -84,7 +110,7 @@ class Session:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | None = None,
-        **processing: Any,
+        **others: Any,
     ) -> int:
         """Add a sequence, and return its id, by which events name it.
 
@@ -97,23 +123,48 @@ class Session:
             top_p: 1 is off.
             min_p: 0 is off.
             seed: is used as it is, like an entry of the list that ``generate`` takes.
-            processing: what changes logits on the device, as for ``generate``, or ``json_schema``, ``regex`` or
-                ``grammar``, for which every step waits for the host, also for the sequences beside this one.
+            others: as for ``generate``, what changes logits on the device; ``stop_strings``, with their ``tokenizer``
+                unless the session has one, and ``max_time``; or ``json_schema``, ``regex`` or ``grammar``, for which
+                every step waits for the host, also for the sequences beside this one.
 
         Raises:
             InputError: an argument is out of range, the sequence is too large for this session even alone, or the
                 session is closed.
+            BusyError: as many sequences wait for a row as the session lets wait.
         """
         self._check_open()
-        request = self._reader.one(
+        if others.get("tokenizer") is None:
+            others["tokenizer"] = self._giving.tokenizer
+        call = self._reader.one(
             prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, seed=seed, processing=processing,
+            top_p=top_p, min_p=min_p, seed=seed, others=others,
         )  # fmt: skip
         with self._news:
             number, self._numbers = self._numbers, self._numbers + 1
-        self._engine.submit(number, request)
+        self._submit(number, call)
         self._wake()
         return number
+
+    async def follow(self, prompt: Tensor | Sequence[int], **options: Any) -> AsyncGenerator[Event, None]:
+        """Submit a sequence, and give its events up to the last. Whoever stops before that cancels the sequence. ::
+
+            async for event in session.follow(prompt, max_new_tokens=100):
+                ...
+
+        Any number of tasks of one event loop may do this side by side. Steps run in a thread of their own as long as
+        the session is open, so nobody else iterates over it then.
+
+        Args:
+            prompt: as for :meth:`submit`.
+            options: as for :meth:`submit`, which is called when the first event is asked for.
+
+        Raises:
+            InputError: as for :meth:`submit`, or the session was closed before the sequence had ended.
+            BusyError: as for :meth:`submit`.
+        """
+        async with contextlib.aclosing(self._followers.follow(lambda: self.submit(prompt, **options))) as events:
+            async for event in events:
+                yield event
 
     def cancel(self, number: int) -> None:
         """End the sequence with this id; its last event says ``cancelled``. One that has ended is left alone.
@@ -143,8 +194,9 @@ class Session:
             InputError: the session is closed.
         """
         self._check_open()
-        engine = self._engine
-        return Room(engine.num_free_rows, engine.num_rows, engine.pages.num_free, engine.pages.count)
+        engine, pages = self._engine, self._engine.pages
+        followed = self._followers.count
+        return Room(engine.num_free_rows, engine.num_rows, pages.num_free, pages.count, engine.num_waiting, followed)
 
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.
@@ -156,6 +208,7 @@ class Session:
             self._check_open()
             try:
                 while (step := self._run(self._engine)) is not None:
+                    step = self._stopping.cut(step)
                     self.stats.add(step)
                     if step.outputs:
                         return [self._event(output) for output in step.outputs]
@@ -210,6 +263,25 @@ class Session:
         if self._closed:
             raise InputError("The session is closed; open another one with decoder.session().")
 
+    def _submit(self, number: int, call: Call) -> None:
+        """Give a sequence to the engine. What its events need is there before the first of them can be."""
+        (request,) = call.batch.requests
+        self._stopping.add(number, request, call.criteria)
+        if self._giving.texts:
+            self._texts[number] = Pieces(self._giving.tokenizer, call.stop_strings)
+        try:
+            self._engine.submit(number, request, self._giving.max_waiting)
+        except SpecgraphError:
+            self._stopping.drop(number)
+            self._texts.pop(number, None)
+            raise
+
     def _event(self, output: Output) -> Event:
-        logprobs = [*output.logprobs] if self._logprobs else None
-        return Event(output.number, [*output.tokens], logprobs, output.finish_reason, output.error)
+        logprobs = [*output.logprobs] if self._giving.logprobs else None
+        text = self._text(output)
+        return Event(output.number, [*output.tokens], logprobs, output.finish_reason, output.error, text)
+
+    def _text(self, output: Output) -> str | None:
+        last = output.finish_reason is not None
+        pieces = self._texts.pop(output.number, None) if last else self._texts.get(output.number)
+        return None if pieces is None else pieces.add(output.tokens, last=last)

@@ -85,8 +85,10 @@ class Entrance:
         for table, (name, buffer, _) in zip(tables, self._said, strict=True):
             values = [KNOWN[name](new) for new in entering]
             width = max(map(len, values))
+            if any(len(own) < width for own in values):
+                values = [[*own, *[buffer.fill] * (width - len(own))] for own in values]
             table[:, width:] = buffer.fill
-            table[:, :width] = _to_length([[*own, *[buffer.fill] * (width - len(own))] for own in values], count)
+            table[:, :width] = _to_length(values, count)
         return block
 
     def load(self, block: Tensor, count: int) -> Tensor:

@@ -6,8 +6,10 @@ what steps emit for it after that is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import replace
+import threading
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from transformers.generation import MaxTimeCriteria, StopStringCriteria
 
 from specgraph.errors import InputError
 from specgraph.runtime.engine import Engine
-from specgraph.runtime.requests import Batch, Request
+from specgraph.runtime.requests import Request
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.text import check_tokenizer
 from specgraph.runtime.values import check_function, name_of
@@ -40,28 +42,56 @@ def read_criteria(given: Any) -> list[Criterion]:
     return several
 
 
-def stop_criteria(strings: Any, tokenizer: Any, seconds: float | None) -> list[Criterion]:
+def read_stop_strings(given: Any) -> list[str]:
+    """The stop strings that a caller gives: one, several, or None.
+
+    Raises:
+        InputError: they are no strings.
+    """
+    strings = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(strings, list | tuple | Set) or not all(isinstance(text, str) and text for text in strings):
+        raise InputError(f"stop_strings is a text or a list of texts that are not empty, not {strings!r}.")
+    return list(strings)
+
+
+def stop_criteria(strings: list[str], tokenizer: Any, seconds: float | None) -> list[Criterion]:
     """Criteria that end a sequence behind one of ``strings``, and every sequence after so many seconds from now.
 
     Raises:
         InputError: there is no tokenizer that could read the strings, or transformers cannot look for them with this
-            one, or they are no strings.
+            one.
     """
     criteria: list[Criterion] = []
-    strings = [strings] if isinstance(strings, str) else [] if strings is None else strings
-    if not isinstance(strings, list | tuple | Set) or not all(isinstance(text, str) and text for text in strings):
-        raise InputError(f"stop_strings is a text or a list of texts that are not empty, not {strings!r}.")
     if strings and tokenizer is None:
         raise InputError("stop_strings needs the model's tokenizer; pass it as tokenizer=.")
     if strings:
-        criteria.append(_stop_strings(list(strings), tokenizer))
+        criteria.append(_stop_strings(strings, tokenizer))
     if seconds is not None:
         criteria.append(MaxTimeCriteria(max_time=seconds))
     return criteria
 
 
+_KEPT, _LOCK = 32, threading.Lock()
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Criterion]] = weakref.WeakKeyDictionary()
+"""The last criteria of each tokenizer, since making one reads the whole vocabulary: 20 ms for 3,072 tokens, which the
+requests of a server would all wait for."""
+
+
 def _stop_strings(strings: list[str], tokenizer: Any) -> Criterion:
     check_tokenizer(tokenizer)
+    if not hasattr(tokenizer, "__len__"):
+        return _stop_criterion(strings, tokenizer)
+    key = len(tokenizer), *strings  # whoever adds tokens gets another criterion
+    with _LOCK:
+        made = _MADE.setdefault(tokenizer, {})
+        criterion = made.pop(key, None) or _stop_criterion(strings, tokenizer)
+        made[key] = criterion  # behind all others, of which the first is the one that was used the longest time ago
+        while len(made) > _KEPT:
+            del made[next(iter(made))]
+    return criterion
+
+
+def _stop_criterion(strings: list[str], tokenizer: Any) -> Criterion:
     try:
         criterion: Criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
     except (ValueError, IndexError) as error:
@@ -73,41 +103,75 @@ def _stop_strings(strings: list[str], tokenizer: Any) -> Criterion:
     return criterion
 
 
+@dataclass
+class _Watched:
+    """What criteria see of a sequence: the first ``length`` of ``tokens`` int64 ``[S]``."""
+
+    criteria: Sequence[Criterion]
+    tokens: Tensor
+    length: int
+
+    def keep(self, tokens: Sequence[int]) -> int | None:
+        """Show the criteria one token after the other; how many there are up to the one that ends the sequence."""
+        for count, token in enumerate(tokens, start=1):
+            self.tokens[self.length] = token
+            self.length += 1
+            seen = self.tokens[: self.length].unsqueeze(0)
+            if any(_says_stop(criterion, seen) for criterion in self.criteria):
+                return count
+        return None
+
+
 class Stopping:
-    """What a call's criteria see of its sequences.
+    """Ends sequences of an engine whose criteria say so.
 
     A criterion is asked for every token, with the prompt as it was given and all new tokens up to this one, so a
     sequence ends where it would without drafts.
     """
 
-    def __init__(self, criteria: Sequence[Criterion], batch: Batch) -> None:
-        self._criteria = criteria
-        self._lengths = [request.given.numel() for request in batch.requests]
-        self._tokens = [_with_room(request) for request in batch.requests]
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._watched: dict[int, _Watched] = {}
         self._stopped: set[int] = set()
 
-    def watch(self, engine: Engine, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps of an engine, in which a sequence ends when a criterion says so."""
-        for step in steps:
-            outputs = [output for output in step.outputs if output.number not in self._stopped]
-            yield replace(step, outputs=[self._cut(engine, output) for output in outputs])
+    def add(self, number: int, request: Request, criteria: Sequence[Criterion]) -> None:
+        """Watch a sequence that is about to be submitted. May be called from any thread."""
+        if criteria:
+            self._watched[number] = _Watched(criteria, _with_room(request), request.given.numel())
 
-    def _cut(self, engine: Engine, output: Output) -> Output:
+    def drop(self, number: int) -> None:
+        """Forget a sequence that was not submitted after all."""
+        self._watched.pop(number, None)
+
+    def cut(self, step: Step) -> Step:
+        """A step in which sequences end where a criterion says so, and in which those that have ended do not occur."""
+        if not self._watched and not self._stopped:
+            return step
+        return replace(step, outputs=[self._cut(output) for output in step.outputs if not self._is_over(output)])
+
+    def _is_over(self, output: Output) -> bool:
+        """Whether a criterion has ended this sequence before. The last output of such a sequence says that the engine
+        has cancelled it."""
+        over = output.number in self._stopped
+        if over and output.finish_reason is not None:
+            self._stopped.discard(output.number)
+        return over
+
+    def _cut(self, output: Output) -> Output:
         """An output up to the token at which a criterion ends the sequence, if one does."""
-        number = output.number
-        for count, token in enumerate(output.tokens, start=1):
-            length = self._lengths[number] = self._lengths[number] + 1
-            self._tokens[number][length - 1] = token
-            seen = self._tokens[number][:length].unsqueeze(0)
-            if not any(_says_stop(criterion, seen) for criterion in self._criteria):
-                continue
+        number, watched = output.number, self._watched.get(output.number)
+        if watched is None:
+            return output
+        count, reason = watched.keep(output.tokens), output.finish_reason
+        if count is not None and reason is None:
             self._stopped.add(number)
-            if output.finish_reason is None:
-                engine.cancel(number)
-            last = count == len(output.tokens)
-            reason = output.finish_reason if last and output.finish_reason else "stop"
-            return output._replace(tokens=output.tokens[:count], logprobs=output.logprobs[:count], finish_reason=reason)
-        return output
+            self._engine.cancel(number)
+        if count is not None or reason is not None:
+            del self._watched[number]
+        if count is None:
+            return output
+        reason = reason if reason and count == len(output.tokens) else "stop"
+        return output._replace(tokens=output.tokens[:count], logprobs=output.logprobs[:count], finish_reason=reason)
 
 
 def _says_stop(criterion: Criterion, seen: Tensor) -> bool:

@@ -34,6 +34,16 @@ def read_flag(name: str, value: Any) -> bool | None:
     return value
 
 
+def read_bound(name: str, value: Any) -> int | None:
+    """An integer of at least 0, or None where there is no bound."""
+    if value is None:
+        return None
+    bound = whole(name, value)
+    if bound < 0:
+        raise InputError(f"{name} must be an integer of at least 0, or None, got {value!r}.")
+    return bound
+
+
 def read_token_ids(name: str, value: Any) -> list[int]:
     """Integers, from one or a list of them."""
     if not is_number(value) and (not isinstance(value, Sequence) or isinstance(value, str)):

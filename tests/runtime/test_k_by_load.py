@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from specgraph import SpeculativeDecoder
-from specgraph.runtime.engine import Policy
+from specgraph.runtime.policy import Policy
 from specgraph.runtime.runner import Runner
 from specgraph.runtime.workspace import Mode
 from tests import harness

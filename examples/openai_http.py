@@ -1,0 +1,130 @@
+"""OpenAI's chat interface for serve.py: reads requests as options of a session, and writes its events as answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import HTTPException, Request
+from fastapi.responses import StreamingResponse
+
+import specgraph
+
+PASSED_ON = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "regex"}
+"""Fields that ``submit`` checks, and explains where they are wrong."""
+FIELDS = dict.fromkeys(PASSED_ON, object) | {
+    "model": str, "messages": list, "stream": bool, "stream_options": dict, "max_tokens": int, "logprobs": bool,
+    "max_completion_tokens": int, "stop": str | list, "response_format": dict, "return_token_ids": bool, "user": str,
+}  # fmt: skip
+LARGEST_BODY = 1 << 20
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "max_length": "length"}
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The fields of a request that are not null. A field that would have no effect is refused."""
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > LARGEST_BODY:
+            raise HTTPException(413, f"The body has more than {LARGEST_BODY} bytes; send less.")
+    try:
+        body = {name: value for name, value in dict(json.loads(raw)).items() if value is not None}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise HTTPException(400, f"The body is no JSON object: {error}.") from error
+    for name, value in body.items():
+        if name not in FIELDS:
+            raise HTTPException(400, f"There is no field {name!r} here; leave it out.")
+        if not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and FIELDS[name] is int):
+            raise HTTPException(400, f"{name} cannot be {value!r:.60}.")
+    for name in sorted({"model", "messages"} - body.keys()):
+        raise HTTPException(400, f"The request has no {name}.")
+    return body
+
+
+def options(body: dict[str, Any], longest: int) -> dict[str, Any]:
+    """The arguments of ``submit``. What a request leaves out is what the model's generation_config says."""
+    count = body.get("max_completion_tokens", body.get("max_tokens", longest))
+    own = {"max_new_tokens": count, "stop_strings": body.get("stop"), "json_schema": _schema(body)}
+    return own | {name: body[name] for name in PASSED_ON & body.keys()}
+
+
+def _schema(body: dict[str, Any]) -> Any:
+    form = body.get("response_format", {"type": "text"})
+    known = {"text": None, "json_object": {"type": "object"}, "json_schema": form.get("json_schema")}
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise HTTPException(400, f"The type of response_format is {', '.join(known)}, not {kind!r}.")
+    if kind == "json_schema" and not (isinstance(known[kind], dict) and "schema" in known[kind]):
+        raise HTTPException(400, "response_format of type json_schema has no json_schema with a schema in it.")
+    return known[kind]["schema"] if kind == "json_schema" else known[kind]
+
+
+def choice(body: dict[str, Any], events: Sequence[specgraph.Event], tokenizer: Any, part: str) -> dict[str, Any]:
+    """What some events of a sequence say; ``part`` is ``message`` or, in a stream, ``delta``."""
+    tokens = [token for event in events for token in event.tokens]
+    own: dict[str, Any] = {"index": 0, part: {"role": "assistant", "content": "".join(e.text or "" for e in events)}}
+    own["finish_reason"] = REASONS.get(events[-1].finish_reason or "")
+    own["logprobs"] = {"content": _logprobs(events, tokenizer)} if body.get("logprobs") else None
+    return own | ({"token_ids": tokens} if body.get("return_token_ids") else {})
+
+
+def _logprobs(events: Sequence[specgraph.Event], tokenizer: Any) -> list[dict[str, Any]]:
+    pairs = [pair for event in events for pair in zip(event.tokens, event.logprobs or (), strict=True)]
+    return [
+        {"token": tokenizer.decode([token]), "logprob": value, "bytes": None, "top_logprobs": []}
+        for token, value in pairs
+    ]
+
+
+def usage(prompt: Sequence[int], events: Sequence[specgraph.Event]) -> dict[str, int]:
+    """How many tokens there were."""
+    new = sum(len(event.tokens) for event in events)
+    return {"prompt_tokens": len(prompt), "completion_tokens": new, "total_tokens": len(prompt) + new}
+
+
+def completion(model: str, choices: Sequence[Any], form: str = "", **fields: Any) -> dict[str, Any]:
+    """A whole answer, or one of its chunks if ``form`` is ``.chunk``."""
+    about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": f"chat.completion{form}", "created": int(time.time())}
+    return {**about, "model": model, "choices": choices, **fields}
+
+
+def described(error: Any) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error."""
+    known = {specgraph.InputError: 400, specgraph.BusyError: 429}.get(type(error), 500)
+    status = getattr(error, "status_code", known)
+    kind = "invalid_request_error" if status < 429 else "server_error"
+    return status, {"error": {"message": getattr(error, "detail", str(error)), "type": kind, "code": str(status)}}
+
+
+async def lines(
+    body: dict[str, Any], model: str, tokenizer: Any, prompt: Sequence[int], first: specgraph.Event,
+    rest: AsyncIterator[specgraph.Event],
+) -> AsyncIterator[str]:  # fmt: skip
+    """The lines of a stream: a chunk for each event, and one with the usage if it is wanted."""
+    seen, chunk = [first], completion(model, [], ".chunk")
+    while True:
+        event = seen[-1]
+        chunk["choices"] = [choice(body, [event], tokenizer, "delta")]
+        yield f"data: {json.dumps(described(event.error)[1] if event.error else chunk)}\n\n"
+        if event.finish_reason is not None:
+            break
+        seen.append(await anext(rest))
+    if body.get("stream_options", {}).get("include_usage"):
+        yield f"data: {json.dumps(chunk | {'choices': [], 'usage': usage(prompt, seen)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+class Chunks(StreamingResponse):
+    """A stream that ends its sequence in any case, also where the client has gone before the first byte."""
+
+    def __init__(self, events: AsyncGenerator[specgraph.Event, None], lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self.events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with contextlib.aclosing(self.events):
+            await super().__call__(scope, receive, send)

@@ -1,0 +1,118 @@
+"""``engine=ray`` and examples/ray_batch.py: several processes give what one gives, also if one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from specgraph.cli import main
+from specgraph.cli.ray_workers import _own
+from specgraph.errors import ConfigError, InputError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "models" / "tiny-math" / "draft"
+KEYS = [
+    f"model={MODEL}", "template=Question: {question}\\nAnswer:", "dtype=float64", "lowering=eager", "format=jsonl",
+    "debug.self_check=false", "temperature=0.8", "seed=7", "max_new_tokens=60", "limit=8",
+    f"prompts={EXAMPLES / 'data' / 'gsm8k_test_200.jsonl'}",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Ray on this machine, which leaves nothing in the home directory."""
+    library = pytest.importorskip("ray", reason="needs specgraph[ray]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("RAY_enable_worker_prestart", "0")
+        library.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        yield library
+        library.shutdown()
+
+
+class Killer(threading.Thread):
+    """Kills the first worker that is at work."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.seen: set[int] = set()
+        self.killed: int | None = None
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.2):
+            for process in psutil.process_iter(["cmdline"]):
+                title = " ".join(process.info["cmdline"] or ())
+                if "MapWorker(MapBatches(Worker))" not in title or process.pid in self.seen:
+                    continue
+                if self.killed is None and ".submit" in title:
+                    time.sleep(0.5)  # in the middle of its first call
+                    process.kill()
+                    self.killed = process.pid
+                if self.killed is not None:
+                    self.seen.add(process.pid)
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_two_workers_of_which_one_is_killed_lose_nothing(ray: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *KEYS]) == 0
+    alone = records(capsys.readouterr().out)
+    killer = Killer()
+    killer.start()
+    assert main(["generate", *KEYS, "engine=ray", "workers=2"]) == 0
+    killer.over.set()
+    killer.join()
+    found = records(capsys.readouterr().out)
+    assert found == alone and len(alone) == 8
+    assert killer.killed is not None and len(killer.seen) >= 3  # the two, and the one in place of the first
+
+
+def test_the_example_gives_the_answers_of_one_process(
+    ray: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ray_batch.py", "--model", str(MODEL), "--limit", "4", "--workers", "1"])
+    runpy.run_path(str(EXAMPLES / "ray_batch.py"), run_name="__main__")
+    assert "4 of 4 answers are those of one process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["engine=rya"], "There is no engine=rya (did you mean 'ray'?); it is local or ray."),
+        (["workers=2"], "workers=2 is for engine=ray; leave it out, or add that."),
+        (["engine=ray", "workers=0"], "workers must be at least 1, got 0."),
+        (["engine=ray", "compare=true"], "compare is not there with engine=ray"),
+        (["engine=ray", "trace=-"], "trace is not there with engine=ray"),
+    ],
+)
+def test_keys_that_do_not_go_together(keys: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *KEYS, *keys]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_more_workers_than_ray_has_room_for_are_refused(ray: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *KEYS, "engine=ray", "workers=3"]) == 2
+    assert "workers=3, but Ray has 2 CPUs, and each worker takes one; ask for fewer." in capsys.readouterr().err
+
+
+def test_an_error_of_a_worker_is_shown_as_it_was() -> None:
+    inner, outer = InputError("Prompt 0 is too long."), RuntimeError("a task has failed\n  at many lines")
+    outer.__cause__ = RuntimeError("in between")
+    outer.__cause__.cause = inner  # type: ignore[attr-defined]
+    assert _own(outer) is inner
+    assert isinstance(_own(MemoryError("no room")), ConfigError) and "has failed: no room" in str(
+        _own(MemoryError("no room"))
+    )

@@ -1,0 +1,206 @@
+"""The served example, asked by OpenAI's own client: the tokens of ``generate``, errors, and clients who go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.serving.conftest import EXAMPLES, KEY, ROWS, WAITING, Alone, Server
+
+QUESTIONS = [
+    json.loads(line)["question"][:90] for line in (EXAMPLES / "data" / "gsm8k_test_200.jsonl").open().readlines()[:16]
+]
+SCHEMA = {"type": "object", "properties": {"pens": {"enum": [3, 7]}}, "required": ["pens"],
+          "additionalProperties": False, "x-guidance": {"whitespace_pattern": ""}}  # fmt: skip
+CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "top_p": 0.9}),
+    ({"temperature": 0.0, "stop": [" of", "."]}, {"temperature": 0.0, "stop_strings": [" of", "."]}),
+    ({"temperature": 1.0, "frequency_penalty": 0.5}, {"temperature": 1.0, "frequency_penalty": 0.5}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "pens", "schema": SCHEMA}}},
+     {"json_schema": SCHEMA}),
+]  # fmt: skip
+"""Fields of requests, and what they are in terms of ``generate``."""
+TOKENS = 20
+
+
+def asynchronous(server: Server, key: str = KEY) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=300)
+
+
+def messages(place: int) -> list[Any]:
+    return [{"role": "user", "content": QUESTIONS[place % len(QUESTIONS)]}]
+
+
+async def streamed(client: openai.AsyncOpenAI, place: int) -> dict[str, Any]:
+    """Everything that the stream of one request says."""
+    fields = {"max_tokens": TOKENS, "seed": place, "logprobs": True, **CALLS[place % len(CALLS)][0]}
+    stream = await client.chat.completions.create(
+        model="tiny", messages=messages(place), stream=True, stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True}, **fields,
+    )  # fmt: skip
+    said: dict[str, Any] = {"text": "", "tokens": [], "logprobs": [], "chunks": 0}
+    async for chunk in stream:
+        if not chunk.choices:
+            said["usage"] = chunk.usage
+            continue
+        (choice,) = chunk.choices
+        said["text"] += choice.delta.content
+        said["tokens"] += choice.token_ids
+        said["logprobs"] += [entry.logprob for entry in choice.logprobs.content]
+        said["reason"], said["chunks"] = choice.finish_reason, said["chunks"] + 1
+    return said
+
+
+async def leave(client: openai.AsyncOpenAI, place: int) -> None:
+    """Begin a long answer, and close the connection in the middle: after some chunks, or before the first."""
+    request = client.chat.completions.create(
+        model="tiny", messages=messages(place), max_tokens=240, stream=True, extra_body={"regex": "[a-z ]{999}"}
+    )
+    with contextlib.suppress(asyncio.TimeoutError):
+        stream = await asyncio.wait_for(request, 1.0 if place % 2 else None)
+        await anext(aiter(stream))
+        await stream.close()
+
+
+def all_free(server: Server) -> dict[str, Any]:
+    """The statistics when everything has ended that was asked for."""
+    for _ in range(100):
+        stats = server.stats()
+        if stats["free_rows"] == stats["rows"] and not stats["waiting"]:
+            break
+        time.sleep(0.1)
+    assert (stats["free_rows"], stats["free_pages"], stats["waiting"]) == (ROWS, stats["pages"], 0)
+    assert stats["followed"] == 0
+    return stats
+
+
+def test_thirty_two_streams_get_what_generate_gives_while_others_leave(server: Server, alone: Alone) -> None:
+    async def run() -> list[dict[str, Any]]:
+        async with asynchronous(server) as client:
+            leaving = [asyncio.create_task(leave(client, place)) for place in range(4)]
+            said = await asyncio.gather(*(streamed(client, place) for place in range(32)))
+            await asyncio.gather(*leaving)
+        return said
+
+    reasons = set()
+    for place, said in enumerate(asyncio.run(run())):
+        options = CALLS[place % len(CALLS)][1]
+        out = alone(QUESTIONS[place % len(QUESTIONS)], seed=place, max_new_tokens=TOKENS, **options)
+        tokens = out.new_tokens[0].tolist()
+        assert said["tokens"] == tokens
+        torch.testing.assert_close(torch.tensor(said["logprobs"]), out.logprobs[0].float(), rtol=0, atol=1e-5)
+        whole = alone.tokenizer.decode(tokens, skip_special_tokens=True)
+        places = [found for text in options.get("stop_strings", ()) if (found := whole.find(text)) >= 0]
+        assert said["text"] == whole[: min(places, default=len(whole))]
+        assert said["reason"] == {"length": "length"}.get(out.finish_reasons[0], "stop")
+        assert said["usage"].completion_tokens == len(tokens) and said["chunks"] > 1
+        if "json_schema" in options and said["reason"] == "stop":
+            assert json.loads(said["text"]).keys() == {"pens"}
+        reasons.add(out.finish_reasons[0])
+    assert reasons >= {"stop", "length", "eos"}
+    all_free(server)
+
+
+def test_a_whole_answer_is_that_of_the_stream(server: Server, alone: Alone) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        answer = client.chat.completions.create(model="tiny", messages=messages(0), max_tokens=9, seed=5, temperature=1)
+    out = alone(QUESTIONS[0], seed=5, max_new_tokens=9, temperature=1)
+    assert answer.choices[0].message.content == alone.tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
+    assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + 9
+
+
+def test_nothing_is_left_of_a_hundred_clients_who_went_away(server: Server) -> None:
+    async def run() -> None:
+        async with asynchronous(server) as client:
+            for wave in range(0, 100, 25):
+                await asyncio.gather(*(leave(client, place) for place in range(wave, wave + 25)))
+
+    before = all_free(server)
+    asyncio.run(run())
+    after = all_free(server)
+    begun = sum(after["ended"].values()) - sum(before["ended"].values())
+    assert after["ended"]["cancelled"] - before["ended"].get("cancelled", 0) == begun > 50
+
+
+def post(server: Server, body: bytes, path: str = "/v1/chat/completions", key: str = KEY) -> tuple[int, str]:
+    """The status and the message of an error."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}{path}", body, headers), timeout=60)
+    said = json.load(error.value)["error"]
+    assert said["code"] == str(error.value.code) and said["type"] in ("invalid_request_error", "server_error")
+    return error.value.code, said["message"]
+
+
+def fields(**changes: Any) -> bytes:
+    return json.dumps({"model": "tiny", "messages": messages(0), "max_tokens": 3, **changes}).encode()
+
+
+LONG = [{"role": "user", "content": "pens " * 300}]
+REFUSED: list[tuple[Callable[[Server], tuple[int, str]], int, str]] = [
+    (lambda s: post(s, fields(), key="another"), 401, "The API key is wrong"),
+    (lambda s: post(s, fields(), path="/v1/chat"), 404, "Not Found"),
+    (lambda s: post(s, fields(model="gpt")), 404, "There is no model 'gpt' here; it is 'tiny'."),
+    (lambda s: post(s, fields(logit_bias={})), 400, "There is no field 'logit_bias' here; leave it out."),
+    (lambda s: post(s, b"{"), 400, "The body is no JSON object: "),
+    (lambda s: post(s, b"[1, 2]"), 400, "The body is no JSON object: "),
+    (lambda s: post(s, b"\xff\xfe{}"), 400, "The body is no JSON object: "),
+    (lambda s: post(s, b"[" * 100_000), 400, "The body is no JSON object: "),
+    (lambda s: post(s, b"{}"), 400, "The request has no messages."),
+    (lambda s: post(s, b" " * (2 << 20)), 413, "The body has more than 1048576 bytes; send less."),
+    (lambda s: post(s, fields(messages=LONG)), 400, "but max_length is 256; shorten it"),
+    (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages"),
+    (lambda s: post(s, fields(max_tokens="many")), 400, "max_tokens cannot be 'many'."),
+    (lambda s: post(s, fields(max_tokens=-1)), 400, "max_new_tokens must be an integer of at least 0"),
+    (lambda s: post(s, fields(temperature=-1)), 400, "temperature must be 0 or more, got -1"),
+    (lambda s: post(s, fields(temperature=math.nan)), 400, "temperature must be"),
+    (lambda s: post(s, fields(top_p="x")), 400, "top_p must be a number"),
+    (lambda s: post(s, fields(seed=1.5)), 400, "seed must be an integer, got 1.5."),
+    (lambda s: post(s, fields(stop=[1])), 400, "stop_strings is a text or a list of texts"),
+    (lambda s: post(s, fields(response_format={"type": "xml"})), 400, "The type of response_format is text, "),
+    (lambda s: post(s, fields(response_format={"type": "json_schema"})), 400, "no json_schema with a schema in it"),
+    (lambda s: post(s, fields(regex="[")), 400, "regex is not one that llguidance takes"),
+    (lambda s: post(s, fields(stream=True, temperature=-1)), 400, "temperature must be 0 or more"),
+]  # fmt: skip
+
+
+def test_errors_are_sentences_and_the_server_goes_on(server: Server) -> None:
+    for ask, status, sentence in REFUSED:
+        code, message = ask(server)
+        assert code == status and sentence in message
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="another", max_retries=0) as client:
+        models = client.models
+        with pytest.raises(openai.AuthenticationError, match="The API key is wrong"):
+            models.list()
+    all_free(server)
+
+
+def test_more_than_may_wait_are_refused(server: Server) -> None:
+    async def ask(client: openai.AsyncOpenAI, place: int) -> str:
+        try:
+            answer = await client.chat.completions.create(model="tiny", messages=messages(place), max_tokens=4)
+        except openai.RateLimitError as error:
+            return str(error)
+        return str(answer.choices[0].finish_reason)
+
+    async def run() -> list[str]:
+        async with asynchronous(server) as client:
+            return await asyncio.gather(*(ask(client, place) for place in range(2 * (ROWS + WAITING))))
+
+    said = asyncio.run(run())
+    refused = [text for text in said if text != "length"]
+    assert refused and len(said) - len(refused) >= ROWS + WAITING
+    assert all(f"this session lets {WAITING} wait for a row; try again later" in text for text in refused)
+    all_free(server)
