@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 COPY := $(VENV)/typed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test examples lint imports types copy format tables clean
+.PHONY: help install demo test examples lint imports types copy format site tables clean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -47,9 +47,12 @@ types: copy ## check types on an installed copy
 	cd $(COPY) && MYPYPATH=. ../bin/mypy --config-file ../../setup.cfg --python-executable ../bin/python -p specgraph
 
 copy: install # one folder, laid out as setup.cfg maps the folders of the sources: static tools need that
-	rm -rf $(COPY) build
+	rm -rf $(COPY) build/lib build/bdist.*
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(COPY) .
-	rm -rf build
+	rm -rf build/lib build/bdist.*
+
+site: install ## build the documentation into build/site; a warning is an error, and no network is used
+	$(BIN)/python -m sphinx -E -a -W --keep-going -q -b html -d build/site.cache docs build/site
 
 tables: install ## measure the acceptance tables of the model card again (about an hour on two cores)
 	$(BIN)/python examples/acceptance.py

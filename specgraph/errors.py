@@ -34,7 +34,7 @@ class NumericsError(SpecgraphError, ArithmeticError):
 
 
 class InputError(SpecgraphError, ValueError):
-    """An argument of ``generate`` or ``stream`` is out of range."""
+    """An argument of a call of a decoder or a session is unknown, out of range or not supported."""
 
 
 class BusyError(SpecgraphError):

@@ -37,7 +37,7 @@ PURPOSES = {
     "fastapi": "examples/serve.py",
     "llguidance": "json_schema, regex and grammar of generate",
     "lm_eval": "evaluation by lm_eval --model specgraph",
-    "matplotlib": "the key plot of bench and the loss curves of train",
+    "matplotlib": "the key plot of generate and bench, and the loss curves of train",
     "pyarrow": "engine=ray of generate",
     "ray": "engine=ray of generate and for examples/serve.py",
     "starlette": "examples/serve.py",
@@ -47,7 +47,7 @@ PURPOSES = {
 """What an optional package is for. Which packages are optional is read from the extras of the installed specgraph."""
 _PATIENCE = 600
 """Seconds until an attempt to decode counts as failed."""
-_FOR_DEVELOPERS = "dev"
+_FOR_DEVELOPERS = ("dev", "site")
 _SOURCE = """#include <Python.h>
 #include <cmath>
 extern "C" double f(double x) { return std::sqrt(x); }
@@ -300,7 +300,7 @@ def _counted(ops: list[str], *, listed: bool) -> str:
 
 def optional_parts() -> Iterator[Finding]:
     """The packages of specgraph's extras, except those for developers."""
-    extras = {r.name: r for r in _requirements() if r.extra not in (None, _FOR_DEVELOPERS)}
+    extras = {r.name: r for r in _requirements() if r.extra not in (None, *_FOR_DEVELOPERS)}
     for name in sorted(extras.keys() - _always_there()):
         purpose = PURPOSES.get(name, f"the extra {extras[name].extra}")
         finding = _required(extras[name])

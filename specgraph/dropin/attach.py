@@ -33,9 +33,9 @@ def attach(
     """Compile a model, and let its ``generate`` decode through the result, until :func:`detach`.
 
     ``model.generate(...)`` and what calls it, such as ``pipeline("text-generation", model=model)``, return what they
-    returned before: a tensor, or transformers' output class. Greedy tokens are the same. What the decoder cannot do is
-    an :class:`InputError`. The model gets an attribute ``generate`` of its own; a copy of it, or what is pickled, has
-    the method of its class.
+    returned before: a tensor, or transformers' output class. Greedy tokens are the same, unless two logits are as close
+    as rounding. What the decoder cannot do is an :class:`InputError`. The model gets an attribute ``generate`` of its
+    own; a copy of it, or what is pickled, has the method of its class.
 
     Args:
         model: the target, as for :func:`specgraph.compile_speculative`, like the other two.

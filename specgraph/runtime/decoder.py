@@ -51,7 +51,7 @@ class SpeculativeDecoder:
 
     Attributes:
         stages: the program after every pass, by name; ``trace`` is the first. Every kind of request that was met adds
-            one, ``specialise_step``.
+            those of the passes that make its step, such as ``specialise_step`` and ``pack_rows``.
         config: the configuration it was compiled with.
         model: the target.
     """
@@ -124,7 +124,8 @@ class SpeculativeDecoder:
             top_p: keep the smallest set of tokens with this probability; 1 is off.
             min_p: keep tokens with at least this share of the top probability; 0 is off.
             seed: a number gives sequence ``b`` the seed hash(seed, b); a list is used as it is; None draws fresh ones.
-                The output depends on the seeds and the prompts alone, not on drafts, batch size or order.
+                Under ``strict``, the output depends on the seeds and the prompts alone, not on drafts, batch size or
+                order.
             return_logprobs: True or ``"raw"`` for the log-softmax of the target's logits at the emitted tokens,
                 ``"processed"`` for that of the processed ones.
             stopping_criteria: one of transformers' ``StoppingCriteria``, or several, which may end a sequence after any

@@ -72,7 +72,7 @@ def test_it_says_what_runs(decoded: list[tuple[str, str]], capsys: pytest.Captur
 def test_every_optional_package_has_a_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[2] / "setup.cfg")
-    extras = {key: text for key, text in setup["options.extras_require"].items() if key != "dev"}
+    extras = {key: text for key, text in setup["options.extras_require"].items() if key not in doctor._FOR_DEVELOPERS}
     named = {re.split(r"\W", line)[0] for text in extras.values() for line in text.split()}
     assert named - doctor._always_there() == set(doctor.PURPOSES)
     assert main(["doctor", "decode=false"]) == 0

@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 
+from tests.docs.blocks import blocks_of
 from tests.serving.conftest import EXAMPLES, KEY, ROWS, WAITING, Alone, Server
 
 QUESTIONS = [
@@ -119,6 +120,16 @@ def test_a_whole_answer_is_that_of_the_stream(server: Server, alone: Alone) -> N
     out = alone(QUESTIONS[0], seed=5, max_new_tokens=9, temperature=1)
     assert answer.choices[0].message.content == alone.tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
     assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + 9
+
+
+def test_the_client_of_the_page_on_serving_gets_an_answer(server: Server, alone: Alone) -> None:
+    (block,) = [block for block in blocks_of(EXAMPLES.parent / "docs" / "serving.md") if block.language == "python"]
+    page: dict[str, Any] = {}
+    exec(block.text, page)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        text = page["ask"](client, "tiny")
+    out = alone("Tom has 3 boxes with 4 pens each. How many pens does he have?", seed=0, max_new_tokens=40)
+    assert text == alone.tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
 
 
 def test_nothing_is_left_of_a_hundred_clients_who_went_away(server: Server) -> None:
