@@ -47,7 +47,7 @@ def test_overview_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["genrate"]) == 2
     assert capsys.readouterr().err == (
         "error: There is no command 'genrate' (did you mean 'generate'?); "
-        "commands are generate, dump, explore, inspect, bench, train, doctor.\n"
+        "commands are generate, dump, explore, diff, inspect, bench, train, doctor.\n"
     )
 
 

@@ -22,6 +22,7 @@ QUICK = {
     "generate": "debug.self_check=false pipeline.verify=false max_new_tokens=4 limit=2",
     "dump": "debug.self_check=false pipeline.verify=false",
     "explore": "",
+    "diff": "",
     "inspect": "",
     "bench": "pipeline.verify=false steps=1 warmup=0 prompt_length=8 num_speculative_tokens=[2]",
     "train": "device=cpu heldout=4 max_length=160 tokenizer.vocab_size=300 "
@@ -56,10 +57,13 @@ def _examples(capsys: pytest.CaptureFixture[str], name: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix(CALL)) for line in part.splitlines()]
 
 
-def _dump_and_trace() -> None:
-    """What the examples of ``explore`` name."""
+def _dumps_and_trace() -> None:
+    """What the examples of ``explore`` and ``diff`` name."""
     common = ["model=path/of/a/model", "draft=ngram", "lowering=eager"]
-    assert main(["dump", *common, "out=graphs", *shlex.split(QUICK["dump"])]) == 0
+    # With a length of their own, as a cached decoder that has met requests has more stages, which diff does not run.
+    own = [*common, "max_length=60", *shlex.split(QUICK["dump"])]
+    for folder in ("graphs", "other/graphs"):
+        assert main(["dump", *own, f"out={folder}"]) == 0
     further = ["prompts=questions.jsonl", "trace=trace.jsonl", *shlex.split(QUICK["generate"])]
     assert main(["generate", *common, *further]) == 0
 
@@ -69,7 +73,7 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The configurations with which commands are called, which do nothing."""
     seen: list[dict[str, Any]] = []
 
-    def note(name: str, cfg: DictConfig) -> dict[str, str]:
+    def note(name: str, cfg: DictConfig, first: bool = True) -> dict[str, str]:
         seen.append(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False)))
         return {}
 
@@ -79,8 +83,8 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_examples_of_the_help_run(name: str, files: None, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "explore":
-        _dump_and_trace()
+    if name in ("explore", "diff"):
+        _dumps_and_trace()
     examples = _examples(capsys, name)
     assert examples
     for example in examples:

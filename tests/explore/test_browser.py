@@ -40,6 +40,11 @@ def go(page: Browser, place: str) -> None:
     page.wait(f"document.body.dataset.shown === {place!r}")
 
 
+def arrive(page: Browser, part: str) -> None:
+    """Wait until the page shows a place whose link contains a text."""
+    page.wait(f"(document.body.dataset.shown || '').includes({part!r})")
+
+
 def cells(page: Browser, selector: str) -> list[list[str]]:
     """The texts of a table, row by row."""
     rows = f"[...document.querySelectorAll('{selector} tbody tr')]"
@@ -82,7 +87,7 @@ def test_a_node_is_found_by_typing(page: Browser) -> None:
     page.wait("!document.querySelector('#found').hidden")
     assert page.texts("#found a")[0] == "verification"
     page.key("Enter", 13, "\r")
-    page.wait("location.hash.includes('node=verification')")
+    arrive(page, "node=verification")
     assert "Introduced by the pass fuse_verify" in page.text("#made-by")
     assert page.text("#node ul").splitlines()[-1] in ("still there in the last stage",)
 
@@ -93,7 +98,7 @@ def test_what_a_pass_did_is_listed_and_leads_to_the_nodes(page: Browser, made: M
     for kind in ("added", "removed"):
         assert page.texts(f"#stage a.{kind}") == stage["changes"]["step"][kind]
     page.point("#stage a.removed", click=True)
-    page.wait("location.hash.includes('stage=insert_verify')")
+    arrive(page, "stage=insert_verify")
     assert "removed by fuse_verify" in page.text("#node")
 
 
@@ -115,7 +120,7 @@ def test_a_node_of_the_drawing_can_be_clicked(page: Browser) -> None:
     x, y = page.run(f"[{box}.x, {box}.y]")
     at = page.run("drawing.nodes('.call_module').first().renderedPosition()")
     page.click(x + at["x"], y + at["y"])
-    page.wait("location.hash.includes('node=')")
+    arrive(page, "node=")
     assert page.text("#node h3") == page.run("drawing.nodes('.chosen').id()")
 
 
