@@ -55,8 +55,9 @@ def main() -> None:
         questions = [json.loads(line)["question"] for line in lines][: given.limit]
 
     ray.init(include_dashboard=False, ignore_reinit_error=True)
-    data = ray.data.from_items([{"place": place, "question": text} for place, text in enumerate(questions)])
-    answers = data.repartition(2 * given.workers).map_batches(
+    rows = [{"place": place, "question": text} for place, text in enumerate(questions)]
+    # The batches are made here, since a task that made them would find no CPU where workers have taken all.
+    answers = ray.data.from_items(rows, override_num_blocks=2 * given.workers).map_batches(
         Answers, fn_constructor_args=(given.model, given.draft), num_gpus=int(torch.cuda.is_available()), num_cpus=1,
         compute=ray.data.ActorPoolStrategy(size=given.workers),
     )  # fmt: skip
