@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.cli.check_options import decoder_options
-from specgraph.cli.keys import GenerateConfig
 from specgraph.cli.decode_prompts import InOrder, Outcome, Prompt, draw_seeds
+from specgraph.cli.keys import GenerateConfig
 from specgraph.cli.writers import Writer
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
