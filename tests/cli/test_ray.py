@@ -83,7 +83,14 @@ def test_two_workers_of_which_one_is_killed_lose_nothing(ray: Any, capsys: pytes
 def test_the_example_gives_the_answers_of_one_process(
     ray: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["ray_batch.py", "--model", str(MODEL), "--limit", "4", "--workers", "2"])
+    """One worker, and one CPU for it, so this would wait for ever if anything else took one."""
+
+    class Busy:  # here, so that Ray takes it along and need not import this file
+        def begin(self) -> None: ...
+
+    busy = ray.remote(num_cpus=1)(Busy).remote()
+    ray.get(busy.begin.remote())
+    monkeypatch.setattr(sys, "argv", ["ray_batch.py", "--model", str(MODEL), "--limit", "4", "--workers", "1"])
     runpy.run_path(str(EXAMPLES / "ray_batch.py"), run_name="__main__")
     assert "4 of 4 answers are those of one process" in capsys.readouterr().out
 
