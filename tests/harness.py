@@ -326,7 +326,7 @@ def real_run(
     options = options or Options()
     rows = len(prompts)
     sampling = [Sampling(options.temperature[row], options.top_k[row], seed=options.seeds[row]) for row in range(rows)]
-    program = list(decoder.stages.values())[-1]
+    program = decoder._program  # variants of the step, which requests make, are further stages
     state, prefill = begun(
         program, [Request(*own, tuple(eos_ids)) for own in zip(prompts, limits, sampling, strict=True)]
     )

@@ -36,7 +36,7 @@ from specgraph.runtime.defaults import check_config
 from specgraph.runtime.host import read_processors
 from specgraph.runtime.outputs import GenerateOutput
 from specgraph.runtime.processing_options import OFF
-from specgraph.runtime.stopping import read_criteria, stop_criteria
+from specgraph.runtime.stopping import read_criteria, read_stop_strings, stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",
@@ -150,7 +150,7 @@ def add_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         return
     criteria = [
         *(arguments.get("stopping_criteria") or []),
-        *stop_criteria(strings, others.pop("tokenizer", None), None),
+        *stop_criteria(read_stop_strings(strings), others.pop("tokenizer", None), None),
     ]
     if config is not None and config.stop_strings is not None:
         arguments["generation_config"] = config = copy.deepcopy(config)

@@ -290,13 +290,13 @@ def test_tokens_are_those_of_plain_decoding(kind: str, parallel: bool, k: int) -
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_draft_calls_per_step_are_k_chained_and_one_in_parallel(name: str, k: int) -> None:
     for parallel, count in ((False, k), (True, 1)):
-        program = list(decoder(name, parallel, k).stages.values())[-1]
+        program = decoder(name, parallel, k)._program
         assert sum(n.op == "call_module" and n.target == "draft" for n in program.graph.nodes) == count
         assert len(program.with_role("drafts")) == count
 
 
 def test_mask_hidden_is_projected_once_and_not_in_the_step() -> None:
-    program = list(decoder("plain", True, 4).stages.values())[-1]
+    program = decoder("plain", True, 4)._program
     module = head("plain").module
     parts = module.mask_hidden.view(1, 1, -1).split(module.config.target_hidden_size, -1)
     assert torch.equal(program.modules["mask_hidden"](), module.combine(*parts).flatten())
@@ -350,7 +350,7 @@ def test_a_pard_checkpoint_drafts_in_parallel_unless_told_otherwise(tmp_path: Pa
     draft.save_pretrained(tmp_path)
     for parallel, count in ((None, 1), (False, 4)):
         tested = specgraph.compile_speculative(target(), {**CONFIG, "draft": {"parallel": parallel}}, draft=tmp_path)
-        program = list(tested.stages.values())[-1]
+        program = tested._program
         assert program.drafter.name == "draft_model" and len(program.with_role("draft")) == count
         assert _tokens(tested) == _plain_tokens()
     assert "draft: pard in the pard layout" in tested.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import subprocess
 import sys
@@ -18,16 +19,18 @@ from specgraph.explore.diff import diff
 from specgraph.explore.difference import difference, translate
 from specgraph.explore.reading import Node, Stage, read_dump
 from tests.decoding import compiled
-from tests.models import make_model
+from tests.models import shared_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
-def dumped(folder: Path, edit: Callable[[PreTrainedModel], object] = lambda model: None, k: int = 3) -> Path:
-    """The dump of a small model that drafts for itself with another one, after ``edit``."""
-    model = make_model("llama")
-    edit(model)
-    draft = make_model("llama", seed=1, num_hidden_layers=1)
+def dumped(folder: Path, edit: Callable[[PreTrainedModel], object] | None = None, k: int = 3) -> Path:
+    """The dump of a small model that drafts with another one; ``edit`` changes a copy of it before."""
+    model = shared_model("llama")
+    if edit is not None:
+        model = copy.deepcopy(model)
+        edit(model)
+    draft = shared_model("llama", seed=1)
     path: Path = compiled(model, "draft_model", k, draft, lowering={"name": "eager"}).dump(folder, weights=True)
     return path
 
@@ -156,7 +159,7 @@ def test_what_cannot_be_compared_is_refused(dump: Path, tmp_path: Path) -> None:
 
 
 def test_values_need_weights(tmp_path: Path) -> None:
-    folder = compiled(make_model("llama"), "ngram", lowering={"name": "eager"}).dump(tmp_path / "g", weights=False)
+    folder = compiled(shared_model("llama"), "ngram", lowering={"name": "eager"}).dump(tmp_path / "g", weights=False)
     assert diff(str(folder), str(folder)).startswith("trace: equal")
     with pytest.raises(ConfigError, match="was dumped without weights"):
         diff(str(folder), str(folder), numerics=True)

@@ -76,7 +76,7 @@ def test_speculation_changes_no_bit(k: int, count: int, batch: int, temperature:
 @torch.no_grad()
 def _logits(compiled: SpeculativeDecoder, hidden: Tensor, lengths: Tensor, anchors: Tensor) -> Tensor:
     """Logits ``[B, K, V]`` of blocks behind contexts of ``lengths`` ``[B]`` rows of ``hidden`` ``[B, T, H]``."""
-    program = list(compiled.stages.values())[-1]
+    program = compiled._program
     batch, width, k = hidden.shape[0], hidden.shape[1], program.drafter.num_speculative_tokens
     pages = -(-(width + k + 1) // program.block_size)
     specs, sizes = buffers_of(program.inputs["draft_caches"]), {"N": batch * pages, "B": batch}

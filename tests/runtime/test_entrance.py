@@ -26,7 +26,7 @@ def program(request: pytest.FixtureRequest, cached_traces: None) -> Program:
     model = shared_model("llama", dtype=torch.float64)
     draft = model if request.param == "draft_model" else None
     decoder = compiled(model, request.param, draft=draft, verify={"rule": "probabilistic"})
-    return list(decoder.stages.values())[-1]
+    return decoder._program
 
 
 def used(program: Program) -> State:

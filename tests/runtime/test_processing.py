@@ -314,7 +314,8 @@ def test_a_session_refuses_what_it_does_not_know(decoders: dict[str, Speculative
         for name, message in {
             "presense_penalty": "There is no argument 'presense_penalty'; did you mean 'presence_penalty'?",
             "xyzzy": "There is no argument 'xyzzy'; help(decoder.generate) lists what there is.",
-            "stop_strings": "submit does not take stop_strings, which is for generate and stream; leave it out.",
+            "stop_strings": "stop_strings is a text or a list of texts that are not empty, not 1.5.",
+            "streamer": "submit does not take streamer, which is for generate and stream; leave it out.",
             "num_beams": "num_beams=1.5 is not supported (tokens are chosen greedily or by sampling); leave it out.",
         }.items():
             with pytest.raises(InputError) as caught:

@@ -111,7 +111,7 @@ class Play:
 
 def different_plays(tested: SpeculativeDecoder) -> int:
     """Of the sequences of all trials, how many do anything that they do not do alone with their prompt in one piece."""
-    program, everyone = list(tested.stages.values())[-1], [*range(len(PROMPTS))]
+    program, everyone = tested._program, [*range(len(PROMPTS))]
     alone = [Play(program, [row], None).run()[0] for row in everyone]
     counts = {len(turn.emitted) for turns in alone for turn in turns[1:-1]}
     assert len(counts) > 1, "no draft was accepted, or all were"
@@ -147,7 +147,7 @@ def test_a_steps_key_is_the_number_of_tokens_known_before_it(rule: str, monkeypa
     """So keys grow, and no noise is used twice. The drafts of a step have been drawn with its key."""
     keys: list[int] = []
     drawn: list[int] = []
-    program, step_noise = list(made("eagle3", rule).stages.values())[-1], pieces.step_noise
+    program, step_noise = made("eagle3", rule)._program, pieces.step_noise
     sample_draft = step_functions.sample_draft
 
     def seen_noise(*given: Tensor) -> tuple[Tensor, Tensor]:
