@@ -32,7 +32,7 @@ def check_plot(path: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches, which no window shows."""
+    """An empty figure of so many inches, which no window shows. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=100, layout="constrained")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,12 @@ def make_model(
 def shared_model(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """One instance per process for tests that do not change the model."""
     return make_model(architecture, seed=seed, dtype=dtype)
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    """The folder, with the files of the model in it."""
+    model.save_pretrained(folder)
+    return folder
 
 
 def make_head(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specgraph.explore.difference import by_name
 from specgraph.explore.reading import Node, Stage
 
 COMPARED = {"op": "kind", "calls": "what it calls", "code": "code", "inputs": "inputs", "shape": "shape",
@@ -50,20 +51,19 @@ def changes_of(stage: Stage, before: Stage | None) -> dict[str, Changes]:
 
 def compare(before: Sequence[Node], after: Sequence[Node], made_by: str | None) -> Changes:
     """The difference of two versions of a graph, of which the pass ``made_by`` made the second."""
-    old, new = _by_name(before), _by_name(after)
-    replaced = {name for name in old.keys() & new.keys() if old[name].made_by != new[name].made_by}
-    fresh = [name for name in new if name not in old or name in replaced]
-    differences = {name: _difference(old[name], new[name]) for name in new if name in old and name not in replaced}
-    return Changes(
-        added=tuple(name for name in fresh if new[name].made_by == made_by),
-        moved=tuple(name for name in fresh if new[name].made_by != made_by),
-        removed=tuple(name for name in old if name not in new or name in replaced),
-        changed={name: what for name, what in differences.items() if what},
-    )
-
-
-def _by_name(nodes: Sequence[Node]) -> Mapping[str, Node]:
-    return {node.name: node for node in nodes}
+    added: list[str] = []
+    moved: list[str] = []
+    removed: list[str] = []
+    changed: dict[str, tuple[str, ...]] = {}
+    for old, new in by_name(before, after):
+        same = old is not None and new is not None and old.made_by == new.made_by
+        if old is not None and not same:
+            removed.append(old.name)
+        if new is not None and not same:
+            (added if new.made_by == made_by else moved).append(new.name)
+        if old is not None and new is not None and same and (what := _difference(old, new)):
+            changed[new.name] = what
+    return Changes(tuple(added), tuple(moved), tuple(removed), changed)
 
 
 def _difference(old: Node, new: Node) -> tuple[str, ...]:

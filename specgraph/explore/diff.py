@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specgraph.dump import stage_folder
 from specgraph.errors import ConfigError
 from specgraph.explore.difference import Difference, Entry, difference
 from specgraph.explore.reading import Dump, Node, Stage, read_dump
@@ -26,10 +25,6 @@ class _Given:
 
     def stages(self) -> dict[str, Stage]:
         return {stage.name: stage for stage in self.dump.stages if self.stage in (None, stage.name)}
-
-    def place(self, stage: str) -> Path:
-        """The folder of a stage."""
-        return self.folder / stage_folder([own.name for own in self.dump.stages].index(stage), stage)
 
 
 def diff(old: str, new: str, *, graph: str | None = None, numerics: bool = False) -> str:
@@ -65,7 +60,7 @@ def diff(old: str, new: str, *, graph: str | None = None, numerics: bool = False
         if numerics:
             again = before is not None and (a.graphs, b.graphs) == (before[0].graphs, before[1].graphs)
             said, before = values, (a, b)
-            values = said if again else _values(first.place(a.name), second.place(b.name), found)
+            values = said if again else _values(first.dump.folders[a.name], second.dump.folders[b.name], found)
             lines += ["  values: as above"] if values == said else values
     return "\n".join(lines)
 
@@ -75,7 +70,7 @@ def _given(path: str) -> _Given:
     if not (folder / "inputs.json").is_file():
         return _Given(folder, read_dump(folder), None)
     dump = read_dump(folder.parent)
-    names = {stage_folder(index, stage.name): stage.name for index, stage in enumerate(dump.stages)}
+    names = {place.name: stage for stage, place in dump.folders.items()}
     if folder.name not in names:
         raise ConfigError(f"{path} is no stage of the dump in {folder.parent}; it has {', '.join(names)}.")
     return _Given(folder.parent, dump, names[folder.name])
@@ -86,7 +81,7 @@ def _pairs(first: _Given, second: _Given) -> Iterator[tuple[Stage, Stage]]:
     old, new = first.stages(), second.stages()
     if (first.stage is None) != (second.stage is None):
         whole = first if first.stage is None else second
-        inside = whole.place(list(whole.stages())[-1]).name
+        inside = whole.dump.folders[whole.dump.stages[-1].name].name
         raise ConfigError(
             f"One is a dump and the other a stage; give a stage of {whole.folder}, too, such as {inside}."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump: the record of the compilation, and its stages in order."""
+    """A dump: the record of the compilation, its stages in order, and the folders of these by their names."""
 
     record: dict[str, Any]
     stages: list[Stage]
+    folders: dict[str, Path] = field(default_factory=dict)
 
 
 def read_dump(folder: str | Path) -> Dump:
@@ -124,12 +125,13 @@ def read_dump(folder: str | Path) -> Dump:
         stages = _is(dict, record["stages"])
         record = {key: value for key, value in record.items() if key not in ("passes", "stages")}
         _checked(record, COMPILATION if made else {})
-        found = [_stage(folder / _is(str, place), name, made.get(name, {})) for name, place in stages.items()]
+        folders = {name: folder / _is(str, place) for name, place in stages.items()}
+        found = [_stage(place, name, made.get(name, {})) for name, place in folders.items()]
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, repr(error)) from None
     if not found:
         raise _damaged(path, "it names no stages")
-    return Dump(record, found)
+    return Dump(record, found, folders)
 
 
 def _checked(entry: dict[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:

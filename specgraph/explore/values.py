@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from specgraph.compiler.numerics import ROUNDING
 from specgraph.dump import LoadedStage, load_stage
 from specgraph.errors import ConfigError
 from specgraph.explore.difference import Difference
@@ -19,8 +20,6 @@ from specgraph.ir.state import example_state, random_window
 
 STEPS = 2
 """Steps that are run, so that what the first one wrote to the state is read."""
-ROUNDING = 64
-"""The largest difference that is called rounding, in units in the last place of the norm of the value."""
 
 
 @dataclass(frozen=True)

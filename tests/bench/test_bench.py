@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.bench import run, steps
+from specgraph.bench import steps
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.kernels import cases
 from specgraph.bench.models import SHAPES, random_head, random_target, shape_config
@@ -34,14 +34,6 @@ TARGET = 2 * LAYER + 4 * (32 + 32 * VOCAB)
 ROTARY = 4 * 4
 PER_TOKEN = 4 * 2 * 2 * 8
 """Bytes of the keys and values of one layer."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_bandwidth() -> Any:
-    """Bandwidth is measured on megabytes, and known afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "measure_bandwidth", lambda device: 1e9)
-        yield
 
 
 def decoder_of(kind: str, parallel: bool = False, k: int = 3, **extra: Any) -> SpeculativeDecoder:

@@ -14,22 +14,10 @@ from specgraph.bench import run
 from specgraph.bench.peers import transformers_generate
 from specgraph.cli import main
 from tests.decoding import compiled, reference_greedy
-from tests.models import make_model, ragged_prompts, shared_model
+from tests.models import make_model, ragged_prompts, saved, shared_model
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 QUICK = ["device=cpu", "threads=[1]", "rounds=1", "new_tokens=6", "limit=2", "prompt_length=9", "lowering=eager"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_bandwidth() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "measure_bandwidth", lambda device: 1e9)
-        yield
-
-
-def saved(model: PreTrainedModel, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder
 
 
 def test_all_decoders_stand_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

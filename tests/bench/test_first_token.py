@@ -26,7 +26,6 @@ LAYER = PROJECTIONS + 3 * 32 * 48
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "measure_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(run, "measure_matmul", lambda device, dtype: 1e9)
 
 

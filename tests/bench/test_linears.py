@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.bench import run
 from specgraph.bench.kernels import LIBRARY_FORM, Product, step_products
 from specgraph.bench.linears import LinearRow, changes, crossovers, describe_crossovers
 from specgraph.bench.models import shape_config
@@ -84,7 +83,6 @@ def test_both_forms_compute_the_same(sizes: Sizes) -> None:
 def test_the_command_names_both_times_and_the_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "measure_bandwidth", lambda device: 1e9)
     known = Crossovers(linear={(128, 64): (2,)}, gated={}, experts={})
     monkeypatch.setattr(library, "crossovers_of", lambda device: known)
     written = tmp_path / "linears.json"

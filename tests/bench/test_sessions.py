@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from specgraph.bench import run
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.report import table
 from specgraph.bench.sessions import (
@@ -32,14 +30,6 @@ pytestmark = pytest.mark.usefixtures("cached_traces")
 PROMPTS = ragged_prompts((3, 9, 5, 2, 7))
 NEW = [6, 2, 9, 1, 4]
 QUICK = ["device=cpu", "max_batch_size=2", "num_speculative_tokens=[2]", "debug.self_check=false"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_bandwidth() -> Any:
-    """Bandwidth is not measured."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "measure_bandwidth", lambda device: 1e9)
-        yield
 
 
 def test_random_work_repeats_and_stays_in_its_ranges() -> None:

@@ -7,24 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
-from specgraph.bench import run
 from specgraph.bench.tune import TuneRow, recommendation
 from specgraph.cli import main
 from tests.decoding import compiled
-from tests.models import make_model, ragged_prompts
+from tests.models import make_model, ragged_prompts, saved
 
 pytestmark = pytest.mark.usefixtures("cached_traces")
 MODELS = Path(__file__).parents[2] / "examples" / "models" / "tiny-math"
 QUICK = ["device=cpu", "lowering=eager", "steps=2", "warmup=0", "new_tokens=6", "dtype=float64", "verify=strict"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_bandwidth() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "measure_bandwidth", lambda device: 1e9)
-        yield
 
 
 @pytest.fixture
@@ -33,11 +24,6 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found = ragged_prompts((5, 9, 4))
     monkeypatch.setattr("specgraph.cli.commands._file_prompts", lambda options, limit: found[:limit])
     return found
-
-
-def saved(model: PreTrainedModel, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder
 
 
 def row(batch: int, draft: str, k: int, per_step: float, ms: float, **options: Any) -> TuneRow:

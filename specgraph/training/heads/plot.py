@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specgraph.plots import new_figure
+
 from .loop import HeadProgress
 
 
 def plot_losses(progress: HeadProgress, title: str, path: Path) -> bool:
     """Draw the losses and the acceptance length over the steps to a PNG. Returns False if there is no matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        figure = new_figure(7, 4)
     except ImportError:
         return False
-    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
     left = figure.subplots()
     right = left.twinx()
     left.plot(*zip(*progress.losses, strict=True), label="training loss", color="tab:blue")
