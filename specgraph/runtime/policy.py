@@ -17,7 +17,8 @@ class Policy:
         joint: whether sequences that decode take part in steps that run prompts. Else the two take turns, or, if not
             ``fair``, all prompts come first. That is better where decode steps have faster code than prompts have.
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
-            empty table, is the drafter's own. Prompt steps make as many drafts always, so there is one variant of them.
+            empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
+            would get without them, and the drafter's own number if none does.
     """
 
     chunk: int

@@ -39,8 +39,9 @@ class Prefill:
     """The prompts that are yet to be run, by the rows of their sequences.
 
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
-    A wide step runs sequences whose prompt is pending, and no others. One with little left to run joins one with much
-    if the padding costs less than a step of its own (:func:`~specgraph.runtime.prompt_shapes.num_together`).
+    Where rows are packed (:meth:`fill`), prompts run in the order in which they came, beside sequences that decode.
+    Where a window is run as it is (:meth:`chunk`), it has prompts alone, and one with little left to run joins one with
+    much if the padding costs less than a step of its own (:func:`~specgraph.runtime.prompt_shapes.num_together`).
 
     Attributes:
         width: the number of rows of a decode step.
