@@ -134,11 +134,10 @@ class Trace(Sequence[TracedStep]):
         dimmed. Without ``color``, an accepted draft stands in brackets, and one that was not between tildes. Without
         ``tokenizer``, tokens are numbers.
         """
-        lines = []
-        for sequence in range(len(self.prompts)):
-            lines.append(f"sequence {sequence}")
-            lines += [_line(step, tokenizer, color=color) for step in self.of(sequence)]
-        return "\n".join(lines)
+        lines = [[f"sequence {sequence}"] for sequence in range(len(self.prompts))]
+        for step in self._steps:
+            lines[step.sequence].append(_line(step, tokenizer, color=color))
+        return "\n".join(line for own in lines for line in own)
 
 
 def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
