@@ -57,9 +57,10 @@ def main() -> None:
     ray.init(include_dashboard=False, ignore_reinit_error=True)
     rows = [{"place": place, "question": text} for place, text in enumerate(questions)]
     # The batches are made here, since a task that made them would find no CPU where workers have taken all.
-    answers = ray.data.from_items(rows, override_num_blocks=2 * given.workers).map_batches(
-        Answers, fn_constructor_args=(given.model, given.draft), num_gpus=int(torch.cuda.is_available()), num_cpus=1,
-        compute=ray.data.ActorPoolStrategy(size=given.workers),
+    parts = 2 * given.workers
+    answers = ray.data.from_items(rows, override_num_blocks=parts).map_batches(
+        Answers, fn_constructor_args=(given.model, given.draft), batch_size=-(-len(rows) // parts), num_cpus=1,
+        num_gpus=int(torch.cuda.is_available()), compute=ray.data.ActorPoolStrategy(size=given.workers),
     )  # fmt: skip
     found = sorted(answers.take_all(), key=lambda row: row["place"])  # or answers.write_json(folder)
     for row in found[:2]:

@@ -10,9 +10,11 @@ The decoder applies this pass to the steps of requests that ask for a trace.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from specgraph.ir.graphs import calls
@@ -48,9 +50,11 @@ class TraceStep(Pass):
                 sampling["temperature"] = tracer.call(step.trace_temperature, sampling["temperature"])
             verified = tracer.verified()
             draws = [node for node in program.graph.nodes if node.target in DRAWS]
-            drawn = [tracer.drawn(draw) for draw in draws]
+            groups = [*_together(draws)]
+            drawn = [tracer.drawn(group) for group in groups]
+            tokens = [tracer.side_by_side(group) for group in groups]
             drafts: Any = advance.args[6]
-            traced = tracer.call(step.trace_columns, verified, draws, drawn, list(drafts), count=_count(program))
+            traced = tracer.call(step.trace_columns, verified, tokens, drawn, list(drafts), count=_count(program))
         traced.name = "traced"
         (results,) = program.graph.output_node().args
         program.set_output(*results, traced)  # type: ignore[misc]
@@ -61,6 +65,13 @@ def _count(program: Program) -> int:
     """How many drafts of a sequence a step verifies and makes."""
     counts = [int(node.args[2]) - 1 for node in calls(program.graph, step.needed_rows)]  # type: ignore[arg-type]
     return min([*counts, program.drafter.num_speculative_tokens])
+
+
+def _together(draws: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The draws of each vocabulary. Small ops cost a launch each, so all drafts of a step are scored in one call."""
+    vocabularies = {draw: draw.kwargs.get("draft_to_target") for draw in draws}
+    for vocabulary in dict.fromkeys(vocabularies.values()):
+        yield [draw for draw in draws if vocabularies[draw] is vocabulary]
 
 
 @dataclass(frozen=True)
@@ -80,12 +91,18 @@ class _Tracer:
         rows = [gathered(self.program, name) for name in ("num_rows", "num_forced")]
         return self._score(logits, drafts, self.call(step.num_verified, *rows, drafts))
 
-    def drawn(self, draw: fx.Node) -> fx.Node:
-        """The log-probabilities ``[B, R]`` with which a node has drawn its drafts."""
-        vocabulary, tokens = draw.kwargs.get("draft_to_target"), draw
+    def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
+        """The log-probabilities ``[B, R]`` with which nodes that draw from one vocabulary have drawn their drafts."""
+        tokens, first = self.side_by_side(draws), draws[0]
+        count = self.call(step.active_drafts, first.args[NUM_EMITTED], tokens)
+        vocabulary = first.kwargs.get("draft_to_target")
         if vocabulary is not None:
-            tokens = self.call(step.draft_ids, draw, vocabulary)
-        return self._score(draw.args[LOGITS], tokens, self.call(step.active_drafts, draw.args[NUM_EMITTED], draw))
+            tokens = self.call(step.draft_ids, tokens, vocabulary)
+        return self._score(self.side_by_side([draw.args[LOGITS] for draw in draws]), tokens, count)
+
+    def side_by_side(self, values: Sequence[Any]) -> fx.Node:
+        """Tensors ``[B, R, ...]`` as one, row behind row."""
+        return self.call(torch.cat, [*values], 1) if len(values) > 1 else values[0]
 
     def _score(self, logits: Any, tokens: fx.Node, count: fx.Node) -> fx.Node:
         processed = "temperature" in self.sampling

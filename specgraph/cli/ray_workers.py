@@ -116,7 +116,7 @@ def _answers(job: Job, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Itera
     size = min(ROUNDS * job.config.max_batch_size, -(-len(prompts) // workers))
     data = ray.data.from_arrow(list(_tables(prompts, seeds, size)))
     answers = data.map_batches(
-        Worker, fn_constructor_args=(job,), batch_format="pyarrow", num_cpus=1, num_gpus=gpus,
+        Worker, fn_constructor_args=(job,), batch_format="pyarrow", batch_size=size, num_cpus=1, num_gpus=gpus,
         compute=ray.data.ActorPoolStrategy(size=workers),
     )  # fmt: skip
     try:
