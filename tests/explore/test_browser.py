@@ -92,6 +92,42 @@ def test_a_node_is_found_by_typing(page: Browser) -> None:
     assert page.text("#node ul").splitlines()[-1] in ("still there in the last stage",)
 
 
+def test_a_pass_is_found_by_typing(page: Browser) -> None:
+    page.run("document.querySelector('#search').focus()")
+    page.write("fuse_ver")
+    page.wait("!document.querySelector('#found').hidden")
+    assert page.texts("#found a")[0] == "fuse_verify"
+    page.key("Enter", 13, "\r")
+    arrive(page, "#stage=fuse_verify")
+    assert page.run("document.querySelector('#found').hidden")
+
+
+def test_the_table_of_steps_is_that_of_the_chosen_sequence(page: Browser, made: Made) -> None:
+    def expected(sequence: int) -> list[str]:
+        return [str(step["step"]) for step in made.data["trace"]["steps"] if step["sequence"] == sequence]
+
+    def shown() -> list[str]:
+        return [row[0] for row in cells(page, "#steps-box")]
+
+    page.run("chooseSequence(1)")
+    assert shown() == []
+    page.run("document.querySelector('#steps-box').open = true")
+    page.wait("document.querySelector('#steps-box tbody') !== null")
+    assert shown() == expected(1)
+    page.run("chooseSequence(0)")
+    assert shown() == expected(0)
+    assert page.run("document.querySelectorAll('#steps-box table').length") == 1
+
+
+def test_a_token_of_the_target_says_what_it_is_and_where(page: Browser, made: Made) -> None:
+    step = next(step for step in made.data["trace"]["steps"] if step["drafts"] and step["sequence"] == 0)
+    page.run("chooseSequence(0)")
+    page.point(f'#text [data-step="{step["step"]}"] .own', click=True)
+    place = len(step["tokens"]) - 1
+    assert f"Token {step['tokens'][place]}." in page.text("#why")
+    assert f"text position {step['position'] + place}." in page.text("#why")
+
+
 def test_what_a_pass_did_is_listed_and_leads_to_the_nodes(page: Browser, made: Made) -> None:
     go(page, "#stage=fuse_verify")
     stage = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_verify")

@@ -1,7 +1,7 @@
 "use strict";
 // What happened to every draft of a trace: how many were accepted per position, and the text with its drafts.
 
-let sequence = 0;
+let sequence = 0, stepsOfSequence = [];
 
 function drawDrafts() {
   const trace = DATA.trace;
@@ -13,7 +13,7 @@ function drawDrafts() {
   const decoding = trace.steps.filter((step) => !step.prompt);
   const emitted = decoding.reduce((sum, step) => sum + step.tokens.length, 0);
   fill(byId("drafts-body"),
-    el("p", {}, `${plural(trace.prompts.length, "sequence")}, ${plural(emitted, "token")} in ${plural(decoding.length, "decode step")} of a sequence: `,
+    el("p", {}, `${plural(trace.prompts.length, "sequence")}, ${plural(emitted, "token")} in ${plural(decoding.length, "decode step")}, where a step counts for every sequence in it: `,
       el("strong", {}, `${number(emitted / Math.max(decoding.length, 1), 2)} tokens per step`), `. The rule is ${trace.about.rule}.`),
     el("h3", {}, "Accepted per position"), drawAcceptance(trace.acceptance),
     el("h3", { id: "text-title" }, "Along the text"),
@@ -23,7 +23,7 @@ function drawDrafts() {
     el("p", { class: "legend" }, el("span", { class: "swatch accepted" }, "accepted draft"), el("span", { class: "swatch own" }, "token of the target's own"),
       el("span", { class: "swatch rejected" }, "rejected draft"), el("span", { class: "swatch behind" }, "draft that was not considered"),
       " Point at a token, or go through them with Tab and the arrow keys, to read why."),
-    el("div", { id: "text" }), el("div", { id: "why", "aria-live": "polite" }), el("details", { id: "steps-box" }));
+    el("div", { id: "text" }), el("div", { id: "why", "aria-live": "polite" }), el("details", { id: "steps-box", toggle: drawSteps }));
   chooseSequence(0);
 }
 
@@ -45,8 +45,8 @@ function chooseSequence(chosen) {
   const spans = steps.map(({ step, index }) => stepSpans(step, index));
   fill(byId("text"), el("span", { class: "prompt", dir: "auto" }, withBreaks(visible(DATA.trace.prompts[chosen]))), spans);
   fill(byId("why"), el("p", { class: "hint" }, "Choose a draft to keep its explanation here."));
-  fill(byId("steps-box"), el("summary", {}, "Every step of this sequence as a table"));
-  byId("steps-box").addEventListener("toggle", () => drawSteps(steps), { once: true });
+  stepsOfSequence = steps;
+  drawSteps();
   const first = byId("text").querySelector(".token");
   if (first) first.tabIndex = 0;
 }
@@ -77,12 +77,16 @@ function draftSpan(step, index, draft, place) {
 
 function ownSpan(step, index, place) {
   const span = el("bdi", { class: "token own", tabindex: "-1" }, withBreaks(shownToken(step.tokens[place], step.texts && step.texts[place])));
-  return tip.of(span, () => [el("strong", {}, "The target's own token"),
-    el("div", {}, step.prompt ? "It follows the prompt; no draft was verified." : whereOf(step)), timeOf(step)]);
+  const explain = () => [el("strong", {}, "The target's own token: ", el("bdi", {}, shownToken(step.tokens[place], step.texts && step.texts[place]))),
+    step.prompt ? el("div", {}, "It follows the prompt; no draft was verified.") : null,
+    el("div", { class: "hint" }, `Token ${step.tokens[place]}. ${whereOf(step, place)}`), timeOf(step)];
+  span.addEventListener("click", () => keep(span, explain()));
+  return tip.of(span, explain);
 }
 
-function whereOf(step) {
-  return `Step ${step.step}, sequence ${step.sequence}, text position ${step.position}.`;
+/** Where a token is that a step emitted, or a draft that it verified, as the `place`th of its kind. */
+function whereOf(step, place) {
+  return `Step ${step.step}, sequence ${step.sequence}, text position ${step.position + place}.`;
 }
 
 function timeOf(step) {
@@ -99,7 +103,7 @@ function explainDraft(step, draft, place) {
     el("strong", {}, `Draft ${place + 1} of ${step.drafts.length} was ${VERDICTS[draft.verdict]}: `, el("bdi", {}, shownToken(draft.token, draft.text))),
     el("p", { class: "reason" }, reasonOf(step, draft)),
     el("div", {}, `Under the target, the probability of this token was ${known(draft.target)}. ${drawn}`),
-    el("div", { class: "hint" }, `Token ${draft.token}. ${whereOf(step)}`),
+    el("div", { class: "hint" }, `Token ${draft.token}. ${whereOf(step, place)}`),
   ];
 }
 
@@ -117,12 +121,16 @@ function percent(value) {
   return value === 0 || value >= 0.001 ? `${number(100 * value, value >= 0.1 ? 0 : 1)} %` : `${(100 * value).toExponential(1)} %`;
 }
 
-function drawSteps(steps) {
-  const rows = steps.map(({ step, index }) => [String(step.step), String(step.position),
+/** The table of the steps of the sequence, once somebody wants to see it. */
+function drawSteps() {
+  const box = byId("steps-box");
+  fill(box, el("summary", {}, "Every step of this sequence as a table"));
+  if (!box.open) return;
+  const rows = stepsOfSequence.map(({ step, index }) => [String(step.step), String(step.position),
     el("span", {}, step.drafts.map((draft, place) => el("a", { class: `token ${draft.verdict}`, href: hashOf({ draft: `${index}.${place}` }) },
       el("bdi", {}, shownToken(draft.token, draft.text))))),
     el("bdi", {}, step.tokens.map((token, place) => shownToken(token, step.texts && step.texts[place])).join("")), number(1000 * step.seconds, 2)]);
-  byId("steps-box").append(el("div", { class: "scroll tall" }, table(el("table", {}), ["step #", "position #", "drafts", "emitted", "ms #"], rows)));
+  box.append(el("div", { class: "scroll tall" }, table(el("table", {}), ["step #", "position #", "drafts", "emitted", "ms #"], rows)));
 }
 
 /** Shows the explanation of a draft, which a link names as "place of the step in the trace.place of the draft". */
@@ -131,11 +139,16 @@ function chooseDraft(name) {
   const step = DATA.trace && DATA.trace.steps[index];
   if (!step || !step.drafts[place]) return;
   if (step.sequence !== sequence) chooseSequence(step.sequence);
-  for (const old of document.querySelectorAll(".token.chosen")) old.classList.remove("chosen");
   const span = byId("text").querySelector(`[data-draft="${index}.${place}"]`);
-  span.classList.add("chosen");
-  fill(byId("why"), explainDraft(step, step.drafts[place], place));
+  keep(span, explainDraft(step, step.drafts[place], place));
   span.scrollIntoView({ block: "center" });
+}
+
+/** Marks a token, and keeps its explanation below the text. */
+function keep(span, explanation) {
+  for (const old of document.querySelectorAll(".token.chosen")) old.classList.remove("chosen");
+  span.classList.add("chosen");
+  fill(byId("why"), explanation);
 }
 
 /** The arrow keys go from token to token, and Enter chooses one, so that Tab needs only one stop for the text. */

@@ -88,8 +88,11 @@ function showFound() {
   const text = byId("search").value, found = search(text);
   const items = found.slice(0, 40).map(({ stage, graph, node }) => el("li", {}, nodeLink(stage, graph, node.name),
     el("span", { class: "hint" }, ` ${graph}, made by ${node.made_by || "nobody known"}${stage < DATA.stages.length - 1 ? `, last in ${DATA.stages[stage].name}` : ""}`)));
+  const wanted = text.trim().toLowerCase(), exact = found.length && found[0].node.name.toLowerCase() === wanted;
+  const passes = DATA.stages.filter((stage) => wanted && stage.name.includes(wanted));
+  items.splice(exact ? 1 : 0, 0, ...passes.map((stage) => el("li", {}, link({ stage: stage.name }, stage.name), el("span", { class: "hint" }, " what this pass did"))));
   if (found.length > 40) items.push(el("li", { class: "hint" }, `${found.length - 40} more`));
-  if (!found.length && text.trim()) items.push(el("li", { class: "hint" }, "No node has that."));
+  if (!items.length && wanted) items.push(el("li", { class: "hint" }, "No node and no pass has that."));
   fill(byId("found"), items).hidden = !items.length;
 }
 
@@ -107,7 +110,7 @@ function begin() {
     const first = byId("found").querySelector("a");
     if (first) first.click();
   });
-  byId("found").addEventListener("click", () => { byId("found").hidden = true; });
+  document.addEventListener("click", (event) => { if (event.target !== byId("search")) byId("found").hidden = true; });
   document.addEventListener("keydown", (event) => {
     walkTokens(event);
     if (event.key === "Escape") {

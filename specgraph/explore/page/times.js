@@ -26,15 +26,16 @@ function sentence(times) {
   return `The median decode step took ${number(times.median_ms, 2)} ms${ratio}.`;
 }
 
-/** The plot ends at a few times the median, because the first steps of a process can be a hundred times as long. */
+/** The plot leaves out what took many times the median, because the first steps of a process can be a hundred times as long. */
 function highest(times) {
-  const found = Math.max(...times.rows.map((row) => Math.max(row.prompt ? 0 : row.ms, row.limit_ms || 0)), 0);
-  return times.median_ms === null ? Math.max(...times.rows.map((row) => row.ms), 0) : Math.min(found, 4 * Math.max(times.median_ms, times.median_limit_ms || 0));
+  const most = times.median_ms === null ? Infinity : 4 * Math.max(times.median_ms, times.median_limit_ms || 0);
+  return Math.max(...times.rows.flatMap((row) => [row.ms, row.limit_ms || 0]).filter((value) => value <= most), 0);
 }
 
 function outside(times) {
-  const count = times.rows.filter((row) => row.ms > highest(times)).length;
-  return count ? el("p", { class: "hint" }, `${plural(count, "step")} took longer than the plot shows; the table has them.`) : null;
+  const rows = times.rows.filter((row) => row.ms > highest(times)), few = rows.slice(0, 5);
+  const named = few.map((row) => `${row.step} (${number(row.ms, 1)} ms)`).join(", ") + (rows.length > few.length ? ", ..." : "");
+  return rows.length ? el("p", { class: "hint" }, `${plural(rows.length, "step")} took longer than the plot shows: ${named}. The first step of each kind prepares what it runs.`) : null;
 }
 
 function timesTable(times) {

@@ -11,6 +11,8 @@ function drawWeights() {
     el("div", { class: "scroll" }, table(el("table", {}), ["module", "tensors #", "bytes #", "of these shared with another module #"],
       weights.modules.map((row) => [row.module, String(row.tensors), bytes(row.bytes), bytes(row.shared)]))),
     el("h3", {}, "Tensors with several names"),
+    DATA.about.notes ? el("p", { class: "hint" }, "A weight that a checkpoint leaves out is the target's from the start, without a name of its own; ",
+      link({ stage: DATA.stages[0].name }, DATA.stages[0].name), " says which these are.") : null,
     weights.shared.length ? el("div", { class: "scroll" }, table(el("table", {}), ["names", "shape", "bytes #"],
       weights.shared.map((tensor) => [el("ul", { class: "plain" }, tensor.names.map((name) => el("li", {}, el("code", {}, name)))),
         `${tensor.dtype} [${tensor.shape.join(", ")}]`, bytes(tensor.bytes)])))
