@@ -24,8 +24,8 @@ FULL_ROWS = 256
 """Up to this many rows, the linear layers read their weights once for all of them (``kernels/linear/hopper.py``). With
 an 8B model on an H200, 256 rows take 7.8 ms and 257 take 12.1."""
 MANY_ROWS = 2048
-"""Fewer rows take longer per row: 14.5 ms for 512 of them, and 26.8 for 1,024. Sessions of an 8B model that decode beside
-prompts take 0.7% less time in all with 2,048 than with 1,024 (docs/performance.md)."""
+"""Fewer rows take longer per row: 14.5 ms for 512 of them, and 26.8 for 1,024. Sessions of an 8B model that decode
+beside prompts take 0.7% less time in all with 2,048 than with 1,024 (docs/performance.md)."""
 MOST_CELLS = 16_384
 """The largest window ``b * W`` of several sequences; what a drafter keeps of each of its places takes memory."""
 MOST_ROWS = 8192
