@@ -19,6 +19,7 @@ from specgraph.drafters.base import DraftHead, DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
+from specgraph.frontend.text_models import text_model
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
@@ -48,7 +49,8 @@ def compile_speculative(
     the model, its next call says what was changed and to compile again.
 
     Args:
-        model: the target. Its present device and dtype are those of the decoder.
+        model: the target. Its present device and dtype are those of the decoder. Of a multimodal model
+            (``...ForConditionalGeneration``), this is its text model, for prompts of text.
         cfg: None (drafts come from n-gram lookup), the name of a preset such as ``"draft_model"`` or ``"none"``, the
             path of a YAML file, or a mapping or ``DictConfig`` with the keys of :class:`specgraph.config.Config`.
         draft: a draft model or head, either loaded or as the path of a checkpoint. It decides which drafter runs.
@@ -61,8 +63,9 @@ def compile_speculative(
         NumericsError: ``check_numerics`` is on, and two stages differ.
     """
     check_no_keys("compile_speculative", others)
+    given, model = model, text_model(model)
     check_is_causal_lm(model)
-    check_one_device(model)
+    check_one_device(given)
     check_dtypes(model)
     config, draft = with_draft(load_config(cfg), draft)
     lowering, reason = choose_lowering(config.lowering.name, model.device, model.dtype)
@@ -100,8 +103,8 @@ def compile_speculative(
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
     watching = callbacks[1:]  # without the first, which shows the progress of compiling
-    watch = Watch(_given(model, draft), stages["trace"], indexed[IndexRows.name])
-    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, model, limits, watch, notes, watching)
+    watch = Watch(_given(given, draft), stages["trace"], indexed[IndexRows.name])
+    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, given, limits, watch, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder

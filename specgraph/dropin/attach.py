@@ -23,6 +23,7 @@ from specgraph.config import ConfigLike, check_no_keys
 from specgraph.drafters.base import DraftLike
 from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments, check_prepared
 from specgraph.errors import InputError
+from specgraph.frontend.text_models import is_multimodal
 from specgraph.frontend.tracing import check_is_causal_lm
 from specgraph.runtime.decoder import SpeculativeDecoder
 
@@ -51,7 +52,8 @@ def attach(
         SpecgraphError: it cannot be compiled; the model is as it was.
     """
     check_no_keys("attach", others)
-    check_is_causal_lm(model)
+    if not is_multimodal(model):
+        check_is_causal_lm(model)
     if isinstance(vars(model).get("generate"), Attached):
         raise InputError(f"This {type(model).__name__} is attached already; call specgraph.detach(model) first.")
     decoder = compile_speculative(model, cfg, draft=draft)
