@@ -12,8 +12,14 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -28,6 +34,10 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
 }  # fmt: skip
 VISION: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+"""Rotary embeddings of three positions for each token, which are equal in text."""
 
 
 def gemma3() -> Any:
@@ -49,8 +59,33 @@ def llava() -> Any:
 def qwen2_5_vl() -> Any:
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=TEXT, vision_config=vision, image_token_id=299, video_token_id=298,
-                         vision_start_token_id=297, vision_end_token_id=296)
+        Qwen2_5_VLConfig(text_config=TEXT | {"initializer_range": 0.3, "rope_parameters": ROPE}, vision_config=vision,
+                         image_token_id=299, video_token_id=298, vision_start_token_id=297, vision_end_token_id=296)
+    )  # fmt: skip
+
+
+def qwen3_vl() -> Any:
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=TEXT | {"initializer_range": 0.3, "rope_parameters": ROPE},
+                      vision_config=vision | {"deepstack_visual_indexes": [0]}, image_token_id=299, video_token_id=298,
+                      vision_start_token_id=297, vision_end_token_id=296)
+    )  # fmt: skip
+
+
+def mistral3() -> Any:
+    vision = {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, **VISION}
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=TEXT | {"model_type": "mistral", "initializer_range": 0.3}, vision_config=vision,
+                       image_token_index=299)
+    )  # fmt: skip
+
+
+def smolvlm() -> Any:
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, **VISION}
+    return SmolVLMForConditionalGeneration(
+        SmolVLMConfig(text_config=TEXT | {"model_type": "llama", "initializer_range": 0.3}, vision_config=vision,
+                      image_token_id=299)
     )  # fmt: skip
 
 
@@ -61,7 +96,7 @@ def doubled(make: Callable[[], Any]) -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [gemma3, llava])
+@pytest.mark.parametrize("make", [gemma3, llava, mistral3, qwen2_5_vl, qwen3_vl, smolvlm])
 def test_tokens_of_text_prompts_are_those_of_the_whole_model(make: Callable[[], Any]) -> None:
     model = doubled(make)
     prompts = torch.randint(1, 290, (2, 21))
@@ -70,7 +105,7 @@ def test_tokens_of_text_prompts_are_those_of_the_whole_model(make: Callable[[], 
     for draft in ("ngram", "none"):
         decoder = specgraph.compile_speculative(model, draft)
         assert decoder.model is model
-        out = decoder.generate(prompts, max_new_tokens=24)
+        out = decoder.generate(prompts, max_new_tokens=24, eos_token_id=[])
         assert torch.equal(out.sequences, expected)
     assert before == {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
 
@@ -113,12 +148,26 @@ def test_a_text_model_that_computes_something_else_is_refused(monkeypatch: pytes
         return out
 
     monkeypatch.setattr(model, "forward", capped)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM inside of it compute other logits"):
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM inside of it compute other logits of 1 token "):
         specgraph.compile_speculative(model)
 
 
-def test_one_without_a_class_for_its_text_model_is_refused() -> None:
-    with torch.device("meta"):
-        model = qwen2_5_vl()
-    with pytest.raises(UnsupportedModelError, match="transformers has no ForCausalLM class for its text model"):
+def test_one_whose_text_has_other_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = doubled(llava)
+    whole = model.forward
+    every_second = torch.arange(0, 2 * 8, 2)[None]
+    monkeypatch.setattr(
+        model, "forward",
+        lambda input_ids, **options: whole(
+            input_ids=input_ids, position_ids=every_second[:, : input_ids.shape[1]], **options
+        ),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="compute other logits of 8 tokens "):
+        specgraph.compile_speculative(model)
+
+
+def test_one_without_a_projection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = doubled(llava)
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+    with pytest.raises(UnsupportedModelError, match="has no projection of which a causal LM could be made"):
         specgraph.compile_speculative(model)
