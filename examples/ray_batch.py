@@ -1,6 +1,6 @@
 """Answer a file of questions with Ray Data: a decoder per worker, a GPU per worker, on one machine or on many.
 
-pip install 'specgraph[ray]' && python examples/ray_batch.py --workers 2
+pip install -e '.[ray]' && python examples/ray_batch.py --workers 2
 
 A seed belongs to a question and not to a worker, so the answers are those of a single process, however many workers
 there are. If a worker dies, Ray starts another one, which answers again what the first had not handed over.
@@ -21,7 +21,7 @@ try:
     import ray
     import ray.data
 except ImportError as error:
-    raise SystemExit("examples/ray_batch.py needs Ray; install it with pip install 'specgraph[ray]'.") from error
+    raise SystemExit("examples/ray_batch.py needs Ray; install it with pip install -e '.[ray]'.") from error
 
 HERE = Path(__file__).parent
 

@@ -1,6 +1,6 @@
 """Reinforcement learning with trl: a decoder rolls out, the trainer updates the weights, and the decoder goes on.
 
-pip install 'specgraph[rl]' && python examples/reinforce.py
+pip install -e '.[rl]' && python examples/reinforce.py
 
 This is GRPO (Shao et al. 2024) on the tiny model, where an answer is worth more the more of it is numbers. The trainer
 writes new weights into the tensors that the decoder reads. So the decoder is compiled once, and each rollout is of the
@@ -24,7 +24,7 @@ try:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as error:
-    raise SystemExit("examples/reinforce.py needs trl; install it with pip install 'specgraph[rl]'.") from error
+    raise SystemExit("examples/reinforce.py needs trl; install it with pip install -e '.[rl]'.") from error
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models" / "tiny-math"

@@ -1,6 +1,6 @@
 """Serve a model behind OpenAI's HTTP interface with Ray Serve: one decoder per replica, and one replica per GPU.
 
-pip install 'specgraph[serve]'
+pip install -e '.[serve]'
 SPECGRAPH_API_KEY=secret python examples/serve.py --model examples/models/tiny-math/target
 """
 
@@ -22,7 +22,7 @@ try:
     from ray import serve
     from starlette.exceptions import HTTPException as AnyHTTPException
 except ImportError as error:
-    raise SystemExit("examples/serve.py needs Ray Serve; install it with pip install 'specgraph[serve]'.") from error
+    raise SystemExit("examples/serve.py needs Ray Serve; install it with pip install -e '.[serve]'.") from error
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}Question: {% endif %}{{ m.content }}\n{% endfor %}Answer:"
 """For a model that has no chat template, such as tiny-math."""

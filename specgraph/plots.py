@@ -28,7 +28,7 @@ def check_plot(path: str) -> None:
     if not Path(path).expanduser().absolute().parent.is_dir():
         raise ConfigError(f"plot={path}: there is no folder for that file; create it first.")
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"plot={path} needs matplotlib: pip install 'specgraph[plot]', or leave plot out.")
+        raise ConfigError(f"plot={path} needs matplotlib: pip install -e '.[plot]', or leave plot out.")
 
 
 def new_figure(width: float, height: float) -> Figure:

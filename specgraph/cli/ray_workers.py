@@ -176,5 +176,5 @@ def _library() -> Any:
         import ray
         import ray.data
     except ImportError as error:
-        raise ConfigError("engine=ray needs Ray; install it with pip install 'specgraph[ray]'.") from error
+        raise ConfigError("engine=ray needs Ray; install it with pip install -e '.[ray]'.") from error
     return ray

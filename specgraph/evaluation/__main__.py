@@ -13,7 +13,7 @@ def main() -> int:
     """Run the harness with the arguments of the command line; 2 if it is not installed, or the model was refused."""
     missing = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"{' and '.join(missing)} must be installed: pip install 'specgraph[eval]'", file=sys.stderr)
+        print(f"{' and '.join(missing)} must be installed: pip install -e '.[eval]'", file=sys.stderr)
         return 2
     from lm_eval.__main__ import cli_evaluate
 

@@ -190,7 +190,8 @@ def _library() -> Any:
         import llguidance.hf
     except ImportError as error:
         raise InputError(
-            "json_schema, regex and grammar need the library llguidance; install specgraph[grammar], or leave them out."
+            "json_schema, regex and grammar need the library llguidance; pip install -e '.[grammar]' in specgraph's "
+            "folder, or leave them out."
         ) from error
     return llguidance
 

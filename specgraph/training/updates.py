@@ -28,7 +28,7 @@ def accelerator_on(device: torch.device) -> Iterator[Any]:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState, PartialState
     except ImportError:
-        raise ConfigError("Training needs the package accelerate: pip install 'specgraph[train]'.") from None
+        raise ConfigError("Training needs the package accelerate: pip install -e '.[train]'.") from None
     on_gpu = device.type == "cuda"
     shared = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
     with _set_aside(shared), torch.cuda.device(device) if on_gpu else contextlib.nullcontext():

@@ -296,4 +296,4 @@ def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("specgraph.plots.find_spec", lambda name: None)
     assert main(["bench", "target=tiny-shape", "plot=a.png"]) == 2
-    assert capsys.readouterr().err.startswith("error: plot=a.png needs matplotlib: pip install 'specgraph[plot]'")
+    assert capsys.readouterr().err.startswith("error: plot=a.png needs matplotlib: pip install -e '.[plot]'")

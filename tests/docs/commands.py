@@ -126,7 +126,7 @@ def _pip(words: list[str]) -> str:
     extras = configparser.ConfigParser()
     extras.read(ROOT / "setup.cfg")
     for word in words:
-        match = re.fullmatch(r"(-e|-c|constraints\.txt)|(specgraph|\.)(?:\[([\w,]+)\])?", word)
+        match = re.fullmatch(r"(-e|-c|constraints\.txt)|(\.)(?:\[([\w,]+)\])?", word)
         if match is None:
             raise CommandError(f"pip install {word}: this is not specgraph")
         for extra in (match[3] or "").split(","):

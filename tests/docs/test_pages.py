@@ -239,7 +239,7 @@ def test_every_block_of_a_page(page: Path, folder: Path) -> None:
         ("python", "import specgraph\n\nspecgraph.compile(1)", "page.md:6: AttributeError: module 'specgraph' has no"),
         ("bash", "ls", "no test knows how to check the command 'ls'"),
         ("bash", "make demos", "the Makefile has no target demos"),
-        ("bash", "pip install 'specgraph[evaluation]'", "setup.cfg has no extra evaluation"),
+        ("bash", "pip install -e '.[evaluation]'", "setup.cfg has no extra evaluation"),
         ("bash", "pip install somethingelse", "this is not specgraph"),
         ("bash", "python -m specgraph bench target=llama-3-8b-shape batch_size=[1]", "gave 2: error: .*batch_sizes"),
         ("bash", "python -m specgraph bench target=llama-9-8b-shape", "target=llama-9-8b-shape does not exist"),

@@ -202,4 +202,4 @@ def test_a_model_with_random_tensors_is_refused_by_the_command(
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert command.main() == 2
-    assert capsys.readouterr().err == "lm_eval and accelerate must be installed: pip install 'specgraph[eval]'\n"
+    assert capsys.readouterr().err == "lm_eval and accelerate must be installed: pip install -e '.[eval]'\n"

@@ -162,7 +162,7 @@ def test_without_the_library_it_says_what_to_install(
     decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(InputError, match=r"need the library llguidance; install specgraph\[grammar\]"):
+    with pytest.raises(InputError, match=r"need the library llguidance; pip install -e '.\[grammar\]'"):
         decoder.generate(PROMPTS[:1], regex="a", tokenizer=TOKENIZER)
 
 

@@ -65,9 +65,7 @@ def test_accelerate_is_left_as_it_was() -> None:
 def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with (
-        pytest.raises(
-            ConfigError, match=r"^Training needs the package accelerate: pip install 'specgraph\[train\]'\.$"
-        ),
+        pytest.raises(ConfigError, match=r"^Training needs the package accelerate: pip install -e '\.\[train\]'\.$"),
         accelerator_on(CPU),
     ):
         pass

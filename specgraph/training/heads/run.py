@@ -161,7 +161,7 @@ def _write_report(report: HeadTrainReport, folder: Path) -> None:
     curve = folder / "loss.png"
     title = f"{report.algorithm} for {report.config['model']}"
     if not plot_losses(report.progress, title, curve):
-        report.notes.append("no loss curve was drawn: matplotlib is missing; pip install 'specgraph[train]'")
+        report.notes.append("no loss curve was drawn: matplotlib is missing; pip install -e '.[train]'")
     saved = asdict(report) | {"measured": report.measured._asdict()}
     del saved["notes"], saved["progress"]["pending"]
     (folder / "training_report.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
