@@ -51,8 +51,8 @@ class TraceStep(Pass):
             verified = tracer.verified()
             draws = [node for node in program.graph.nodes if node.target in DRAWS]
             groups = [*_together(draws)]
-            drawn = [tracer.drawn(group) for group in groups]
             tokens = [tracer.side_by_side(group) for group in groups]
+            drawn = [tracer.drawn(*both) for both in zip(groups, tokens, strict=True)]
             drafts: Any = advance.args[6]
             traced = tracer.call(step.trace_columns, verified, tokens, drawn, list(drafts), count=_count(program))
         traced.name = "traced"
@@ -91,9 +91,9 @@ class _Tracer:
         rows = [gathered(self.program, name) for name in ("num_rows", "num_forced")]
         return self._score(logits, drafts, self.call(step.num_verified, *rows, drafts))
 
-    def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
-        """The log-probabilities ``[B, R]`` with which nodes that draw from one vocabulary have drawn their drafts."""
-        tokens, first = self.side_by_side(draws), draws[0]
+    def drawn(self, draws: Sequence[fx.Node], tokens: fx.Node) -> fx.Node:
+        """The log-probabilities ``[B, R]`` with which ``draws``, which share a vocabulary, have drawn ``tokens``."""
+        first = draws[0]
         count = self.call(step.active_drafts, first.args[NUM_EMITTED], tokens)
         vocabulary = first.kwargs.get("draft_to_target")
         if vocabulary is not None:

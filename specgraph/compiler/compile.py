@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.numerics import NumericsCallback, check_drafts
 from specgraph.compiler.selfcheck import check_draft, self_check
+from specgraph.compiler.text_models import text_model
 from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
 from specgraph.drafters.base import DraftHead, DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
-from specgraph.frontend.text_models import text_model
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program

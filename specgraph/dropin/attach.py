@@ -23,8 +23,6 @@ from specgraph.config import ConfigLike, check_no_keys
 from specgraph.drafters.base import DraftLike
 from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments, check_prepared
 from specgraph.errors import InputError
-from specgraph.frontend.text_models import is_multimodal
-from specgraph.frontend.tracing import check_is_causal_lm
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 
@@ -52,9 +50,7 @@ def attach(
         SpecgraphError: it cannot be compiled; the model is as it was.
     """
     check_no_keys("attach", others)
-    if not is_multimodal(model):
-        check_is_causal_lm(model)
-    if isinstance(vars(model).get("generate"), Attached):
+    if _is_attached(model):
         raise InputError(f"This {type(model).__name__} is attached already; call specgraph.detach(model) first.")
     decoder = compile_speculative(model, cfg, draft=draft)
     vars(model)["generate"] = Attached(model, decoder)
@@ -69,8 +65,12 @@ def detach(model: PreTrainedModel) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"detach takes the model that attach was given, not {type(model).__name__}.")
-    if isinstance(vars(model).get("generate"), Attached):
+    if _is_attached(model):
         del vars(model)["generate"]
+
+
+def _is_attached(model: object) -> bool:
+    return isinstance(model, PreTrainedModel) and isinstance(vars(model).get("generate"), Attached)
 
 
 class Attached:

@@ -188,6 +188,15 @@ def _inputs_of(module: nn.Module | None) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+def is_multimodal(model: object) -> bool:
+    """Whether a model decodes text, and takes something else beside it."""
+    return (
+        isinstance(model, PreTrainedModel)
+        and type(model).__name__.endswith("ForConditionalGeneration")
+        and not model.config.is_encoder_decoder
+    )
+
+
 def check_is_causal_lm(model: object) -> None:
     """Refuse everything that is not a decoder-only language model of transformers."""
     advice = "Pass a model from AutoModelForCausalLM.from_pretrained(...)."
@@ -196,7 +205,7 @@ def check_is_causal_lm(model: object) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; specgraph compiles decoder-only models. {advice}")
-    if name.endswith("ForConditionalGeneration"):
+    if is_multimodal(model):
         raise UnsupportedModelError(f"{name} is multimodal, and specgraph compiles text models; {_text_class(model)}.")
     if model.get_output_embeddings() is None or ("CausalLM" not in name and "LMHead" not in name):
         raise UnsupportedModelError(f"{name} is not a causal LM (it has no language-model head). {advice}")

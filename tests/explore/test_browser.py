@@ -81,23 +81,25 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
         assert node.meta["shape"] in page.texts("#node dd")
 
 
-def test_a_node_is_found_by_typing(page: Browser) -> None:
+def look_for(page: Browser, text: str) -> str:
+    """What is found first for a text that is typed; Enter is pressed then."""
     page.run("document.querySelector('#search').focus()")
-    page.write("verification")
+    page.write(text)
     page.wait("!document.querySelector('#found').hidden")
-    assert page.texts("#found a")[0] == "verification"
+    first = page.texts("#found a")[0]
     page.key("Enter", 13, "\r")
+    return first
+
+
+def test_a_node_is_found_by_typing(page: Browser) -> None:
+    assert look_for(page, "verification") == "verification"
     arrive(page, "node=verification")
     assert "Introduced by the pass fuse_verify" in page.text("#made-by")
     assert page.text("#node ul").splitlines()[-1] in ("still there in the last stage",)
 
 
 def test_a_pass_is_found_by_typing(page: Browser) -> None:
-    page.run("document.querySelector('#search').focus()")
-    page.write("fuse_ver")
-    page.wait("!document.querySelector('#found').hidden")
-    assert page.texts("#found a")[0] == "fuse_verify"
-    page.key("Enter", 13, "\r")
+    assert look_for(page, "fuse_ver") == "fuse_verify"
     arrive(page, "#stage=fuse_verify")
     assert page.run("document.querySelector('#found').hidden")
 
@@ -111,8 +113,10 @@ def test_the_table_of_steps_is_that_of_the_chosen_sequence(page: Browser, made: 
 
     page.run("chooseSequence(1)")
     assert shown() == []
-    page.run("document.querySelector('#steps-box').open = true")
+    page.run("document.querySelector('#steps-box summary').focus()")
+    page.key("Enter", 13, "\r")
     page.wait("document.querySelector('#steps-box tbody') !== null")
+    assert page.run("document.activeElement === document.querySelector('#steps-box summary')")
     assert shown() == expected(1)
     page.run("chooseSequence(0)")
     assert shown() == expected(0)

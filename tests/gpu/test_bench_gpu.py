@@ -35,7 +35,7 @@ def test_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "first_token", *given, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [(row["prompt_length"], row["batch"]) for row in rows] == [(100, 1), (100, 4), (700, 1), (700, 4)]
-    assert all(row["ms"] > 0 and row["limit_ms"] > 0 and row["peak_bytes"] > 2e9 for row in rows)
+    assert all(row["ms"] > row["limit_ms"] / 2 > 0 and row["peak_bytes"] > 2e9 for row in rows)
 
 
 def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,4 +60,4 @@ def test_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sessions", *SMALL, *given, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [row["differing"] for row in rows] == [0, 0]
-    assert all(row["new_tokens"] > 0 and row["share"] > 0 for row in rows)
+    assert all(row["new_tokens"] > 0 and 0 < row["share"] < 1 for row in rows)

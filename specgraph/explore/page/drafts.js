@@ -23,7 +23,8 @@ function drawDrafts() {
     el("p", { class: "legend" }, el("span", { class: "swatch accepted" }, "accepted draft"), el("span", { class: "swatch own" }, "token of the target's own"),
       el("span", { class: "swatch rejected" }, "rejected draft"), el("span", { class: "swatch behind" }, "draft that was not considered"),
       " Point at a token, or go through them with Tab and the arrow keys, to read why."),
-    el("div", { id: "text" }), el("div", { id: "why", "aria-live": "polite" }), el("details", { id: "steps-box", toggle: drawSteps }));
+    el("div", { id: "text" }), el("div", { id: "why", "aria-live": "polite" }), 
+    el("details", { id: "steps-box", toggle: drawSteps }, el("summary", {}, "Every step of this sequence as a table"), el("div", { class: "scroll tall" })));
   chooseSequence(0);
 }
 
@@ -123,14 +124,12 @@ function percent(value) {
 
 /** The table of the steps of the sequence, once somebody wants to see it. */
 function drawSteps() {
-  const box = byId("steps-box");
-  fill(box, el("summary", {}, "Every step of this sequence as a table"));
-  if (!box.open) return;
+  if (!byId("steps-box").open) return;
   const rows = stepsOfSequence.map(({ step, index }) => [String(step.step), String(step.position),
     el("span", {}, step.drafts.map((draft, place) => el("a", { class: `token ${draft.verdict}`, href: hashOf({ draft: `${index}.${place}` }) },
       el("bdi", {}, shownToken(draft.token, draft.text))))),
     el("bdi", {}, step.tokens.map((token, place) => shownToken(token, step.texts && step.texts[place])).join("")), number(1000 * step.seconds, 2)]);
-  box.append(el("div", { class: "scroll tall" }, table(el("table", {}), ["step #", "position #", "drafts", "emitted", "ms #"], rows)));
+  fill(byId("steps-box").lastElementChild, table(el("table", {}), ["step #", "position #", "drafts", "emitted", "ms #"], rows));
 }
 
 /** Shows the explanation of a draft, which a link names as "place of the step in the trace.place of the draft". */

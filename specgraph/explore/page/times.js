@@ -33,7 +33,7 @@ function highest(times) {
 }
 
 function outside(times) {
-  const rows = times.rows.filter((row) => row.ms > highest(times)), few = rows.slice(0, 5);
+  const most = highest(times), rows = times.rows.filter((row) => row.ms > most), few = rows.slice(0, 5);
   const named = few.map((row) => `${row.step} (${number(row.ms, 1)} ms)`).join(", ") + (rows.length > few.length ? ", ..." : "");
   return rows.length ? el("p", { class: "hint" }, `${plural(rows.length, "step")} took longer than the plot shows: ${named}. The first step of each kind prepares what it runs.`) : null;
 }

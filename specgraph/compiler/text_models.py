@@ -15,22 +15,13 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from specgraph.compiler.selfcheck import TOLERANCE
 from specgraph.errors import UnsupportedModelError
+from specgraph.frontend.tracing import is_multimodal
+from specgraph.ir.exporting import own_copy
 
 _NUM_TOKENS = 8
 """How many tokens the two models are compared on."""
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""The largest relative difference of their logits, as in the self-check: rotary embeddings run in float32 even in a
-float64 model, and other positions or another mask give 0.05 to 1."""
-
-
-def is_multimodal(model: object) -> bool:
-    """Whether a model decodes text, and takes something else beside it."""
-    return (
-        isinstance(model, PreTrainedModel)
-        and type(model).__name__.endswith("ForConditionalGeneration")
-        and not model.config.is_encoder_decoder
-    )
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -49,7 +40,7 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     if not held or head is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is multimodal, and has no {'text model' if head is not None else 'projection'} of "
-            f"which a causal LM could be made; load a text model, as from AutoModelForCausalLM.from_pretrained(...)."
+            "which a causal LM could be made; load a text model, as from AutoModelForCausalLM.from_pretrained(...)."
         )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or _projected(type(held[0]), config)
     with torch.device("meta"):
@@ -107,7 +98,7 @@ def _check_same(model: PreTrainedModel, text: PreTrainedModel) -> None:
             )
 
 
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        logits: Tensor = own_copy(model, shared=nn.Parameter).eval()(input_ids=ids, use_cache=False).logits
     return logits

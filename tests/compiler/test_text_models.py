@@ -25,17 +25,19 @@ from transformers import (
 )
 
 import specgraph
+from specgraph.compiler.text_models import text_model
 from specgraph.errors import InputError, UnsupportedModelError
-from specgraph.frontend.text_models import is_multimodal, text_model
+from specgraph.frontend.tracing import is_multimodal
 from tests.models import make_model
 
 TEXT: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "initializer_range": 0.3,
 }  # fmt: skip
 VISION: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-
-
+QWEN_VISION = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
+QWEN_IDS = {"image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297, "vision_end_token_id": 296}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 """Rotary embeddings of three positions for each token, which are equal in text."""
 
@@ -43,7 +45,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 def gemma3() -> Any:
     vision = {"hidden_size": 32, "num_hidden_layers": 1, **VISION}
     return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=TEXT | {"sliding_window": 16, "initializer_range": 0.3}, vision_config=vision,
+        Gemma3Config(text_config=TEXT | {"sliding_window": 16}, vision_config=vision,
                      mm_tokens_per_image=4, image_token_index=299, boi_token_index=297, eoi_token_index=298)
     )  # fmt: skip
 
@@ -51,32 +53,25 @@ def gemma3() -> Any:
 def llava() -> Any:
     vision = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 2, **VISION}
     return LlavaForConditionalGeneration(
-        LlavaConfig(text_config=TEXT | {"model_type": "llama", "initializer_range": 0.3}, vision_config=vision,
+        LlavaConfig(text_config=TEXT | {"model_type": "llama"}, vision_config=vision,
                     image_token_index=299)
     )  # fmt: skip
 
 
 def qwen2_5_vl() -> Any:
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=TEXT | {"initializer_range": 0.3, "rope_parameters": ROPE}, vision_config=vision,
-                         image_token_id=299, video_token_id=298, vision_start_token_id=297, vision_end_token_id=296)
-    )  # fmt: skip
+    text, vision = TEXT | {"rope_parameters": ROPE}, QWEN_VISION | {"depth": 1}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **QWEN_IDS))
 
 
 def qwen3_vl() -> Any:
-    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(text_config=TEXT | {"initializer_range": 0.3, "rope_parameters": ROPE},
-                      vision_config=vision | {"deepstack_visual_indexes": [0]}, image_token_id=299, video_token_id=298,
-                      vision_start_token_id=297, vision_end_token_id=296)
-    )  # fmt: skip
+    text, vision = TEXT | {"rope_parameters": ROPE}, QWEN_VISION | {"depth": 2, "deepstack_visual_indexes": [0]}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_IDS))
 
 
 def mistral3() -> Any:
     vision = {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, **VISION}
     return Mistral3ForConditionalGeneration(
-        Mistral3Config(text_config=TEXT | {"model_type": "mistral", "initializer_range": 0.3}, vision_config=vision,
+        Mistral3Config(text_config=TEXT | {"model_type": "mistral"}, vision_config=vision,
                        image_token_index=299)
     )  # fmt: skip
 
@@ -84,7 +79,7 @@ def mistral3() -> Any:
 def smolvlm() -> Any:
     vision = {"hidden_size": 32, "num_hidden_layers": 1, **VISION}
     return SmolVLMForConditionalGeneration(
-        SmolVLMConfig(text_config=TEXT | {"model_type": "llama", "initializer_range": 0.3}, vision_config=vision,
+        SmolVLMConfig(text_config=TEXT | {"model_type": "llama"}, vision_config=vision,
                       image_token_id=299)
     )  # fmt: skip
 
