@@ -14,6 +14,9 @@ import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
 import specgraph.kernels.processors
+import specgraph.kernels.recurrent.conv
+import specgraph.kernels.recurrent.delta_rule
+import specgraph.kernels.recurrent.span
 import specgraph.kernels.sampling.sample
 import specgraph.kernels.step
 import specgraph.kernels.step.block

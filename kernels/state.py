@@ -124,3 +124,26 @@ class Stateful:
 
 STATEFUL: dict[Callable[..., Any], Stateful] = {}
 """The stateful form of every traced op that has one; the op's own file adds it."""
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """What a recurrent op that was traced without memory becomes once it has a state.
+
+    Attributes:
+        op: the op with a state that takes its place.
+        names: what each buffer is called in the graph.
+        buffers: from the operands' values, as tracing found them, and the most rows of a call that are not settled
+            (:mod:`specgraph.kernels.recurrent.span`) to the buffers it asks for, all indexed.
+        arguments: from the traced op's arguments, the nodes of its buffers, and the node of the call's span to the
+            positional arguments of ``op``.
+    """
+
+    op: Callable[..., Any]
+    names: tuple[str, ...]
+    buffers: Callable[[Sequence[Tensor], int], tuple[Buffer, ...]]
+    arguments: Callable[[Sequence[Any], Sequence[Any], Any], tuple[Any, ...]]
+
+
+RECURRENT: dict[Callable[..., Any], Recurrent] = {}
+"""The form with a state of every recurrent op; the op's own file adds it."""

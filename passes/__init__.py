@@ -14,6 +14,7 @@ from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import InsertProcessors
+from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.passes.lookup_first import LookupFirst
 from specgraph.passes.lower_kernels import LowerKernels
@@ -24,9 +25,9 @@ from specgraph.passes.share_weights import ShareWeights
 PASSES: dict[str, type[Pass]] = {
     cls.name: cls
     for cls in (
-        ExposeFeatures, InsertKVCache, InsertDraft, ParallelDraft, LookupFirst, InsertVerify, FuseVerify,
-        InsertProcessors, FuseStep, ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels, FewRows,
-        CompileRemainder, CaptureCudaGraph,
+        ExposeFeatures, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst, InsertVerify,
+        FuseVerify, InsertProcessors, FuseStep, ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels,
+        FewRows, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

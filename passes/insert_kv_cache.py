@@ -60,7 +60,7 @@ class InsertKVCache(Pass):
         call.kwargs = {**call.kwargs, **program.bind("target", "target")}
         target = program.modules["target"]
         program.modules["target"] = new_module(target, target.graph, "target")
-        return PassResult(matches, expected=sum(model.num_layers for model in models.values()))
+        return PassResult(matches, expected=sum(model.attention_layers for model in models.values()))
 
     def _give_state(self, module: fx.GraphModule, nodes: list[fx.Node], limit: int | None) -> None:
         """Rewrite one module. ``limit`` is the first position it does not know."""

@@ -75,6 +75,22 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Models that single tests use: the layers of their MTP modules are of another kind than the last layer."""
 
+_DELTA = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 24},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "lfm2": _CONV,
+    "lfm2_moe": {**_MOE, **_CONV, "num_dense_layers": 1},
+}
+"""Models in which layers with a recurrent state stand beside attention."""
+
 
 def make_model(
     architecture: str,
@@ -88,7 +104,7 @@ def make_model(
 
     `attention` is transformers' implementation; the default is sdpa, as eager rounds its softmax to float32.
     """
-    options = {**_BASE, **(ARCHITECTURES | MORE).get(architecture, {}), **overrides}
+    options = {**_BASE, **(ARCHITECTURES | MORE | HYBRIDS).get(architecture, {}), **overrides}
     config = AutoConfig.for_model(architecture, **options)
     config._attn_implementation = attention or (
         "eager" if architecture in {"gemma2", "gpt_oss", "mimo_v2_flash"} else "sdpa"

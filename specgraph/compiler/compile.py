@@ -23,6 +23,7 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
+from specgraph.kernels.state import RECURRENT
 from specgraph.passes.base import Pass
 from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
@@ -81,8 +82,9 @@ def compile_speculative(
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
         target = trace(model)
+        check_has_kernels(target, lowering)
         seconds, info = time.perf_counter() - begin, target.info
-        notes = [f"tracing {info.name}: {seconds:.2f} s, {info.num_layers} attention layers"]
+        notes = [f"tracing {info.name}: {seconds:.2f} s, {info.attention_layers} attention layers"]
         limits = _limits(config, target)
         progress.advance(1, "loading and tracing the draft")
         made = make_draft(config, Target(model, target), draft)
@@ -123,6 +125,19 @@ def check_one_device(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has weights on {', '.join(devices)}, and specgraph runs a model on one device "
             '(meta holds none); load it on one, as by from_pretrained(..., device_map={"": 0}), or use a smaller model.'
+        )
+
+
+def check_has_kernels(target: TracedModel, lowering: str) -> None:
+    """Refuse to run recurrent layers by kernels, of which there are none for them yet.
+
+    What stands in for them looks at values on the host, so it cannot be part of a CUDA graph.
+    """
+    recurrent = any(node.target in RECURRENT for node in target.body.graph.nodes)
+    if recurrent and lowering == "gpu" and target.info.device.type == "cuda":
+        raise UnsupportedModelError(
+            f"{target.info.name} has recurrent layers, for which there are no kernels on a GPU yet; compile with "
+            "lowering=eager, which is slow, or decode on a CPU."
         )
 
 

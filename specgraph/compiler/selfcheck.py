@@ -6,6 +6,7 @@ positions from ``position_ids``, can be traced, but decodes wrongly with a cache
 
 from __future__ import annotations
 
+import contextlib
 import operator
 
 import torch
@@ -16,6 +17,7 @@ from specgraph.config import Config
 from specgraph.drafters.none import NoDrafter
 from specgraph.errors import NumericsError, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
+from specgraph.frontend.recurrent import hooked_recurrence
 from specgraph.frontend.tracing import ATTENTION, TracedModel
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.exporting import own_copy
@@ -25,6 +27,7 @@ from specgraph.ir.state import State, allocate
 from specgraph.kernels.attention.paged import Tiling
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.pipeline import run_passes
 from specgraph.runtime.requests import Limits
 
@@ -105,14 +108,17 @@ def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -
 def _own_forward(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
     # transformers leaves hooks on a model that is asked for hidden states, and some models write into their buffers.
     own = own_copy(model, shared=nn.Parameter).eval()
-    out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True)
+    # transformers' recurrent functions compute in float32, which a check in float64 would take for a mistake.
+    exact = hooked_recurrence(own) if model.dtype == torch.float64 else contextlib.nullcontext()
+    with exact:
+        out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True)
     return [*out.hidden_states, out.logits]
 
 
 def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> list[Tensor]:
     """Every hidden state and the logits, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache."""
     layers = tuple(range(traced.info.num_layers + 1))
-    passes = [ExposeFeatures(layers), InsertKVCache(block_size)]
+    passes = [ExposeFeatures(layers), InsertKVCache(block_size), InsertRecurrentState()]
     program = list(run_passes(first_program(traced, NoDrafter()), passes)[0].values())[-1]
     features = program.with_role("feature")
     program.set_output(*features, program.one("logits"))
@@ -133,7 +139,8 @@ def _chunks(program: Program, state: State, tokens: Tensor) -> list[tuple[Tensor
         # One row is padding, which must be neither written nor seen.
         padded = torch.cat([window, window.new_zeros(1, 1)], dim=1)
         state["start"].fill_(begin)
-        state["num_rows"].fill_(rows)
+        for name in {"num_rows", "num_forced"} & {*state}:
+            state[name].fill_(rows)
         outputs = step(window=padded, **state)
         results.append(tuple(map(operator.itemgetter((slice(None), slice(rows))), outputs)))
         begin, width, following = begin + rows, following, width + following

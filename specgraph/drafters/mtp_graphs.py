@@ -31,7 +31,7 @@ def part_names(name: str) -> tuple[str, str, str]:
 
 def module_info(target: ModelInfo) -> ModelInfo:
     """Facts about a module of a target."""
-    return replace(target, name="MtpModule", num_layers=1, max_positions=None)
+    return replace(target, name="MtpModule", num_layers=1, num_caches=None, max_positions=None)
 
 
 class _Body(nn.Module):

@@ -23,10 +23,13 @@ import specgraph.kernels.attention.attention  # noqa: F401  (registers the op)
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
+from specgraph.frontend.mixing import check_mixing
+from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import exporting, own_copy, replaced
 from specgraph.ir.graphs import export_module, functional, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
+from specgraph.kernels.state import RECURRENT
 
 _Module = TypeVar("_Module", bound=nn.Module)
 ATTENTION = torch.ops.specgraph.attention.default
@@ -35,8 +38,12 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_at
                        "logits_to_keep", "layer_type"})  # fmt: skip
 
 
-_RECURRENT_LAYERS = ("linear_attention", "conv", "mamba")
-"""Those of transformers' ``layer_types`` that keep a state other than keys and values."""
+_RECURRENT_LAYERS = {
+    "linear_attention": "torch_chunk_gated_delta_rule",
+    "conv": "causal_conv1d_fn",
+    "mamba": "mamba_chunk_scan_combined",
+}
+"""Those of transformers' ``layer_types`` that keep a state other than keys and values, and the function of each."""
 
 
 @dataclass(frozen=True)
@@ -229,22 +236,25 @@ def trace(model: PreTrainedModel) -> TracedModel:
     check_is_causal_lm(model)
     config: Any = model.config.get_text_config()
     layers = int(config.num_hidden_layers)
-    _check_layer_types(config, type(model).__name__)
+    functions = {name for _, name in recurrent_functions(model)}
+    _check_layer_types(config, type(model).__name__, functions)
     limit = max_positions(model)
     with exporting(), _collecting(), torch.no_grad():
         own = hooked(model)
         wrapper = _Forward(own)
         calls = attention_calls(own, model)
-        _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions)
+        _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions, recurrent=bool(functions))
         check_masks(calls, type(model).__name__, limit)
-        exported = functional(_export(wrapper, type(model).__name__))
+        with hooked_recurrence(own):
+            exported = functional(_export(wrapper, type(model).__name__))
     graph, parameter = unlift(exported, "model."), next(model.parameters())
     move_foreign_nodes(graph, parameter.device)
     _check_calls(graph.graph, calls, type(model).__name__)
     body, head = _split(graph, layers, type(model).__name__)
+    check_mixing(body, {ATTENTION, *RECURRENT}, type(model).__name__)
     vocab = head_output(head).shape[-1]
     info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
-                     parameter.device, limit)  # fmt: skip
+                     parameter.device, limit, num_caches=len(calls))  # fmt: skip
     return TracedModel(info, body, head)
 
 
@@ -299,15 +309,15 @@ def _check_range(exported: torch.export.ExportedProgram) -> None:
             raise ValueError(f"its graph holds only for {bounds.lower} <= {name} <= {bounds.upper}")
 
 
-def _check_layer_types(config: Any, name: str) -> None:
-    """Refuse recurrent layers that the configuration names.
+def _check_layer_types(config: Any, name: str, functions: set[str]) -> None:
+    """Refuse recurrent layers that the configuration names, if the model does not have their ``functions``.
 
     This comes before the export, which would unroll their recurrence and take minutes for every layer.
     """
     kinds = getattr(config, "layer_types", None) or []
-    attending = [kind for kind in kinds if kind not in _RECURRENT_LAYERS]
-    if len(attending) < len(kinds):
-        raise _other_layers(name, len(kinds), len(attending))
+    unknown = [kind for kind in kinds if _RECURRENT_LAYERS.get(kind, "") not in {"", *functions}]
+    if unknown:
+        raise _other_layers(name, len(kinds), len(kinds) - len(unknown))
 
 
 def _other_layers(name: str, layers: int, count: int) -> UnsupportedModelError:
@@ -317,7 +327,7 @@ def _other_layers(name: str, layers: int, count: int) -> UnsupportedModelError:
     )
 
 
-def _check_attention(count: int, name: str, layers: int, takes_positions: bool) -> None:
+def _check_attention(count: int, name: str, layers: int, takes_positions: bool, *, recurrent: bool) -> None:
     if count == 0:
         raise UnsupportedModelError(
             f"{name} does not call its attention through transformers' AttentionInterface, so specgraph cannot give "
@@ -327,7 +337,7 @@ def _check_attention(count: int, name: str, layers: int, takes_positions: bool) 
         raise UnsupportedModelError(
             f"{name} has {layers} layers but {count} attention calls; one per layer is expected."
         )
-    if count < layers:
+    if count < layers and not recurrent:
         raise _other_layers(name, layers, count)
     if not takes_positions:
         raise UnsupportedModelError(f"{name}.forward takes no position_ids, so its positions cannot be set.")

@@ -59,6 +59,11 @@ def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+def replaced_here(owner: Any, name: str, new: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Like :func:`replaced`, but other threads call the function that was there before."""
+    return replaced(owner, name, _only_here(new, getattr(owner, name)))
+
+
 def _only_here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` in this thread, and ``elsewhere`` in all others."""
     here = threading.get_ident()

@@ -29,6 +29,7 @@ from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_count
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
+from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
@@ -356,5 +357,7 @@ class Runners:
         return space
 
     def _pages(self, sizes: Mapping[str, int]) -> PagePool:
-        lookahead, reuse = self.program.drafter.lookahead, self.cache.reuse_prefixes
+        # A page holds no recurrent state, so a sequence could not go on from pages alone.
+        reuse = self.cache.reuse_prefixes and not has_recurrent_state(self.program)
+        lookahead = self.program.drafter.lookahead
         return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights)

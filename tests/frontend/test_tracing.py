@@ -103,11 +103,8 @@ def test_unknown_attention_argument_is_refused() -> None:
         ("falcon", {"alibi": True}, "FalconForCausalLM does not call its attention through .*Interface"),
         ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 32}, "MptForCausalLM does not call its attention through "),
         ("doge", {"keep_window_size": 8}, "DogeForCausalLM alters the attention mask of layer 0, or builds it"),
-        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "Lfm2.* 2 layers but 1 "),
         ("mamba", {}, "MambaForCausalLM"),
-        ("qwen3_next", {**MOE, "num_hidden_layers": 4, "head_dim": 8, "shared_expert_intermediate_size": 24,
-                        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                        "linear_value_head_dim": 8}, "Qwen3Next.* 4 layers but 1 attention"),
+        ("minimax", {}, "MiniMax.* 2 layers but 1 attention"),
         ("llama4_text", {"attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 4, "num_hidden_layers": 4,
                          "intermediate_size_mlp": 48}, "Llama4.* mask that is not the causal window"),
         ("diffllama", {}, "DiffLlama.* one per layer is expected"),
@@ -116,6 +113,26 @@ def test_unknown_attention_argument_is_refused() -> None:
 def test_refused_by_name(architecture: str, options: dict[str, Any], message: str) -> None:
     model = make_model(architecture, attention="eager", **options)
     with pytest.raises(UnsupportedModelError, match=message):
+        trace(model)
+
+
+class MixesRows(torch.nn.Module):
+    """An MLP that also looks at the row before."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.mlp(x + 1e-6 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+        return mixed
+
+
+def test_rows_that_influence_each_other_outside_of_the_known_ops_are_refused_by_the_layer() -> None:
+    """Also if the influence is too small for any tolerance, and there is attention beside it."""
+    model = make_model("llama")
+    model.model.layers[1].mlp = MixesRows(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModelError, match=r"mixes tokens .* in model.model.layers.1.mlp \(MixesRows\)"):
         trace(model)
 
 

@@ -2,7 +2,8 @@
 # Run the tests on a GPU machine without a network.
 #
 #   pip wheel --no-deps -w .whl hydra-core omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 accelerate \
-#       pytest pytest-xdist execnet pluggy iniconfig packaging setuptools wheel
+#       pytest pytest-xdist execnet pluggy iniconfig packaging setuptools wheel llguidance \
+#       jsonschema attrs referencing rpds-py jsonschema-specifications
 #                                                                            # where there is a network
 #   bash tests/gpu/run_offline.sh [pytest arguments]                         # on the GPU machine
 #

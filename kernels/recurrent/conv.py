@@ -1,0 +1,142 @@
+"""The short causal convolution in front of recurrent layers: every channel is convolved with its own few weights.
+
+For channel ``d`` and row ``t``, with ``w`` weights and inputs of zero in front of the sequence::
+
+    out[t, d] = activation(bias[d] + sum over i < w of weight[d, i] * x[t - w + 1 + i, d])
+
+- ``specgraph::causal_conv`` replaces transformers' function while a model is traced. It begins at the first row.
+- ``specgraph::cached_conv`` is what the pass ``insert_recurrent_state`` makes of it. Its state are the last inputs of
+  every sequence.
+
+Source: ``causal_conv1d_fn`` of the package causal-conv1d (Dao), whose arguments transformers' function has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.recurrent.span import check_span, ring, spans
+from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
+
+ACTIVATIONS = ("", "silu")
+"""What may follow the convolution; the empty name stands for nothing."""
+
+
+@dataclass(slots=True)
+class CausalConv:
+    """Convolve ``x`` ``[B, D, T]`` along its rows with ``weight`` ``[D, w]``: ``[B, D, T]`` in the dtype of ``x``.
+
+    ``bias`` is ``[D]`` or None, and ``activation`` one of :data:`ACTIVATIONS`. It is computed in the dtype of
+    ``weight``.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    _: KW_ONLY
+    activation: str = ""
+
+
+@dataclass(slots=True)
+class CachedConv:
+    """:class:`CausalConv` of new rows behind those that are cached.
+
+    Attributes:
+        inputs: ``[N, R, D]`` in the dtype of ``x``, the last inputs of every sequence, each at its position modulo
+            ``R``; written in place.
+        span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
+            are not real is zero.
+    """
+
+    x: Tensor
+    weight: Tensor
+    inputs: Tensor
+    span: Tensor
+    bias: Tensor | None = None
+    _: KW_ONLY
+    activation: str = ""
+
+
+def _convolve(x: Tensor, given: CausalConv | CachedConv) -> Tensor:
+    """The convolution of ``x`` ``[B, D, S + w - 1]``, whose first rows precede the ``S`` rows of the result."""
+    weight = given.weight
+    out = torch.nn.functional.conv1d(x.to(weight.dtype), weight.unsqueeze(1), given.bias, groups=weight.shape[0])
+    return (torch.nn.functional.silu(out) if given.activation else out).to(given.x.dtype)
+
+
+def causal_conv_reference(given: CausalConv) -> Tensor:
+    """:class:`CausalConv` in plain PyTorch."""
+    return _convolve(torch.nn.functional.pad(given.x, (given.weight.shape[1] - 1, 0)), given)
+
+
+def cached_conv_reference(given: CachedConv) -> Tensor:
+    """:class:`CachedConv` in plain PyTorch; it waits for the device."""
+    out, size, before = given.x.new_zeros(given.x.shape), given.inputs.shape[1], given.weight.shape[1] - 1
+    for own in spans(given.span):
+        end, device = own.begin + own.num_rows, given.x.device
+        new = given.x[own.entry, :, : own.num_rows]
+        known = given.inputs[own.row, ring(range(max(0, own.begin - before), own.begin), size, device)].T
+        padded = torch.nn.functional.pad(torch.cat([known, new], 1), (max(0, before - own.begin), 0))
+        out[own.entry, :, : own.num_rows] = _convolve(padded.unsqueeze(0), given)[0]
+        kept = min(size, own.num_rows)
+        given.inputs[own.row, ring(range(end - kept, end), size, device)] = new[:, own.num_rows - kept :].T
+    return out
+
+
+def _check(given: CausalConv | CachedConv) -> None:
+    x, weight, bias = given.x, given.weight, given.bias
+    require(x.dim() == 3, lambda: f"x must be [B, D, T], not {list(x.shape)}")
+    require(weight.dim() == 2 and weight.shape[0] == x.shape[1], lambda: f"weight must be [{x.shape[1]}, w]")
+    require(bias is None or bias.shape == weight.shape[:1], lambda: f"bias must be [{weight.shape[0]}]")
+    require(given.activation in ACTIVATIONS, lambda: f"activation is one of {ACTIVATIONS}, not {given.activation!r}")
+
+
+def _causal_conv_fake(given: CausalConv) -> Tensor:
+    _check(given)
+    return torch.empty_like(given.x, memory_format=torch.contiguous_format)
+
+
+def _cached_conv_fake(given: CachedConv) -> Tensor:
+    _check(given)
+    check_span(given.span, given.x.shape[0])
+    inputs, channels = given.inputs, given.x.shape[1]
+    require(inputs.dim() == 3 and inputs.shape[2] == channels, lambda: f"inputs must be [N, R, {channels}]")
+    require(inputs.dtype == given.x.dtype, lambda: "inputs must have the dtype of x")
+    least = given.weight.shape[1] - 1
+    require(inputs.shape[1] >= least, lambda: f"{given.weight.shape[1]} weights need {least} rows of inputs")
+    return torch.empty_like(given.x, memory_format=torch.contiguous_format)
+
+
+CAUSAL_CONV = declare(
+    Op("causal_conv", CausalConv, _causal_conv_fake, (Variant("reference", causal_conv_reference, False),))
+)
+CACHED_CONV = declare(
+    Op(
+        "cached_conv",
+        CachedConv,
+        _cached_conv_fake,
+        (Variant("reference", cached_conv_reference, False),),
+        mutates=("inputs",),
+    )
+)
+
+
+def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
+    """The inputs that the first row of the next call reads, and those that may turn out not to belong there."""
+    x, weight = operands[:2]
+    size = max(1, int(weight.shape[1]) - 1 + unsettled)
+    return (Buffer(("B", size, int(x.shape[1])), x.dtype, indexed=True),)
+
+
+RECURRENT[torch.ops.specgraph.causal_conv.default] = Recurrent(
+    torch.ops.specgraph.cached_conv.default,
+    ("inputs",),
+    _buffers,
+    lambda arguments, state, span: (*arguments[:2], *state, span, *arguments[2:]),
+)

@@ -1,0 +1,271 @@
+"""The gated delta rule: a state ``S`` ``[Dk, Dv]`` per head that forgets, and learns to map keys to values.
+
+For every row, with a gate ``g <= 0`` (a logarithm), a rate ``b``, a key ``k``, a value ``v`` and a query ``q``::
+
+    S <- e^g S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
+
+Queries are divided by ``sqrt(Dk)``, and if asked for, queries and keys are first brought to length 1. Everything is
+computed in float32, or in float64 if the query is float64.
+
+- ``specgraph::gated_delta_rule`` replaces transformers' function while a model is traced. It begins with a state of
+  zero, and computes row after row.
+- ``specgraph::anchored_delta_rule`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the
+  last absolute chunk boundary, and the rows since then are cached. With ``G_i`` the sum of the gates since the
+  boundary, within a chunk::
+
+      u_i   = b_i (v_i - e^{G_i} S^T k_i - sum over j < i of e^{G_i - G_j} (k_i . k_j) u_j)
+      out_i = e^{G_i} S^T q_i + sum over j <= i of e^{G_i - G_j} (q_i . k_j) u_j
+
+  and when a chunk is full and settled, ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row
+  are ``k``, ``u`` and ``G``.
+
+Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is that of Yang et al. 2024, arXiv
+2406.06484, with the state kept apart from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.recurrent.span import Span, check_span, ring, spans
+from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
+
+CHUNK = 16
+"""Rows between two boundaries. A state is read in every step and written once in so many tokens."""
+EPSILON = 1e-6
+"""Added to the squared length of a vector that is brought to length 1, as transformers does."""
+
+
+@dataclass(slots=True)
+class GatedDeltaRule:
+    """The gated delta rule over ``T`` rows, from a state of zero: ``[B, T, H, Dv]`` in the dtype of ``q``.
+
+    Attributes:
+        q, k: ``[B, T, Hk, Dk]``; each of these heads serves ``H / Hk`` heads of ``v``, which follow each other.
+        v: ``[B, T, H, Dv]``.
+        gate: ``[B, T, H]``, logarithms of what remains of the state.
+        rate: ``[B, T, H]``, how much of the difference a row corrects.
+        normalise: whether queries and keys are brought to length 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    rate: Tensor
+    _: KW_ONLY
+    normalise: bool = False
+
+
+@dataclass(slots=True)
+class AnchoredDeltaRule:
+    """:class:`GatedDeltaRule` of new rows behind a state and the rows since it was written.
+
+    Attributes:
+        state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
+        keys, updates, gates: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]`` and ``[N, R, H]``: ``k``, ``u`` and ``G`` of the
+            rows since then, each at its position modulo ``R``. All four are float32 or float64, and written in place.
+        span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
+            are not real is zero.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    rate: Tensor
+    state: Tensor
+    keys: Tensor
+    updates: Tensor
+    gates: Tensor
+    span: Tensor
+    _: KW_ONLY
+    normalise: bool = False
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the rule is computed, and its state kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Rows(NamedTuple):
+    """Rows of one sequence in the order of heads: ``q`` and ``k`` ``[H, T, Dk]``, ``v`` ``[H, T, Dv]``, ``[H, T]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    rate: Tensor
+
+    def cut(self, first: int, end: int) -> _Rows:
+        """The rows from ``first`` up to ``end``."""
+        return _Rows(*(part[:, first:end] for part in self))
+
+
+def _prepared(given: GatedDeltaRule | AnchoredDeltaRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the dtype of the computation: ``[B, T, Hk, Dk]`` twice, and ``[B, T, H, Dv]``."""
+    q, k, v = (part.to(exact(given.q.dtype)) for part in (given.q, given.k, given.v))
+    if given.normalise:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    return q * q.shape[-1] ** -0.5, k, v
+
+
+def gated_delta_rule_reference(given: GatedDeltaRule) -> Tensor:
+    """:class:`GatedDeltaRule` in plain PyTorch, row after row as its definition says."""
+    q, k, v = _prepared(given)
+    gate, rate = given.gate.to(q.dtype), given.rate.to(q.dtype)
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    state, out = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.new_empty(v.shape)
+    for row in range(v.shape[1]):
+        key, query = k[:, row].unsqueeze(-1), q[:, row].unsqueeze(-1)
+        state = state * gate[:, row].exp()[..., None, None]
+        update = (v[:, row] - (state * key).sum(-2)) * rate[:, row].unsqueeze(-1)
+        state = state + key * update.unsqueeze(-2)
+        out[:, row] = (state * query).sum(-2)
+    return out.to(given.q.dtype)
+
+
+def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
+    """:class:`AnchoredDeltaRule` in plain PyTorch; it waits for the device."""
+    q, k, v = _prepared(given)
+    out = v.new_zeros(v.shape)
+    for own in spans(given.span):
+        e, n, groups = own.entry, own.num_rows, v.shape[2] // k.shape[2]
+        query, key = (x[e, :n].transpose(0, 1).repeat_interleave(groups, 0) for x in (q, k))
+        gate, rate = (x[e, :n].to(q.dtype).T for x in (given.gate, given.rate))
+        rows = _Rows(query, key, v[e, :n].transpose(0, 1), gate, rate)
+        out[e, :n] = _sequence(given, own, rows, k[e, :n]).transpose(0, 1)
+    return out.to(given.q.dtype)
+
+
+def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows, k: Tensor) -> Tensor:
+    """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``. ``k`` are its keys ``[T, Hk, Dk]``."""
+    size, device = given.keys.shape[1], k.device
+    anchor, end = own.before // CHUNK * CHUNK, own.begin + own.num_rows
+    places = ring(range(anchor, own.begin), size, device)
+    groups = rows.k.shape[0] // k.shape[1]
+    known_k = given.keys[own.row, places].transpose(0, 1).repeat_interleave(groups, 0)
+    known_u, known_gate = given.updates[own.row, places].transpose(0, 1), given.gates[own.row, places].T
+    state, outs, updates, gates = given.state[own.row], list[Tensor](), list[Tensor](), list[Tensor]()
+    for first in range(anchor, end, CHUNK):
+        last = min(first + CHUNK, end)
+        old = slice(first - anchor, max(first, min(last, own.begin)) - anchor)
+        new = rows.cut(max(first, own.begin) - own.begin, max(last, own.begin) - own.begin)
+        out, u, total = _chunk(state, known_k[:, old], known_u[:, old], known_gate[:, old], new)
+        outs, updates, gates = [*outs, out], [*updates, u], [*gates, total]
+        if last == first + CHUNK:
+            whole = (torch.cat(pair, 1) for pair in ((known_k[:, old], new.k), (known_u[:, old], u),
+                                                     (known_gate[:, old], total)))  # fmt: skip
+            state = _fold(state, *whole)
+            if last <= own.begin + own.num_settled:
+                given.state[own.row] = state
+    kept = min(size, own.num_rows)
+    places = ring(range(end - kept, end), size, device)
+    given.keys[own.row, places] = k[own.num_rows - kept :]
+    given.updates[own.row, places] = torch.cat(updates, 1)[:, own.num_rows - kept :].transpose(0, 1)
+    given.gates[own.row, places] = torch.cat(gates, 1)[:, own.num_rows - kept :].T
+    return torch.cat(outs, 1)
+
+
+def _chunk(
+    state: Tensor, known_k: Tensor, known_u: Tensor, known_gate: Tensor, rows: _Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New rows of a chunk behind those that are known: the output, ``u`` and ``G`` of each."""
+    before = known_gate[:, -1:] if known_gate.shape[1] else torch.zeros_like(rows.gate[:, :1])
+    total = before + rows.gate.cumsum(1)
+    keys, gates = torch.cat([known_k, rows.k], 1), torch.cat([known_gate, total], 1)
+    decay, count, known = total.exp().unsqueeze(-1), rows.k.shape[1], known_k.shape[1]
+    # Gates of rows that are not seen would be differences above zero, whose exponential may overflow.
+    seen = torch.ones(count, known + count, dtype=torch.bool, device=state.device).tril(known)
+    weights = (total.unsqueeze(2) - gates.unsqueeze(1)).masked_fill(~seen, -torch.inf).exp()
+    rate = rows.rate.unsqueeze(-1)
+    mixed = rate * (rows.k @ keys.transpose(1, 2)) * weights
+    right = rate * (rows.v - decay * (rows.k @ state)) - mixed[..., :known] @ known_u
+    update = torch.linalg.solve_triangular(mixed[..., known:], right, upper=False, unitriangular=True)
+    attended = (rows.q @ keys.transpose(1, 2)) * weights
+    out = decay * (rows.q @ state) + attended @ torch.cat([known_u, update], 1)
+    return out, update, total
+
+
+def _fold(state: Tensor, keys: Tensor, updates: Tensor, gates: Tensor) -> Tensor:
+    """The state behind a full chunk."""
+    last = gates[:, -1:]
+    weighted = keys * (last - gates).exp().unsqueeze(-1)
+    return state * last.exp().unsqueeze(-1) + weighted.transpose(1, 2) @ updates
+
+
+def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
+    q, k, v = given.q, given.k, given.v
+    require(q.dim() == 4 and q.shape == k.shape, lambda: f"q and k must be [B, T, Hk, Dk], not {list(k.shape)}")
+    require(v.dim() == 4 and v.shape[:2] == k.shape[:2], lambda: "v must be [B, T, H, Dv]")
+    require(v.shape[2] % k.shape[2] == 0, lambda: f"{v.shape[2]} heads do not group over {k.shape[2]}")
+    for name in ("gate", "rate"):
+        _check_shape(name, getattr(given, name).shape, v.shape[:3])
+
+
+def _check_shape(name: str, given: Sequence[int], wanted: Sequence[int]) -> None:
+    require(tuple(given) == tuple(wanted), lambda: f"{name} must be {list(wanted)}, not {list(given)}")
+
+
+def _check_dtype(name: str, given: torch.dtype, wanted: torch.dtype) -> None:
+    require(given == wanted, lambda: f"{name} must be {wanted}, not {given}")
+
+
+def _gated_delta_rule_fake(given: GatedDeltaRule) -> Tensor:
+    _check(given)
+    return given.q.new_empty(given.v.shape)
+
+
+def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
+    _check(given)
+    check_span(given.span, given.q.shape[0])
+    (_, _, heads, width), (keys, size) = given.v.shape, given.k.shape[2:]
+    shapes = {"state": (heads, size, width), "keys": (keys, size), "updates": (heads, width), "gates": (heads,)}
+    for name, wanted in shapes.items():
+        value: Tensor = getattr(given, name)
+        _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
+        _check_dtype(name, value.dtype, exact(given.q.dtype))
+    return given.q.new_empty(given.v.shape)
+
+
+GATED_DELTA_RULE = declare(
+    Op(
+        "gated_delta_rule",
+        GatedDeltaRule,
+        _gated_delta_rule_fake,
+        (Variant("reference", gated_delta_rule_reference, row_independent=False),),
+    )
+)
+ANCHORED_DELTA_RULE = declare(
+    Op(
+        "anchored_delta_rule",
+        AnchoredDeltaRule,
+        _anchored_delta_rule_fake,
+        (Variant("reference", anchored_delta_rule_reference, row_independent=False),),
+        mutates=("state", "keys", "updates", "gates"),
+    )
+)
+
+
+def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
+    """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
+    _, k, v = operands[:3]
+    (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
+    dtype, rows = exact(k.dtype), CHUNK - 1 + unsettled
+    shapes = ((heads, size, width), (rows, groups, size), (rows, heads, width), (rows, heads))
+    return tuple(Buffer(("B", *shape), dtype, indexed=True) for shape in shapes)
+
+
+RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
+    torch.ops.specgraph.anchored_delta_rule.default,
+    ("state", "keys", "updates", "gates"),
+    _buffers,
+    lambda arguments, state, span: (*arguments[:5], *state, span),
+)

@@ -1,0 +1,137 @@
+"""Where the rows of a call lie in their sequences, and which of them are certain: what every recurrent op has to know.
+
+A call runs the rows ``begin``, ``begin + 1``, ... of a sequence. Those that later calls can no longer take back are
+*settled*: prompt tokens and the newest verified token, but no drafts behind it. A recurrent op folds rows into its
+state up to the last multiple of its chunk at which all rows are settled, and caches the rows behind it. How many rows
+were settled when a sequence was last run is therefore all that is needed to know where the state of an op stands,
+whatever its chunk: ``settled[row] // chunk * chunk``.
+
+Source of the idea to cache rows since a state was written: ReplaySSM (Dao AI Lab and NVIDIA, 2026). There, a state is
+folded when the cached rows are full, so its bits depend on what was accepted before. Folding at absolute boundaries
+makes them a function of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.ops import Op, Variant, declare
+
+
+class Span(NamedTuple):
+    """The rows of one sequence in a call, on the host.
+
+    Attributes:
+        entry: which sequence of the call it is.
+        row: which row of the state it has.
+        begin: the position of its first row.
+        before: how many of its rows were settled before this call.
+        num_rows: how many of the call's rows are real.
+        num_settled: how many of these are settled.
+    """
+
+    entry: int
+    row: int
+    begin: int
+    before: int
+    num_rows: int
+    num_settled: int
+
+
+@dataclass(slots=True)
+class RecurrentSpan:
+    """A :class:`Span` without its entry for every sequence of a call, int64 ``[b, 5]``.
+
+    Attributes:
+        settled: int64 ``[B]``, how many rows of every sequence were settled when it was last run.
+        rows: int64 ``[b]``, the row of the state of each sequence of the call, -1 for no sequence.
+        positions: int64 ``[b, T]``.
+        num_rows: int64 ``[b]``, how many of the rows are real; they come first.
+        num_forced: int64 ``[b]``, how many of the tokens that the rows give are known: one row more is settled.
+        max_length: int64 ``[b]``; rows from there on are not real.
+    """
+
+    settled: Tensor
+    rows: Tensor
+    positions: Tensor
+    num_rows: Tensor
+    num_forced: Tensor
+    max_length: Tensor
+
+
+@dataclass(slots=True)
+class SettleSpan:
+    """Note in ``settled`` ``[B]`` how many rows are settled after a call with this ``span`` ``[b, 5]``."""
+
+    settled: Tensor
+    span: Tensor
+
+
+def recurrent_span_reference(given: RecurrentSpan) -> Tensor:
+    """:class:`RecurrentSpan` in plain PyTorch."""
+    begin = given.positions[:, 0]
+    count = torch.minimum(given.num_rows, given.max_length - begin).clamp(0, given.positions.shape[1])
+    count = count.masked_fill(given.rows < 0, 0)
+    before = given.settled[given.rows.clamp_min(0)]
+    return torch.stack([given.rows, begin, before, count, torch.minimum(count, given.num_forced + 1)], 1)
+
+
+def settle_span_reference(given: SettleSpan) -> None:
+    """:class:`SettleSpan` in plain PyTorch."""
+    active = given.span[given.span[:, 3] > 0]
+    given.settled[active[:, 0]] = active[:, 1] + active[:, 4]
+
+
+def spans(span: Tensor) -> Iterator[Span]:
+    """The sequences that have rows in a call. Waits for the device."""
+    for entry, values in enumerate(span.tolist()):
+        found = Span(entry, *values)
+        if found.num_rows > 0:
+            yield found
+
+
+def ring(positions: range, size: int, device: torch.device) -> Tensor:
+    """Where rows at these positions are cached, if there is room for ``size``: int64 ``[len(positions)]``."""
+    return torch.arange(positions.start, positions.stop, device=device) % size
+
+
+def _recurrent_span_fake(given: RecurrentSpan) -> Tensor:
+    require(given.positions.dim() == 2, lambda: f"positions must be [b, T], not {list(given.positions.shape)}")
+    for name in ("rows", "num_rows", "num_forced", "max_length"):
+        check_batch(name, getattr(given, name), given.positions.shape[0])
+    return given.positions.new_empty(given.positions.shape[0], 5)
+
+
+def check_span(span: Tensor, batch: int) -> None:
+    """Refuse what is no result of :class:`RecurrentSpan` for ``batch`` sequences."""
+    check_batch("span", span, batch)
+    require(span.dim() == 2 and span.shape[1] == 5, lambda: f"span must be [b, 5], not {list(span.shape)}")
+
+
+def _settle_span_fake(given: SettleSpan) -> None:
+    check_span(given.span, given.span.shape[0])
+
+
+RECURRENT_SPAN = declare(
+    Op(
+        "recurrent_span",
+        RecurrentSpan,
+        _recurrent_span_fake,
+        (Variant("reference", recurrent_span_reference, row_independent=True),),
+    )
+)
+SETTLE_SPAN = declare(
+    Op(
+        "settle_span",
+        SettleSpan,
+        _settle_span_fake,
+        (Variant("reference", settle_span_reference, row_independent=True),),
+        mutates=("settled",),
+    )
+)

@@ -1,0 +1,129 @@
+"""Traced modules get the states that their recurrent layers ask for: ``gated_delta_rule(q, k, v, ...)`` becomes
+``anchored_delta_rule(q, k, v, ..., state, keys, updates, gates, span)``.
+
+The pass knows no kind of layer. An op that has a form with a state (:data:`~specgraph.kernels.state.RECURRENT`) says
+which buffers that form asks for and what its arguments are. A module's signature grows by ``rows``, ``num_rows``,
+``num_forced``, ``max_length`` and ``states``, one tuple of all buffers, layer after layer. From the others it computes
+``span`` once, which says for every sequence where its rows lie and which of them later calls may still take back.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+import specgraph.kernels.recurrent.conv
+import specgraph.kernels.recurrent.delta_rule  # noqa: F401  (both register ops and their forms with a state)
+from specgraph.errors import UnsupportedModelError
+from specgraph.ir.graphs import new_module
+from specgraph.ir.program import Program
+from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer
+from specgraph.passes.base import Pass, PassResult
+
+SETTLED = Buffer(("B",), indexed=True)
+"""How many rows of a sequence were settled when it was last run. All layers of a module share it."""
+INPUTS = {
+    ROWS: ROW_INDEX,
+    "num_rows": Buffer(("B",)),
+    "num_forced": Buffer(("B",)),
+    "max_length": Buffer(("B",)),
+}
+"""What the span is computed from, besides the positions."""
+SPAN = torch.ops.specgraph.recurrent_span.default
+SETTLE = torch.ops.specgraph.settle_span.default
+
+
+@dataclass(frozen=True)
+class InsertRecurrentState(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "insert_recurrent_state"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"recurrent_state"})
+    exact: ClassVar[bool] = False
+
+    def apply(self, program: Program) -> PassResult:
+        """Rewrite the target; the step graph passes the state to it.
+
+        Raises:
+            UnsupportedModelError: a module of the drafter's has recurrent layers.
+        """
+        found = {name: _recurrent(module) for name, module in program.modules.items()}
+        others = [name for name, nodes in found.items() if nodes and name != "target"]
+        if others:
+            raise UnsupportedModelError(
+                f"The draft's {others[0]} has recurrent layers, which are supported in a target alone so far; use a "
+                "draft whose layers are attention, or a head."
+            )
+        nodes = found["target"]
+        if not nodes:
+            return PassResult(0, notes=("no layer is recurrent",))
+        buffers = _give_state(program.modules["target"], nodes, program.drafter.num_speculative_tokens)
+        call = program.one("target")
+        call.kwargs = {**call.kwargs, **program.bind("target", "target")}
+        target = program.modules["target"]
+        program.modules["target"] = new_module(target, target.graph, "target")
+        return PassResult(len(nodes), notes=(f"{len(buffers)} buffers for {len(nodes)} ops",))
+
+
+def has_recurrent_state(program: Program) -> bool:
+    """Whether the target keeps a state besides keys and values."""
+    return any(node.target is SETTLE for node in program.modules["target"].graph.nodes)
+
+
+def _recurrent(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.target in RECURRENT]
+
+
+def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) -> list[Buffer]:
+    """Rewrite one module, in whose calls at most so many rows are ``unsettled``."""
+    graph = module.graph
+    given = _inputs(graph)
+    with graph.inserting_after([*given.values()][-1]):
+        settled = graph.call_function(operator.getitem, (given["states"], 0))
+    places = [given[name] for name in (ROWS, "positions", "num_rows", "num_forced", "max_length")]
+    with graph.inserting_after(settled):
+        span = graph.call_function(SPAN, (settled, *places))
+    settled.name, span.name = "settled", "span"
+    buffers = [SETTLED]
+    for number, node in enumerate(nodes):
+        form = RECURRENT[node.target]  # type: ignore[index]
+        own = form.buffers(_operands(node), unsettled)
+        with graph.inserting_before(node):
+            first = len(buffers)
+            state = [graph.call_function(operator.getitem, (given["states"], first + i)) for i in range(len(own))]
+            for part, name in zip(state, form.names, strict=True):
+                part.name = f"{name}_{number}"
+            new = graph.call_function(form.op, form.arguments(node.args, state, span), dict(node.kwargs))
+        buffers += own
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    given["states"].meta["state"] = tuple(buffers)
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(SETTLE, (settled, span))
+    graph.lint()
+    module.recompile()
+    return buffers
+
+
+def _operands(node: fx.Node) -> list[Tensor]:
+    """The tensors that an op is given, as tracing found them."""
+    values = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _inputs(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The inputs of a module by their names; those that are not there yet are added behind the others."""
+    given = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    for name in (*INPUTS, "states"):
+        if name in given:
+            continue
+        with graph.inserting_after([*given.values()][-1]):
+            given[name] = graph.placeholder(name)
+        if name in INPUTS:
+            given[name].meta.update({"state": INPUTS[name], "shared": True})
+    return given

@@ -1,0 +1,98 @@
+"""How recurrent layers are traced: as ops of :mod:`specgraph.kernels.recurrent`, in place of transformers' functions.
+
+A recurrent layer of transformers calls a plain function of its own module, which stands for a kernel of another package
+(``use_kernel_func_from_hub_with_fallback``), as ``causal_conv1d_fn`` or ``torch_chunk_gated_delta_rule``. Their few
+names and their arguments are the whole interface. While a model is exported, hooks take their place, in the exporting
+thread alone. An argument that a hook does not know is refused by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import specgraph.kernels.recurrent.conv
+import specgraph.kernels.recurrent.delta_rule  # noqa: F401  (both register ops)
+from specgraph.errors import UnsupportedModelError
+from specgraph.ir.exporting import replaced_here
+
+_ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
+
+
+def conv_hook(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+) -> Tensor:
+    """Called for a causal convolution while a model is traced, with transformers' signature: ``[B, D, T]``."""
+    _check_unknown("causal convolution", others)
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(map(str, _ACTIVATIONS))
+        raise UnsupportedModelError(
+            f"A causal convolution is followed by {activation!r}, and specgraph knows {known}; it is refused."
+        )
+    return torch.ops.specgraph.causal_conv(  # type: ignore[no-any-return]
+        hidden_states, weight, bias, activation=_ACTIVATIONS[activation]
+    )
+
+
+def delta_rule_hook(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int | None = None,  # how transformers computes it, and not what
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Called for a gated delta rule while a model is traced, with transformers' signature: ``[B, T, H, Dv]``."""
+    _check_unknown("gated delta rule", {**others, "initial_state": initial_state})
+    if output_final_state:
+        _check_unknown("gated delta rule", {"output_final_state": True})
+    out = torch.ops.specgraph.gated_delta_rule(query, key, value, g, beta, normalise=use_qk_l2norm_in_kernel)
+    return out, None
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": conv_hook,
+    "torch_chunk_gated_delta_rule": delta_rule_hook,
+}
+"""What is called in the place of transformers' functions, by the names that these have where models are defined."""
+_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+                       "return_dict", "logits_to_keep", "cache_position", "position_embeddings"})  # fmt: skip
+"""What models pass on to every layer, and what says nothing about a recurrence."""
+
+
+def _check_unknown(what: str, others: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise UnsupportedModelError(
+            f"A layer passes {', '.join(unknown)} to its {what}, which specgraph does not know. It would be ignored, "
+            "so the model is refused."
+        )
+
+
+def recurrent_functions(model: nn.Module) -> set[tuple[str, str]]:
+    """The functions that hooks take the place of, where the classes of a model are defined: their files and names."""
+    files = {type(module).__module__ for module in model.modules()}
+    return {(file, name) for file in files for name in HOOKS if hasattr(sys.modules.get(file), name)}
+
+
+_REPLACING = threading.RLock()
+"""Two threads could not undo their replacements in the order in which they made them."""
+
+
+@contextlib.contextmanager
+def hooked_recurrence(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, recurrent layers of this thread call the hooks."""
+    with _REPLACING, contextlib.ExitStack() as stack:
+        for file, name in sorted(recurrent_functions(model)):
+            stack.enter_context(replaced_here(sys.modules[file], name, HOOKS[name]))
+        yield

@@ -1,0 +1,102 @@
+"""The gated delta rule: what transformers computes, row after row, and from a state with cached rows in any history."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from specgraph.kernels.recurrent.delta_rule import (
+    CHUNK,
+    AnchoredDeltaRule,
+    GatedDeltaRule,
+    anchored_delta_rule_reference,
+    gated_delta_rule_reference,
+)
+from specgraph.kernels.state import RECURRENT
+from tests.kernels.recurrent.histories import Memory, history, run
+
+KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 8, 6
+LENGTHS = (1, 5, CHUNK, 3 * CHUNK + 5)
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def rows_of(length: int, seed: int, dtype: torch.dtype = torch.float64) -> Rows:
+    """Queries, keys, values, gates and rates of one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    gates = -torch.rand(length, HEADS, generator=generator, dtype=dtype)
+    rates = torch.rand(length, HEADS, generator=generator, dtype=dtype)
+    return normal(length, KEY_HEADS, KEY), normal(length, KEY_HEADS, KEY), normal(length, HEADS, VALUE), gates, rates
+
+
+def whole(rows: Rows, *, normalise: bool = True) -> Tensor:
+    """The definition over a whole sequence."""
+    return gated_delta_rule_reference(GatedDeltaRule(*(x.unsqueeze(0) for x in rows), normalise=normalise))[0]
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("length", [1, 63, 130])
+def test_it_is_the_function_of_transformers(length: int, normalise: bool) -> None:
+    rows = [x.unsqueeze(0).float() for x in rows_of(length, 0)]
+    q, k, v, gate, rate = rows
+    if not normalise:
+        k = k / 4  # longer keys would let the state grow without a bound
+    theirs, _ = torch_chunk_gated_delta_rule(q, k, v, gate, rate, use_qk_l2norm_in_kernel=normalise)
+    given = (x.double() for x in (q, k, v, gate, rate))
+    ours = gated_delta_rule_reference(GatedDeltaRule(*given, normalise=normalise))
+    assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+def state_of(rows: Rows) -> Tensor:
+    """The state behind all rows, by the definition."""
+    _, k, v, gate, rate = rows
+    k = (k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(HEADS // KEY_HEADS, 1)
+    state = torch.zeros(HEADS, KEY, VALUE, dtype=k.dtype)
+    for key, value, log, b in zip(k, v, gate, rate, strict=True):
+        state = state * log.exp()[:, None, None]
+        update = b[:, None] * (value - torch.einsum("hkv,hk->hv", state, key))
+        state = state + torch.einsum("hk,hv->hkv", key, update)
+    return state
+
+
+@pytest.mark.parametrize("accept", ["none", "all", "mixed"])
+@pytest.mark.parametrize("k", [0, 1, 3, 7])
+def test_any_history_gives_what_the_definition_gives(k: int, accept: str) -> None:
+    inputs = [rows_of(length + 24, seed) for seed, length in enumerate(LENGTHS)]
+    plans = [[*history(n + 24, n, k, accept, seed)] for seed, n in enumerate(LENGTHS)]
+    memory = Memory([3, 0, 5, 2])
+    one = [x[:1].unsqueeze(0) for x in inputs[0]]
+    form = RECURRENT[torch.ops.specgraph.gated_delta_rule.default]
+    buffers = [b.allocate({"B": 6}, "cpu") for b in form.buffers(one, k)]
+    # Rows of nobody hold NaN, and so does what a sequence has not written yet.
+    for buffer in buffers[1:]:
+        buffer.fill_(torch.nan)
+    buffers[0][[1, 4]] = torch.nan
+
+    def call(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, rate: Tensor, span: Tensor) -> Tensor:
+        return anchored_delta_rule_reference(AnchoredDeltaRule(q, k, v, gate, rate, *buffers, span, normalise=True))
+
+    outs = run(inputs, plans, memory, call, 0)
+    for rows, out, row, length in zip(inputs, outs, memory.rows.tolist(), LENGTHS, strict=True):
+        torch.testing.assert_close(out, whole(rows), rtol=1e-10, atol=1e-12)
+        settled = int(memory.settled[row])
+        assert length <= settled <= length + 24
+        anchor = settled // CHUNK * CHUNK
+        expected = state_of(tuple(x[:anchor] for x in rows))  # type: ignore[arg-type]
+        torch.testing.assert_close(buffers[0][row], expected, rtol=1e-10, atol=1e-12)
+    assert buffers[0][[1, 4]].isnan().all()
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    q, k, v, gate, rate = (x.unsqueeze(0) for x in rows_of(3, 0))
+    op = torch.ops.specgraph.gated_delta_rule
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ValueError, match="4 heads do not group over 3"):
+            op(q[:, :, :1].expand(-1, -1, 3, -1), k[:, :, :1].expand(-1, -1, 3, -1), v, gate, rate)
+        with pytest.raises(ValueError, match=r"gate must be \[1, 3, 4\], not \[1, 3, 3\]"):
+            op(q, k, v, gate[..., :3], rate)

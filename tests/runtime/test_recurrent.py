@@ -1,0 +1,161 @@
+"""Targets with recurrent layers: the tokens of the model's own forward, whatever is drafted, reused or cancelled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.compiler.compile import check_has_kernels
+from specgraph.errors import UnsupportedModelError
+from specgraph.frontend.recurrent import conv_hook, delta_rule_hook, hooked_recurrence
+from specgraph.frontend.tracing import trace
+from tests.decoding import CONFIG, compiled
+from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
+
+LENGTHS = (1, 2, 40, 7)
+PROMPTS = ragged_prompts(LENGTHS)
+NEW = 36
+SMALL = "lfm2"
+"""The architecture that traces soonest."""
+DELTA = "olmo_hybrid"
+"""The one that does so among those with a gated delta rule."""
+
+
+@functools.cache
+def model_of(architecture: str) -> PreTrainedModel:
+    return make_model(architecture, dtype=torch.float64)
+
+
+@functools.cache
+def decoder_of(architecture: str, kind: str = "ngram", k: int = 3) -> SpeculativeDecoder:
+    return compiled(model_of(architecture), kind, k)
+
+
+@functools.cache
+def own_greedy(architecture: str) -> list[Tensor]:
+    """The greedy continuations by the model's own forward, without a cache, and with recurrent functions in float64."""
+    model, found = model_of(architecture), []
+    with torch.no_grad(), hooked_recurrence(model):
+        for prompt in PROMPTS:
+            sequence = prompt
+            for _ in range(NEW):
+                logits = model(sequence.unsqueeze(0), use_cache=False).logits
+                sequence = torch.cat([sequence, logits[0, -1:].argmax(-1)])
+            found.append(sequence[len(prompt) :])
+    return found
+
+
+def cut(tokens: Sequence[Tensor]) -> list[list[int]]:
+    """Up to the EOS, id 2."""
+    rows = [row.tolist() for row in tokens]
+    return [row[: row.index(2) + 1] if 2 in row else row for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "k"),
+    [("qwen3_next", 3), ("qwen3_5_text", 1), ("qwen3_5_moe_text", 7), ("olmo_hybrid", 3), ("lfm2", 7), ("lfm2_moe", 1)],
+)
+def test_greedy_tokens_are_those_of_the_models_own_forward(architecture: str, k: int) -> None:
+    assert architecture in HYBRIDS
+    out = decoder_of(architecture, k=k).generate(PROMPTS, max_new_tokens=NEW)
+    assert cut(out.new_tokens) == cut(own_greedy(architecture))
+
+
+def with_head(architecture: str, rule: str) -> SpeculativeDecoder:
+    """Drafts of a random head, which are always made, verified by ``rule``."""
+    model = model_of(architecture)
+    given = {**CONFIG, "draft": {"num_speculative_tokens": 3}, "verify": {"rule": rule, "acceptance_rate": 0.6}}
+    return specgraph.compile_speculative(model, given, draft=make_head(model))
+
+
+def test_no_drafts_change_a_seeded_token() -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.7, "seed": 5}
+    plain = decoder_of(SMALL, k=7).generate(PROMPTS, **options)
+    assert cut(with_head(SMALL, "strict").generate(PROMPTS, **options).new_tokens) == cut(plain.new_tokens)
+
+
+@pytest.mark.parametrize("architecture", [SMALL, DELTA])
+def test_whatever_was_accepted_the_state_is_that_of_a_fresh_start(architecture: str) -> None:
+    """Drafts are accepted by lot, so that histories are mixed; scoring runs the tokens that came out as a prompt."""
+    decoder = with_head(architecture, "synthetic")
+    out = decoder.generate(PROMPTS, max_new_tokens=60, eos_token_id=[], return_logprobs=True)
+    assert {1, 2, 3, 4} == {count for row in out.stats.emitted_per_step for count in row}
+    for own, scored in zip(out.logprobs or [], decoder.score(out).logprobs, strict=True):
+        torch.testing.assert_close(own, scored, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_are_used_again_begin_anew_and_share_no_pages() -> None:
+    config = {**CONFIG, "cache": {"block_size": 4, "prefill_chunk": 7}, "max_batch_size": 2}
+    decoder = specgraph.compile_speculative(model_of(DELTA), config)
+    alone = [cut(decoder.generate([prompt], max_new_tokens=NEW).new_tokens)[0] for prompt in PROMPTS]
+    with decoder.session() as session:
+        numbers = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS for _ in range(2)]
+        begun = session.step()
+        session.cancel(numbers[0])
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+        for event in [*begun, *session]:
+            found[event.id] += event.tokens
+        assert [found[number] for number in numbers[1:]] == [alone[place // 2] for place in range(1, len(numbers))]
+        assert session.stats.reused_tokens == 0  # a page holds no state to go on from
+
+
+def test_the_self_check_compares_recurrent_layers_too() -> None:
+    given = {**CONFIG, "debug": {"self_check": True}}
+    decoder = specgraph.compile_speculative(model_of(SMALL), given)
+    assert "agrees with its own forward" in decoder.report()
+    assert "insert_recurrent_state" in decoder.report()
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"draft_body has recurrent layers, .* use a draft whose layers"):
+        specgraph.compile_speculative(make_model("llama"), {**CONFIG}, draft=make_model(SMALL))
+    traced = trace(make_model(SMALL))
+    check_has_kernels(traced, "gpu")
+    on_gpu = dataclasses.replace(traced, info=dataclasses.replace(traced.info, device=torch.device("cuda")))
+    check_has_kernels(on_gpu, "eager")
+    with pytest.raises(UnsupportedModelError, match="no kernels on a GPU yet; compile with lowering=eager"):
+        check_has_kernels(on_gpu, "gpu")
+
+
+def test_an_argument_that_is_not_known_is_refused() -> None:
+    x = torch.zeros(1, 4, 3)
+    with pytest.raises(UnsupportedModelError, match="seq_idx to its causal convolution, which specgraph does not know"):
+        conv_hook(x, torch.zeros(4, 2), seq_idx=x)
+    with pytest.raises(UnsupportedModelError, match="followed by 'gelu', and specgraph knows None, silu, swish"):
+        conv_hook(x, torch.zeros(4, 2), activation="gelu")
+    rows = torch.zeros(1, 3, 2, 4)
+    with pytest.raises(UnsupportedModelError, match="cu_seqlens, initial_state to its gated delta rule"):
+        delta_rule_hook(rows, rows, rows, rows[..., 0], rows[..., 0], initial_state=rows, cu_seqlens=rows)
+
+
+def test_other_threads_call_the_function_of_transformers_meanwhile() -> None:
+    rows, seen = torch.ones(1, 3, 2, 4), []
+
+    def elsewhere() -> None:
+        _, state = modeling_qwen3_next.torch_chunk_gated_delta_rule(
+            rows, rows, rows, -rows[..., 0], rows[..., 0], output_final_state=True
+        )
+        seen.append(state.shape)
+
+    before = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    with hooked_recurrence(make_model("qwen3_next")):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        with pytest.raises(UnsupportedModelError, match="output_final_state"):
+            modeling_qwen3_next.torch_chunk_gated_delta_rule(
+                rows, rows, rows, -rows[..., 0], rows[..., 0], output_final_state=True
+            )
+    assert seen == [(1, 2, 4, 4)]
+    assert modeling_qwen3_next.torch_chunk_gated_delta_rule is before
