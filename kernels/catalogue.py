@@ -16,6 +16,7 @@ import specgraph.kernels.linear.norm
 import specgraph.kernels.processors
 import specgraph.kernels.recurrent.conv
 import specgraph.kernels.recurrent.delta_rule
+import specgraph.kernels.recurrent.scan
 import specgraph.kernels.recurrent.span
 import specgraph.kernels.sampling.sample
 import specgraph.kernels.step

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 import specgraph.kernels.recurrent.conv
-import specgraph.kernels.recurrent.delta_rule  # noqa: F401  (both register ops and their forms with a state)
+import specgraph.kernels.recurrent.delta_rule
+import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops and their forms with a state)
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.graphs import new_module
 from specgraph.ir.program import Program

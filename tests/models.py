@@ -77,10 +77,10 @@ MORE: dict[str, dict[str, Any]] = {
 
 _DELTA = {
     "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_value_head_dim": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 _CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": _DELTA,
@@ -88,8 +88,29 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
     "lfm2": _CONV,
     "lfm2_moe": {**_MOE, **_CONV, "num_dense_layers": 1},
-}
-"""Models in which layers with a recurrent state stand beside attention."""
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 16, "head_dim": 8, "num_hidden_layers": 1},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_MOE, **_MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 24},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 8,
+        "num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"],
+    },
+    "zamba2": {
+        "num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 16, "n_mamba_heads": 8,
+        "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1,
+    },
+    "jamba": {
+        **_MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "expert_layer_period": 2, "expert_layer_offset": 1,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "expand": 2, "chunk_size": 16},
+    "mamba": {"state_size": 8, "expand": 2, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "expand": 2, "time_step_rank": 4},
+}  # fmt: skip
+"""Models with a recurrent state in some layers; the last three have no attention at all."""
+
+
+WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
 
 def make_model(
@@ -107,7 +128,7 @@ def make_model(
     options = {**_BASE, **(ARCHITECTURES | MORE | HYBRIDS).get(architecture, {}), **overrides}
     config = AutoConfig.for_model(architecture, **options)
     config._attn_implementation = attention or (
-        "eager" if architecture in {"gemma2", "gpt_oss", "mimo_v2_flash"} else "sdpa"
+        "eager" if architecture in {"gemma2", "gpt_oss", "mimo_v2_flash", *WITHOUT_ATTENTION} else "sdpa"
     )
     config._experts_implementation = "eager"  # the default has no float64
     with torch.random.fork_rng():

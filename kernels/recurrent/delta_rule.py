@@ -4,8 +4,9 @@ For every row, with a gate ``g <= 0`` (a logarithm), a rate ``b``, a key ``k``, 
 
     S <- e^g S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
 
-Queries are divided by ``sqrt(Dk)``, and if asked for, queries and keys are first brought to length 1. Everything is
-computed in float32, or in float64 if the query is float64.
+Queries are multiplied by a factor, and if asked for, queries and keys are first brought to length 1. Without a rate,
+nothing is corrected: ``S <- S + k v^T``, which is the scan of Mamba-2, with ``C``, ``B`` and ``dt x`` as queries, keys
+and values. Everything is computed in float32, or in float64 if the query is float64.
 
 - ``specgraph::gated_delta_rule`` replaces transformers' function while a model is traced. It begins with a state of
   zero, and computes row after row.
@@ -20,7 +21,7 @@ computed in float32, or in float64 if the query is float64.
   are ``k``, ``u`` and ``G``.
 
 Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is that of Yang et al. 2024, arXiv
-2406.06484, with the state kept apart from the rows.
+2406.06484, with the state kept apart from the rows. Mamba-2: Dao and Gu 2024, arXiv 2405.21060.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class GatedDeltaRule:
         q, k: ``[B, T, Hk, Dk]``; each of these heads serves ``H / Hk`` heads of ``v``, which follow each other.
         v: ``[B, T, H, Dv]``.
         gate: ``[B, T, H]``, logarithms of what remains of the state.
-        rate: ``[B, T, H]``, how much of the difference a row corrects.
+        rate: ``[B, T, H]``, how much of the difference a row corrects; None for a sum without corrections.
+        scale: the factor on queries.
         normalise: whether queries and keys are brought to length 1.
     """
 
@@ -59,8 +61,9 @@ class GatedDeltaRule:
     k: Tensor
     v: Tensor
     gate: Tensor
-    rate: Tensor
+    rate: Tensor | None = None
     _: KW_ONLY
+    scale: float
     normalise: bool = False
 
 
@@ -80,13 +83,14 @@ class AnchoredDeltaRule:
     k: Tensor
     v: Tensor
     gate: Tensor
-    rate: Tensor
     state: Tensor
     keys: Tensor
     updates: Tensor
     gates: Tensor
     span: Tensor
+    rate: Tensor | None = None
     _: KW_ONLY
+    scale: float
     normalise: bool = False
 
 
@@ -102,11 +106,11 @@ class _Rows(NamedTuple):
     k: Tensor
     v: Tensor
     gate: Tensor
-    rate: Tensor
+    rate: Tensor | None
 
     def cut(self, first: int, end: int) -> _Rows:
         """The rows from ``first`` up to ``end``."""
-        return _Rows(*(part[:, first:end] for part in self))
+        return _Rows(*(None if part is None else part[:, first:end] for part in self))  # type: ignore[arg-type]
 
 
 def _prepared(given: GatedDeltaRule | AnchoredDeltaRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,19 +118,21 @@ def _prepared(given: GatedDeltaRule | AnchoredDeltaRule) -> tuple[Tensor, Tensor
     q, k, v = (part.to(exact(given.q.dtype)) for part in (given.q, given.k, given.v))
     if given.normalise:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    return q * q.shape[-1] ** -0.5, k, v
+    return q * given.scale, k, v
 
 
 def gated_delta_rule_reference(given: GatedDeltaRule) -> Tensor:
     """:class:`GatedDeltaRule` in plain PyTorch, row after row as its definition says."""
     q, k, v = _prepared(given)
-    gate, rate = given.gate.to(q.dtype), given.rate.to(q.dtype)
+    gate, rate = given.gate.to(q.dtype), None if given.rate is None else given.rate.to(q.dtype)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     state, out = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.new_empty(v.shape)
     for row in range(v.shape[1]):
         key, query = k[:, row].unsqueeze(-1), q[:, row].unsqueeze(-1)
         state = state * gate[:, row].exp()[..., None, None]
-        update = (v[:, row] - (state * key).sum(-2)) * rate[:, row].unsqueeze(-1)
+        update = v[:, row]
+        if rate is not None:
+            update = (update - (state * key).sum(-2)) * rate[:, row].unsqueeze(-1)
         state = state + key * update.unsqueeze(-2)
         out[:, row] = (state * query).sum(-2)
     return out.to(given.q.dtype)
@@ -139,7 +145,8 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
     for own in spans(given.span):
         e, n, groups = own.entry, own.num_rows, v.shape[2] // k.shape[2]
         query, key = (x[e, :n].transpose(0, 1).repeat_interleave(groups, 0) for x in (q, k))
-        gate, rate = (x[e, :n].to(q.dtype).T for x in (given.gate, given.rate))
+        gate, rate = (None if x is None else x[e, :n].to(q.dtype).T for x in (given.gate, given.rate))
+        assert gate is not None
         rows = _Rows(query, key, v[e, :n].transpose(0, 1), gate, rate)
         out[e, :n] = _sequence(given, own, rows, k[e, :n]).transpose(0, 1)
     return out.to(given.q.dtype)
@@ -185,10 +192,12 @@ def _chunk(
     # Gates of rows that are not seen would be differences above zero, whose exponential may overflow.
     seen = torch.ones(count, known + count, dtype=torch.bool, device=state.device).tril(known)
     weights = (total.unsqueeze(2) - gates.unsqueeze(1)).masked_fill(~seen, -torch.inf).exp()
-    rate = rows.rate.unsqueeze(-1)
-    mixed = rate * (rows.k @ keys.transpose(1, 2)) * weights
-    right = rate * (rows.v - decay * (rows.k @ state)) - mixed[..., :known] @ known_u
-    update = torch.linalg.solve_triangular(mixed[..., known:], right, upper=False, unitriangular=True)
+    update = rows.v
+    if rows.rate is not None:
+        rate = rows.rate.unsqueeze(-1)
+        mixed = rate * (rows.k @ keys.transpose(1, 2)) * weights
+        right = rate * (rows.v - decay * (rows.k @ state)) - mixed[..., :known] @ known_u
+        update = torch.linalg.solve_triangular(mixed[..., known:], right, upper=False, unitriangular=True)
     attended = (rows.q @ keys.transpose(1, 2)) * weights
     out = decay * (rows.q @ state) + attended @ torch.cat([known_u, update], 1)
     return out, update, total
@@ -206,8 +215,9 @@ def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
     require(q.dim() == 4 and q.shape == k.shape, lambda: f"q and k must be [B, T, Hk, Dk], not {list(k.shape)}")
     require(v.dim() == 4 and v.shape[:2] == k.shape[:2], lambda: "v must be [B, T, H, Dv]")
     require(v.shape[2] % k.shape[2] == 0, lambda: f"{v.shape[2]} heads do not group over {k.shape[2]}")
-    for name in ("gate", "rate"):
-        _check_shape(name, getattr(given, name).shape, v.shape[:3])
+    _check_shape("gate", given.gate.shape, v.shape[:3])
+    if given.rate is not None:
+        _check_shape("rate", given.rate.shape, v.shape[:3])
 
 
 def _check_shape(name: str, given: Sequence[int], wanted: Sequence[int]) -> None:
@@ -267,5 +277,5 @@ RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
     torch.ops.specgraph.anchored_delta_rule.default,
     ("state", "keys", "updates", "gates"),
     _buffers,
-    lambda arguments, state, span: (*arguments[:5], *state, span),
+    lambda arguments, state, span: (*arguments[:4], *state, span, *arguments[4:]),
 )

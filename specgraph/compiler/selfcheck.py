@@ -125,8 +125,9 @@ def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> lis
     length = tokens.shape[1]
     blocks = -(-length // block_size)
     state = allocate(program, {"B": 1, "M": blocks, "N": blocks}, traced.info.device)
-    # The pages are in reverse order, so that code which ignores the block table gives wrong results.
-    state["block_table"].copy_(torch.arange(blocks - 1, -1, -1).unsqueeze(0))
+    if "block_table" in state:
+        # The pages are in reverse order, so that code which ignores the block table gives wrong results.
+        state["block_table"].copy_(torch.arange(blocks - 1, -1, -1).unsqueeze(0))
     state["max_length"].fill_(length)
     return [torch.cat(parts, dim=1) for parts in zip(*_chunks(program, state, tokens), strict=True)]
 

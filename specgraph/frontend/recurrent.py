@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import specgraph.kernels.recurrent.conv
-import specgraph.kernels.recurrent.delta_rule  # noqa: F401  (both register ops)
+import specgraph.kernels.recurrent.delta_rule
+import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops)
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.exporting import replaced_here
 
@@ -56,13 +57,75 @@ def delta_rule_hook(
     _check_unknown("gated delta rule", {**others, "initial_state": initial_state})
     if output_final_state:
         _check_unknown("gated delta rule", {"output_final_state": True})
-    out = torch.ops.specgraph.gated_delta_rule(query, key, value, g, beta, normalise=use_qk_l2norm_in_kernel)
-    return out, None
+    options: dict[str, Any] = {"scale": query.shape[-1] ** -0.5, "normalise": use_qk_l2norm_in_kernel}
+    return torch.ops.specgraph.gated_delta_rule(query, key, value, g, beta, **options), None
+
+
+def mamba2_hook(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int | None = None,  # how transformers computes it, and not what
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **others: Any,
+) -> Tensor:
+    """Called for the scan of Mamba-2 while a model is traced, with transformers' signature: ``[B, T, H, P]``.
+
+    The state is ``S <- e^(A dt) S + B (dt x)^T``, so it is a gated delta rule that corrects nothing.
+    """
+    _check_unknown("scan", {**others, "initial_states": initial_states})
+    if return_final_states:
+        _check_unknown("scan", {"return_final_states": True})
+    exact = torch.promote_types(hidden_states.dtype, torch.float32)
+    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    step = torch.nn.functional.softplus(step) if dt_softplus else step
+    step, x = step.clamp(*dt_limit).to(exact), hidden_states.to(exact)
+    given = (C.to(exact), B.to(exact), x * step.unsqueeze(-1), A.to(exact) * step)
+    out: Tensor = torch.ops.specgraph.gated_delta_rule(*given, scale=1.0)
+    return out if D is None else out + D.unsqueeze(-1) * x
+
+
+def mamba_hook(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,  # how transformers computes it, and not what, as the next one
+    use_associative_scan: bool = False,
+    **others: Any,
+) -> Tensor:
+    """Called for the scan of Mamba while a model is traced, with transformers' signature: ``[B, D, T]``."""
+    _check_unknown("scan", others)
+    if return_last_state:
+        _check_unknown("scan", {"return_last_state": True})
+    exact = torch.promote_types(hidden_states.dtype, torch.float32)
+    step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype).unsqueeze(-1)
+    step = torch.nn.functional.softplus(step) if delta_softplus else step
+    x = hidden_states.to(exact)
+    out: Tensor = torch.ops.specgraph.selective_scan(x, step.to(exact), A.to(exact), B.to(exact), C.to(exact))
+    out = out if D is None else out + x * D.to(exact).unsqueeze(-1)
+    out = out if z is None else out * torch.nn.functional.silu(z.to(exact))
+    return out.to(hidden_states.dtype)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": conv_hook,
     "torch_chunk_gated_delta_rule": delta_rule_hook,
+    "mamba2_chunk_scan": mamba2_hook,
+    "mamba_selective_scan": mamba_hook,
 }
 """What is called in the place of transformers' functions, by the names that these have where models are defined."""
 _HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",

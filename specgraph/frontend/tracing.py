@@ -39,11 +39,11 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_at
 
 
 _RECURRENT_LAYERS = {
-    "linear_attention": "torch_chunk_gated_delta_rule",
-    "conv": "causal_conv1d_fn",
-    "mamba": "mamba_chunk_scan_combined",
+    "linear_attention": {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"},
+    "conv": {"causal_conv1d_fn"},
+    "mamba": {"mamba2_chunk_scan", "mamba_selective_scan"},
 }
-"""Those of transformers' ``layer_types`` that keep a state other than keys and values, and the function of each."""
+"""Those of transformers' ``layer_types`` that keep a state other than keys and values, and the functions of each."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def _check_layer_types(config: Any, name: str, functions: set[str]) -> None:
     This comes before the export, which would unroll their recurrence and take minutes for every layer.
     """
     kinds = getattr(config, "layer_types", None) or []
-    unknown = [kind for kind in kinds if _RECURRENT_LAYERS.get(kind, "") not in {"", *functions}]
+    unknown = [kind for kind in kinds if kind in _RECURRENT_LAYERS and functions.isdisjoint(_RECURRENT_LAYERS[kind])]
     if unknown:
         raise _other_layers(name, len(kinds), len(kinds) - len(unknown))
 
@@ -328,7 +328,7 @@ def _other_layers(name: str, layers: int, count: int) -> UnsupportedModelError:
 
 
 def _check_attention(count: int, name: str, layers: int, takes_positions: bool, *, recurrent: bool) -> None:
-    if count == 0:
+    if count == 0 and not recurrent:
         raise UnsupportedModelError(
             f"{name} does not call its attention through transformers' AttentionInterface, so specgraph cannot give "
             "it a KV cache. Use a model whose attention goes through the interface."
@@ -339,7 +339,7 @@ def _check_attention(count: int, name: str, layers: int, takes_positions: bool, 
         )
     if count < layers and not recurrent:
         raise _other_layers(name, layers, count)
-    if not takes_positions:
+    if count and not takes_positions:
         raise UnsupportedModelError(f"{name}.forward takes no position_ids, so its positions cannot be set.")
 
 

@@ -10,6 +10,7 @@ import torch
 from specgraph.config import CacheConfig
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
+from specgraph.ir.state import block_sizes
 from specgraph.kernels.state import buffers_of
 from specgraph.runtime.pages import num_pages
 
@@ -20,6 +21,11 @@ def page_bytes(program: Program) -> int:
     return sum(math.prod(int(size) for size in pool.shape[1:]) * pool.dtype.itemsize for pool in pools)
 
 
+def page_size(program: Program, cache: CacheConfig) -> int:
+    """The number of tokens of a page. Without attention there are none, and what is counted takes no memory."""
+    return program.block_size if block_sizes(program) else cache.block_size
+
+
 def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0) -> int:
     """The number of pages that a session gets if ``wanted`` is what it could use.
 
@@ -28,9 +34,9 @@ def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: in
     Raises:
         InputError: there is no memory for a single page.
     """
-    most = wanted if cache.pool_tokens is None else min(wanted, num_pages(cache.pool_tokens, program.block_size))
+    most = wanted if cache.pool_tokens is None else min(wanted, num_pages(cache.pool_tokens, page_size(program, cache)))
     free = free_bytes(program.target.device)
-    if free is None:
+    if free is None or not page_bytes(program):
         return most
     room = int(cache.memory_share * (free + kept_bytes) / page_bytes(program))
     if room < 1:

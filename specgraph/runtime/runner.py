@@ -33,7 +33,7 @@ from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
-from specgraph.runtime.memory import most_pages
+from specgraph.runtime.memory import most_pages, page_size
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
@@ -288,7 +288,7 @@ class Runners:
     @functools.cached_property
     def block_size(self) -> int:
         """The number of tokens of a page; found once, because every request asks for it."""
-        return self.program.block_size
+        return page_size(self.program, self.cache)
 
     @functools.cached_property
     def _weights(self) -> list[Tensor]:

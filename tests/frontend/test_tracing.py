@@ -103,7 +103,6 @@ def test_unknown_attention_argument_is_refused() -> None:
         ("falcon", {"alibi": True}, "FalconForCausalLM does not call its attention through .*Interface"),
         ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 32}, "MptForCausalLM does not call its attention through "),
         ("doge", {"keep_window_size": 8}, "DogeForCausalLM alters the attention mask of layer 0, or builds it"),
-        ("mamba", {}, "MambaForCausalLM"),
         ("minimax", {}, "MiniMax.* 2 layers but 1 attention"),
         ("llama4_text", {"attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 4, "num_hidden_layers": 4,
                          "intermediate_size_mlp": 48}, "Llama4.* mask that is not the causal window"),

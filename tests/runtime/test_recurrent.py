@@ -64,8 +64,10 @@ def cut(tokens: Sequence[Tensor]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("architecture", "k"),
-    [("qwen3_next", 3), ("qwen3_5_text", 1), ("qwen3_5_moe_text", 7), ("olmo_hybrid", 3), ("lfm2", 7), ("lfm2_moe", 1)],
-)
+    [("qwen3_next", 3), ("qwen3_5_text", 1), ("qwen3_5_moe_text", 7), ("olmo_hybrid", 3), ("lfm2", 7), ("lfm2_moe", 1),
+     ("falcon_h1", 3), ("bamba", 1), ("granitemoehybrid", 7), ("nemotron_h", 3), ("zamba2", 3), ("jamba", 7),
+     ("mamba2", 7), ("mamba", 3), ("falcon_mamba", 1)],
+)  # fmt: skip
 def test_greedy_tokens_are_those_of_the_models_own_forward(architecture: str, k: int) -> None:
     assert architecture in HYBRIDS
     out = decoder_of(architecture, k=k).generate(PROMPTS, max_new_tokens=NEW)
@@ -85,7 +87,7 @@ def test_no_drafts_change_a_seeded_token() -> None:
     assert cut(with_head(SMALL, "strict").generate(PROMPTS, **options).new_tokens) == cut(plain.new_tokens)
 
 
-@pytest.mark.parametrize("architecture", [SMALL, DELTA])
+@pytest.mark.parametrize("architecture", [SMALL, DELTA, "mamba2", "mamba"])
 def test_whatever_was_accepted_the_state_is_that_of_a_fresh_start(architecture: str) -> None:
     """Drafts are accepted by lot, so that histories are mixed; scoring runs the tokens that came out as a prompt."""
     decoder = with_head(architecture, "synthetic")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from specgraph.frontend.recurrent import mamba2_hook
 from specgraph.kernels.recurrent.delta_rule import (
     CHUNK,
     AnchoredDeltaRule,
@@ -34,9 +36,25 @@ def rows_of(length: int, seed: int, dtype: torch.dtype = torch.float64) -> Rows:
     return normal(length, KEY_HEADS, KEY), normal(length, KEY_HEADS, KEY), normal(length, HEADS, VALUE), gates, rates
 
 
-def whole(rows: Rows, *, normalise: bool = True) -> Tensor:
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("length", [1, 63, 130])
+def test_without_corrections_it_is_the_scan_of_mamba_2(length: int, residual: bool) -> None:
+    q, k, v, _, dt = (x.unsqueeze(0).float() for x in rows_of(length, 1))
+    a, bias, d = -torch.arange(1.0, HEADS + 1), torch.linspace(-2, 1, HEADS), torch.linspace(0.5, 2, HEADS)
+    given = {"D": d if residual else None, "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.01, 1.0)}
+    theirs = mamba2_chunk_scan(v, dt, a, k, q, chunk_size=16, **given)
+    exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in given.items()}
+    ours = mamba2_hook(*(x.double() for x in (v, dt, a, k, q)), **exact)
+    assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+SCALE = KEY**-0.5
+
+
+def whole(rows: Rows, *, corrected: bool) -> Tensor:
     """The definition over a whole sequence."""
-    return gated_delta_rule_reference(GatedDeltaRule(*(x.unsqueeze(0) for x in rows), normalise=normalise))[0]
+    given = [x.unsqueeze(0) for x in rows[: 4 + corrected]]
+    return gated_delta_rule_reference(GatedDeltaRule(*given, scale=SCALE, normalise=True))[0]
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -48,25 +66,25 @@ def test_it_is_the_function_of_transformers(length: int, normalise: bool) -> Non
         k = k / 4  # longer keys would let the state grow without a bound
     theirs, _ = torch_chunk_gated_delta_rule(q, k, v, gate, rate, use_qk_l2norm_in_kernel=normalise)
     given = (x.double() for x in (q, k, v, gate, rate))
-    ours = gated_delta_rule_reference(GatedDeltaRule(*given, normalise=normalise))
+    ours = gated_delta_rule_reference(GatedDeltaRule(*given, scale=SCALE, normalise=normalise))
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
 
 
-def state_of(rows: Rows) -> Tensor:
+def state_of(rows: Rows, *, corrected: bool) -> Tensor:
     """The state behind all rows, by the definition."""
     _, k, v, gate, rate = rows
     k = (k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(HEADS // KEY_HEADS, 1)
     state = torch.zeros(HEADS, KEY, VALUE, dtype=k.dtype)
     for key, value, log, b in zip(k, v, gate, rate, strict=True):
         state = state * log.exp()[:, None, None]
-        update = b[:, None] * (value - torch.einsum("hkv,hk->hv", state, key))
+        update = b[:, None] * (value - torch.einsum("hkv,hk->hv", state, key)) if corrected else value
         state = state + torch.einsum("hk,hv->hkv", key, update)
     return state
 
 
 @pytest.mark.parametrize("accept", ["none", "all", "mixed"])
-@pytest.mark.parametrize("k", [0, 1, 3, 7])
-def test_any_history_gives_what_the_definition_gives(k: int, accept: str) -> None:
+@pytest.mark.parametrize(("k", "corrected"), [(0, True), (1, True), (3, True), (7, True), (3, False)])
+def test_any_history_gives_what_the_definition_gives(k: int, corrected: bool, accept: str) -> None:
     inputs = [rows_of(length + 24, seed) for seed, length in enumerate(LENGTHS)]
     plans = [[*history(n + 24, n, k, accept, seed)] for seed, n in enumerate(LENGTHS)]
     memory = Memory([3, 0, 5, 2])
@@ -79,15 +97,17 @@ def test_any_history_gives_what_the_definition_gives(k: int, accept: str) -> Non
     buffers[0][[1, 4]] = torch.nan
 
     def call(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, rate: Tensor, span: Tensor) -> Tensor:
-        return anchored_delta_rule_reference(AnchoredDeltaRule(q, k, v, gate, rate, *buffers, span, normalise=True))
+        own = rate if corrected else None
+        given = AnchoredDeltaRule(q, k, v, gate, *buffers, span, own, scale=SCALE, normalise=True)
+        return anchored_delta_rule_reference(given)
 
     outs = run(inputs, plans, memory, call, 0)
     for rows, out, row, length in zip(inputs, outs, memory.rows.tolist(), LENGTHS, strict=True):
-        torch.testing.assert_close(out, whole(rows), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(out, whole(rows, corrected=corrected), rtol=1e-10, atol=1e-12)
         settled = int(memory.settled[row])
         assert length <= settled <= length + 24
-        anchor = settled // CHUNK * CHUNK
-        expected = state_of(tuple(x[:anchor] for x in rows))  # type: ignore[arg-type]
+        begun = tuple(x[: settled // CHUNK * CHUNK] for x in rows)
+        expected = state_of(begun, corrected=corrected)  # type: ignore[arg-type]
         torch.testing.assert_close(buffers[0][row], expected, rtol=1e-10, atol=1e-12)
     assert buffers[0][[1, 4]].isnan().all()
 
@@ -97,6 +117,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     op = torch.ops.specgraph.gated_delta_rule
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="4 heads do not group over 3"):
-            op(q[:, :, :1].expand(-1, -1, 3, -1), k[:, :, :1].expand(-1, -1, 3, -1), v, gate, rate)
+            op(q[:, :, :1].expand(-1, -1, 3, -1), k[:, :, :1].expand(-1, -1, 3, -1), v, gate, rate, scale=1.0)
         with pytest.raises(ValueError, match=r"gate must be \[1, 3, 4\], not \[1, 3, 3\]"):
-            op(q, k, v, gate[..., :3], rate)
+            op(q, k, v, gate[..., :3], rate, scale=1.0)

@@ -1,0 +1,177 @@
+"""The selective scan of Mamba: every channel has a state of ``N`` numbers, each of which decays at a rate of its own.
+
+For every row and channel ``d``, with a step ``dt > 0``, decay rates ``a`` ``[D, N]`` below zero, an input ``x`` and the
+vectors ``b`` and ``c`` ``[N]`` that all channels share::
+
+    S[d] <- e^(a[d] dt[d]) S[d] + dt[d] x[d] b;   out[d] = S[d] . c
+
+Everything is computed in float32, or in float64 if the input is float64.
+
+- ``specgraph::selective_scan`` replaces transformers' function while a model is traced. It begins with a state of zero.
+- ``specgraph::anchored_scan`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the last
+  absolute chunk boundary. Since every number decays by itself, there is no form by chunks: ``dt``, ``dt x`` and ``b``
+  of the rows since then are cached, and a call runs them again.
+
+Source: Gu and Dao 2023, arXiv 2312.00752.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.recurrent.span import Span, check_span, ring, spans
+from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
+
+CHUNK = 16
+"""Rows between two boundaries."""
+
+
+@dataclass(slots=True)
+class SelectiveScan:
+    """The scan over ``T`` rows, from a state of zero: ``[B, D, T]`` in the dtype of ``x``.
+
+    Attributes:
+        x, dt: ``[B, D, T]``, inputs and steps, float32 or float64.
+        a: ``[D, N]``, decay rates.
+        b, c: ``[B, N, T]``, where inputs enter the state, and how it is read.
+    """
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+
+
+@dataclass(slots=True)
+class AnchoredScan:
+    """:class:`SelectiveScan` of new rows behind a state and the rows since it was written.
+
+    Attributes:
+        state: ``[M, D, N]``, of every sequence at its last settled boundary.
+        steps, entered, places: ``[M, R, D]`` twice and ``[M, R, N]``: ``dt``, ``dt x`` and ``b`` of the rows since
+            then, each at its position modulo ``R``. All four have the dtype of ``x``, and are written in place.
+        span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
+            are not real is zero.
+    """
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    state: Tensor
+    steps: Tensor
+    entered: Tensor
+    places: Tensor
+    span: Tensor
+
+
+def _advance(state: Tensor, a: Tensor, dt: Tensor, entered: Tensor, b: Tensor) -> Tensor:
+    """States ``[..., D, N]`` one row further; ``dt`` and ``entered`` are ``[..., D]``, and ``b`` is ``[..., N]``."""
+    return state * (a * dt.unsqueeze(-1)).exp() + entered.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+def selective_scan_reference(given: SelectiveScan) -> Tensor:
+    """:class:`SelectiveScan` in plain PyTorch."""
+    x, entered = given.x, given.x * given.dt
+    state, out = x.new_zeros(x.shape[0], *given.a.shape), x.new_empty(x.shape)
+    for row in range(x.shape[2]):
+        state = _advance(state, given.a, given.dt[..., row], entered[..., row], given.b[..., row])
+        out[..., row] = (state * given.c[..., row].unsqueeze(1)).sum(-1)
+    return out
+
+
+def anchored_scan_reference(given: AnchoredScan) -> Tensor:
+    """:class:`AnchoredScan` in plain PyTorch; it waits for the device."""
+    out = given.x.new_zeros(given.x.shape)
+    for own in spans(given.span):
+        out[own.entry, :, : own.num_rows] = _sequence(given, own)
+    return out
+
+
+def _sequence(given: AnchoredScan, own: Span) -> Tensor:
+    """The rows of one sequence: ``[D, n]``."""
+    size, n, end, device = given.steps.shape[1], own.num_rows, own.begin + own.num_rows, given.x.device
+    anchor, settled = own.before // CHUNK * CHUNK, own.begin + own.num_settled
+    dt, b = given.dt[own.entry, :, :n].T, given.b[own.entry, :, :n].T
+    new = (dt, given.x[own.entry, :, :n].T * dt, b)
+    caches, known = (given.steps, given.entered, given.places), ring(range(anchor, own.begin), size, device)
+    rows = [torch.cat([cache[own.row, known], part]) for cache, part in zip(caches, new, strict=True)]
+    state, outs = given.state[own.row].clone(), []
+    for position, *row in zip(range(anchor, end), *rows, strict=True):
+        state = _advance(state, given.a, *row)
+        if position >= own.begin:
+            outs.append(state @ given.c[own.entry, :, position - own.begin])
+        if (position + 1) % CHUNK == 0 and position < settled:
+            given.state[own.row] = state
+    kept = min(size, n)
+    for cache, part in zip(caches, new, strict=True):
+        cache[own.row, ring(range(end - kept, end), size, device)] = part[n - kept :]
+    return torch.stack(outs, 1)
+
+
+def _check(given: SelectiveScan | AnchoredScan) -> None:
+    x, (channels, size) = given.x, given.a.shape
+    require(x.dim() == 3 and x.shape[1] == channels, lambda: f"x must be [B, {channels}, T], not {list(x.shape)}")
+    require(given.dt.shape == x.shape, lambda: f"dt {list(given.dt.shape)} must fit x {list(x.shape)}")
+    for name, part in (("b", given.b), ("c", given.c)):
+        wanted = [x.shape[0], size, x.shape[2]]
+        require(list(part.shape) == wanted, lambda n=name, w=wanted: f"{n} must be {w}")  # type: ignore[misc]
+
+
+def _selective_scan_fake(given: SelectiveScan) -> Tensor:
+    _check(given)
+    return given.x.new_empty(given.x.shape)
+
+
+def _anchored_scan_fake(given: AnchoredScan) -> Tensor:
+    _check(given)
+    check_span(given.span, given.x.shape[0])
+    channels, size = given.a.shape
+    require(given.state.shape[1:] == (channels, size), lambda: f"state must be [M, {channels}, {size}]")
+    require(given.places.shape[2] == size, lambda: f"places must be [M, R, {size}]")
+    for part in (given.steps, given.entered):
+        require(part.shape[2] == channels, lambda: f"steps and entered must be [M, R, {channels}]")
+    return given.x.new_empty(given.x.shape)
+
+
+SELECTIVE_SCAN = declare(
+    Op(
+        "selective_scan",
+        SelectiveScan,
+        _selective_scan_fake,
+        (Variant("reference", selective_scan_reference, row_independent=False),),
+    )
+)
+ANCHORED_SCAN = declare(
+    Op(
+        "anchored_scan",
+        AnchoredScan,
+        _anchored_scan_fake,
+        (Variant("reference", anchored_scan_reference, row_independent=False),),
+        mutates=("state", "steps", "entered", "places"),
+    )
+)
+
+
+def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
+    """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
+    x, _, a = operands[:3]
+    channels, size, rows = int(a.shape[0]), int(a.shape[1]), CHUNK - 1 + unsettled
+    shapes = ((channels, size), (rows, channels), (rows, channels), (rows, size))
+    return tuple(Buffer(("B", *shape), x.dtype, indexed=True) for shape in shapes)
+
+
+RECURRENT[torch.ops.specgraph.selective_scan.default] = Recurrent(
+    torch.ops.specgraph.anchored_scan.default,
+    ("state", "steps", "entered", "places"),
+    _buffers,
+    lambda arguments, state, span: (*arguments[:5], *state, span),
+)
