@@ -169,6 +169,12 @@ def check_complete(program: Program) -> None:
     for fact, name in (("kv_cache", "insert_kv_cache"), ("draft", "insert_draft"), ("verify", "insert_verify")):
         if fact not in program.facts:
             raise ConfigError(f"pipeline.order ends without {fact!r}, so there is nothing to decode with; add {name}.")
+    for name, module in program.modules.items():
+        if any(node.target in RECURRENT for node in module.graph.nodes):
+            raise ConfigError(
+                f"pipeline.order ends without 'recurrent_state', so layers of {name} would forget what came before; "
+                "add insert_recurrent_state."
+            )
 
 
 def _limits(config: Config, target: TracedModel) -> Limits:

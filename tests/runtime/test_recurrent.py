@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.compiler.compile import check_has_kernels
-from specgraph.errors import UnsupportedModelError
+from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.recurrent import conv_hook, delta_rule_hook, hooked_recurrence
 from specgraph.frontend.tracing import trace
 from tests.decoding import CONFIG, compiled
@@ -117,6 +117,12 @@ def test_the_self_check_compares_recurrent_layers_too() -> None:
     decoder = specgraph.compile_speculative(model_of(SMALL), given)
     assert "agrees with its own forward" in decoder.report()
     assert "insert_recurrent_state" in decoder.report()
+
+
+def test_a_pipeline_that_would_leave_the_state_out_is_refused() -> None:
+    order = ["insert_kv_cache", "insert_draft", "insert_verify"]
+    with pytest.raises(ConfigError, match=r"layers of target would forget .*; add insert_recurrent_state"):
+        compiled(model_of(SMALL), pipeline={"order": order})
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:
