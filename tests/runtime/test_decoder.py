@@ -343,11 +343,14 @@ def test_self_check_refuses_what_decodes_differently_with_a_cache(monkeypatch: p
     attention = model.model.layers[1].self_attn
     original = attention.forward
 
-    def mixing(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shifted = torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, : hidden_states.shape[1]]
-        return original(hidden_states + shifted, *args, **kwargs)
+    rotary = model.model.rotary_emb
 
-    monkeypatch.setattr(attention, "forward", mixing)
+    def counting(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Takes positions from the number of the row, and not from ``position_ids``."""
+        kwargs["position_embeddings"] = rotary(hidden_states, torch.arange(hidden_states.shape[1]).unsqueeze(0))
+        return original(hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", counting)
     with pytest.raises(
         specgraph.UnsupportedModelError, match=r"hs\[2\], the output of layer 1 differs first, at token 1"
     ):
