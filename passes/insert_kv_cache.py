@@ -10,21 +10,20 @@ layer. Row ``r`` of a sequence is written when ``r < num_rows`` and its position
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block  # noqa: F401  (both register ops and their stateful forms)
 from specgraph.errors import ConfigError
-from specgraph.ir.graphs import new_module
 from specgraph.ir.program import Program
 from specgraph.kernels.state import STATEFUL, Buffer
 from specgraph.kernels.step import row_slots
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.module_state import add_inputs, bind_target, operands, take_buffers
 
 STATE = {
     "num_rows": Buffer(("B",)),
@@ -56,18 +55,15 @@ class InsertKVCache(Pass):
             if nodes:
                 self._give_state(module, nodes, models[name].max_positions)
                 matches += len(nodes)
-        call = program.one("target")
-        call.kwargs = {**call.kwargs, **program.bind("target", "target")}
-        target = program.modules["target"]
-        program.modules["target"] = new_module(target, target.graph, "target")
+        bind_target(program)
         return PassResult(matches, expected=sum(model.attention_layers for model in models.values()))
 
     def _give_state(self, module: fx.GraphModule, nodes: list[fx.Node], limit: int | None) -> None:
         """Rewrite one module. ``limit`` is the first position it does not know."""
         graph = module.graph
-        inputs = graph.find_nodes(op="placeholder")
-        positions = next(node for node in inputs if node.name == "positions")
-        num_rows, block_table, max_length, caches = self._add_inputs(graph, inputs[-1])
+        inputs = add_inputs(graph, STATE, "caches")
+        positions, caches = inputs["positions"], inputs["caches"]
+        num_rows, block_table, max_length = (inputs[name] for name in STATE)
         with graph.inserting_after(caches):
             places = (positions, num_rows, block_table, max_length)
             slots = graph.call_function(row_slots, places, {"block_size": self.block_size})
@@ -84,16 +80,6 @@ class InsertKVCache(Pass):
         graph.lint()
         module.recompile()
 
-    def _add_inputs(self, graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
-        """The inputs that every module with state shares, and ``caches``, which is the module's own."""
-        added: list[fx.Node] = []
-        for name in (*STATE, "caches"):
-            with graph.inserting_after(added[-1] if added else last):
-                added.append(graph.placeholder(name))
-            if name in STATE:
-                added[-1].meta.update({"state": STATE[name], "shared": True})
-        return added
-
     def _stay_inside(self, graph: fx.Graph, positions: fx.Node, slots: fx.Node, limit: int) -> None:
         """Rows that are not real may lie outside of a table of learned positions: look up its first or last entry."""
         with graph.inserting_after(slots):
@@ -107,12 +93,9 @@ class InsertKVCache(Pass):
     ) -> tuple[Buffer, ...]:
         """The stateful form of one op; ``place`` is the tuple of buffers, where its own begin, and its layer."""
         form, (caches, first, layer) = STATEFUL[node.target], place  # type: ignore[index]
-        values = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
-        buffers = form.buffers([value for value in values if isinstance(value, Tensor)], self.block_size)
+        buffers = form.buffers(operands(node), self.block_size)
         with graph.inserting_before(node):
-            state = [graph.call_function(operator.getitem, (caches, first + i)) for i in range(len(form.names))]
-            for part, name in zip(state, form.names, strict=True):
-                part.name = f"{name}_{layer}"
+            state = take_buffers(graph, caches, first, form.names, layer)
             new = graph.call_function(form.op, form.arguments(node.args, state, rows), dict(node.kwargs))
         # A hidden state may be this very node; what a later pass reads from it must survive.
         new.meta.update({key: node.meta[key] for key in ("hidden_state",) if key in node.meta})

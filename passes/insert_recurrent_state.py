@@ -14,24 +14,25 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import specgraph.kernels.recurrent.conv
 import specgraph.kernels.recurrent.delta_rule
 import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops and their forms with a state)
 from specgraph.errors import UnsupportedModelError
-from specgraph.ir.graphs import new_module
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.insert_kv_cache import STATE
+from specgraph.passes.module_state import add_inputs, bind_target, operands, take_buffers
 
 SETTLED = Buffer(("B",), indexed=True)
 """How many rows of a sequence were settled when it was last run. All layers of a module share it."""
 INPUTS = {
     ROWS: ROW_INDEX,
-    "num_rows": Buffer(("B",)),
+    "num_rows": STATE["num_rows"],
     "num_forced": Buffer(("B",)),
-    "max_length": Buffer(("B",)),
+    "max_length": STATE["max_length"],
 }
 """What the span is computed from, besides the positions."""
 SPAN = torch.ops.specgraph.recurrent_span.default
@@ -53,7 +54,7 @@ class InsertRecurrentState(Pass):
         Raises:
             UnsupportedModelError: a module of the drafter's has recurrent layers.
         """
-        found = {name: _recurrent(module) for name, module in program.modules.items()}
+        found = {name: recurrent_ops(module.graph) for name, module in program.modules.items()}
         others = [name for name, nodes in found.items() if nodes and name != "target"]
         if others:
             raise UnsupportedModelError(
@@ -64,10 +65,7 @@ class InsertRecurrentState(Pass):
         if not nodes:
             return PassResult(0, notes=("no layer is recurrent",))
         buffers = _give_state(program.modules["target"], nodes, program.drafter.num_speculative_tokens)
-        call = program.one("target")
-        call.kwargs = {**call.kwargs, **program.bind("target", "target")}
-        target = program.modules["target"]
-        program.modules["target"] = new_module(target, target.graph, "target")
+        bind_target(program)
         return PassResult(len(nodes), notes=(f"{len(buffers)} buffers for {len(nodes)} ops",))
 
 
@@ -76,14 +74,15 @@ def has_recurrent_state(program: Program) -> bool:
     return any(node.target is SETTLE for node in program.modules["target"].graph.nodes)
 
 
-def _recurrent(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.target in RECURRENT]
+def recurrent_ops(graph: fx.Graph) -> list[fx.Node]:
+    """The recurrent ops of a module that have no state yet."""
+    return [node for node in graph.nodes if node.target in RECURRENT]
 
 
 def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) -> list[Buffer]:
     """Rewrite one module, in whose calls at most so many rows are ``unsettled``."""
     graph = module.graph
-    given = _inputs(graph)
+    given = add_inputs(graph, INPUTS, "states")
     with graph.inserting_after([*given.values()][-1]):
         settled = graph.call_function(operator.getitem, (given["states"], 0))
     places = [given[name] for name in (ROWS, "positions", "num_rows", "num_forced", "max_length")]
@@ -93,14 +92,10 @@ def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) ->
     buffers = [SETTLED]
     for number, node in enumerate(nodes):
         form = RECURRENT[node.target]  # type: ignore[index]
-        own = form.buffers(_operands(node), unsettled)
         with graph.inserting_before(node):
-            first = len(buffers)
-            state = [graph.call_function(operator.getitem, (given["states"], first + i)) for i in range(len(own))]
-            for part, name in zip(state, form.names, strict=True):
-                part.name = f"{name}_{number}"
+            state = take_buffers(graph, given["states"], len(buffers), form.names, number)
             new = graph.call_function(form.op, form.arguments(node.args, state, span), dict(node.kwargs))
-        buffers += own
+        buffers += form.buffers(operands(node), unsettled)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     given["states"].meta["state"] = tuple(buffers)
@@ -109,22 +104,3 @@ def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) ->
     graph.lint()
     module.recompile()
     return buffers
-
-
-def _operands(node: fx.Node) -> list[Tensor]:
-    """The tensors that an op is given, as tracing found them."""
-    values = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
-    return [value for value in values if isinstance(value, Tensor)]
-
-
-def _inputs(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The inputs of a module by their names; those that are not there yet are added behind the others."""
-    given = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    for name in (*INPUTS, "states"):
-        if name in given:
-            continue
-        with graph.inserting_after([*given.values()][-1]):
-            given[name] = graph.placeholder(name)
-        if name in INPUTS:
-            given[name].meta.update({"state": INPUTS[name], "shared": True})
-    return given

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare
-from specgraph.kernels.recurrent.span import check_span, ring, spans
+from specgraph.kernels.recurrent.span import check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 ACTIVATIONS = ("", "silu")
@@ -77,15 +77,13 @@ def causal_conv_reference(given: CausalConv) -> Tensor:
 
 def cached_conv_reference(given: CachedConv) -> Tensor:
     """:class:`CachedConv` in plain PyTorch; it waits for the device."""
-    out, size, before = given.x.new_zeros(given.x.shape), given.inputs.shape[1], given.weight.shape[1] - 1
+    out, before = given.x.new_zeros(given.x.shape), given.weight.shape[1] - 1
     for own in spans(given.span):
-        end, device = own.begin + own.num_rows, given.x.device
         new = given.x[own.entry, :, : own.num_rows]
-        known = given.inputs[own.row, ring(range(max(0, own.begin - before), own.begin), size, device)].T
+        known = known_rows(given.inputs, own, max(0, own.begin - before)).T
         padded = torch.nn.functional.pad(torch.cat([known, new], 1), (max(0, before - own.begin), 0))
         out[own.entry, :, : own.num_rows] = _convolve(padded.unsqueeze(0), given)[0]
-        kept = min(size, own.num_rows)
-        given.inputs[own.row, ring(range(end - kept, end), size, device)] = new[:, own.num_rows - kept :].T
+        keep_rows(given.inputs, own, new.T)
     return out
 
 

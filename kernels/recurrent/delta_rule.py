@@ -35,7 +35,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare
-from specgraph.kernels.recurrent.span import Span, check_span, ring, spans
+from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 CHUNK = 16
@@ -145,8 +145,7 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
     for own in spans(given.span):
         e, n, groups = own.entry, own.num_rows, v.shape[2] // k.shape[2]
         query, key = (x[e, :n].transpose(0, 1).repeat_interleave(groups, 0) for x in (q, k))
-        gate, rate = (None if x is None else x[e, :n].to(q.dtype).T for x in (given.gate, given.rate))
-        assert gate is not None
+        gate, rate = given.gate[e, :n].to(q.dtype).T, None if given.rate is None else given.rate[e, :n].to(q.dtype).T
         rows = _Rows(query, key, v[e, :n].transpose(0, 1), gate, rate)
         out[e, :n] = _sequence(given, own, rows, k[e, :n]).transpose(0, 1)
     return out.to(given.q.dtype)
@@ -154,15 +153,14 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
 
 def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows, k: Tensor) -> Tensor:
     """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``. ``k`` are its keys ``[T, Hk, Dk]``."""
-    size, device = given.keys.shape[1], k.device
-    anchor, end = own.before // CHUNK * CHUNK, own.begin + own.num_rows
-    places = ring(range(anchor, own.begin), size, device)
-    groups = rows.k.shape[0] // k.shape[1]
-    known_k = given.keys[own.row, places].transpose(0, 1).repeat_interleave(groups, 0)
-    known_u, known_gate = given.updates[own.row, places].transpose(0, 1), given.gates[own.row, places].T
+    anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // k.shape[1]
+    known_k, known_u, known_gate = (
+        known_rows(cache, own, anchor).transpose(0, 1) for cache in (given.keys, given.updates, given.gates)
+    )
+    known_k = known_k.repeat_interleave(groups, 0)
     state, outs, updates, gates = given.state[own.row], list[Tensor](), list[Tensor](), list[Tensor]()
-    for first in range(anchor, end, CHUNK):
-        last = min(first + CHUNK, end)
+    for first in range(anchor, own.end, CHUNK):
+        last = min(first + CHUNK, own.end)
         old = slice(first - anchor, max(first, min(last, own.begin)) - anchor)
         new = rows.cut(max(first, own.begin) - own.begin, max(last, own.begin) - own.begin)
         out, u, total = _chunk(state, known_k[:, old], known_u[:, old], known_gate[:, old], new)
@@ -173,11 +171,9 @@ def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows, k: Tensor) -> Te
             state = _fold(state, *whole)
             if last <= own.begin + own.num_settled:
                 given.state[own.row] = state
-    kept = min(size, own.num_rows)
-    places = ring(range(end - kept, end), size, device)
-    given.keys[own.row, places] = k[own.num_rows - kept :]
-    given.updates[own.row, places] = torch.cat(updates, 1)[:, own.num_rows - kept :].transpose(0, 1)
-    given.gates[own.row, places] = torch.cat(gates, 1)[:, own.num_rows - kept :].T
+    keep_rows(given.keys, own, k)
+    keep_rows(given.updates, own, torch.cat(updates, 1).transpose(0, 1))
+    keep_rows(given.gates, own, torch.cat(gates, 1).T)
     return torch.cat(outs, 1)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare
-from specgraph.kernels.recurrent.span import Span, check_span, ring, spans
+from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 CHUNK = 16
@@ -98,22 +98,20 @@ def anchored_scan_reference(given: AnchoredScan) -> Tensor:
 
 def _sequence(given: AnchoredScan, own: Span) -> Tensor:
     """The rows of one sequence: ``[D, n]``."""
-    size, n, end, device = given.steps.shape[1], own.num_rows, own.begin + own.num_rows, given.x.device
-    anchor, settled = own.before // CHUNK * CHUNK, own.begin + own.num_settled
+    n, anchor, settled = own.num_rows, own.before // CHUNK * CHUNK, own.begin + own.num_settled
     dt, b = given.dt[own.entry, :, :n].T, given.b[own.entry, :, :n].T
     new = (dt, given.x[own.entry, :, :n].T * dt, b)
-    caches, known = (given.steps, given.entered, given.places), ring(range(anchor, own.begin), size, device)
-    rows = [torch.cat([cache[own.row, known], part]) for cache, part in zip(caches, new, strict=True)]
+    caches = (given.steps, given.entered, given.places)
+    rows = [torch.cat([known_rows(cache, own, anchor), part]) for cache, part in zip(caches, new, strict=True)]
     state, outs = given.state[own.row].clone(), []
-    for position, *row in zip(range(anchor, end), *rows, strict=True):
+    for position, *row in zip(range(anchor, own.end), *rows, strict=True):
         state = _advance(state, given.a, *row)
         if position >= own.begin:
             outs.append(state @ given.c[own.entry, :, position - own.begin])
         if (position + 1) % CHUNK == 0 and position < settled:
             given.state[own.row] = state
-    kept = min(size, n)
     for cache, part in zip(caches, new, strict=True):
-        cache[own.row, ring(range(end - kept, end), size, device)] = part[n - kept :]
+        keep_rows(cache, own, part)
     return torch.stack(outs, 1)
 
 

@@ -43,6 +43,11 @@ class Span(NamedTuple):
     num_rows: int
     num_settled: int
 
+    @property
+    def end(self) -> int:
+        """The position behind its last row."""
+        return self.begin + self.num_rows
+
 
 @dataclass(slots=True)
 class RecurrentSpan:
@@ -96,9 +101,16 @@ def spans(span: Tensor) -> Iterator[Span]:
             yield found
 
 
-def ring(positions: range, size: int, device: torch.device) -> Tensor:
-    """Where rows at these positions are cached, if there is room for ``size``: int64 ``[len(positions)]``."""
-    return torch.arange(positions.start, positions.stop, device=device) % size
+def known_rows(cache: Tensor, own: Span, first: int) -> Tensor:
+    """What a cache ``[N, R, ...]`` holds of a sequence's rows from position ``first`` up to this call: ``[n, ...]``."""
+    return cache[own.row, torch.arange(first, own.begin, device=cache.device) % cache.shape[1]]
+
+
+def keep_rows(cache: Tensor, own: Span, rows: Tensor) -> None:
+    """Store the rows ``[n, ...]`` of a call in ``cache`` ``[N, R, ...]``: the last ``R``, if there are more."""
+    size = cache.shape[1]
+    kept = rows[-size:]
+    cache[own.row, torch.arange(own.end - len(kept), own.end, device=cache.device) % size] = kept
 
 
 def _recurrent_span_fake(given: RecurrentSpan) -> Tensor:

@@ -23,10 +23,10 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
-from specgraph.kernels.state import RECURRENT
 from specgraph.passes.base import Pass
 from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
+from specgraph.passes.insert_recurrent_state import recurrent_ops
 from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
@@ -133,8 +133,7 @@ def check_has_kernels(target: TracedModel, lowering: str) -> None:
 
     What stands in for them looks at values on the host, so it cannot be part of a CUDA graph.
     """
-    recurrent = any(node.target in RECURRENT for node in target.body.graph.nodes)
-    if recurrent and lowering == "gpu" and target.info.device.type == "cuda":
+    if lowering == "gpu" and target.info.device.type == "cuda" and recurrent_ops(target.body.graph):
         raise UnsupportedModelError(
             f"{target.info.name} has recurrent layers, for which there are no kernels on a GPU yet; compile with "
             "lowering=eager, which is slow, or decode on a CPU."
@@ -170,7 +169,7 @@ def check_complete(program: Program) -> None:
         if fact not in program.facts:
             raise ConfigError(f"pipeline.order ends without {fact!r}, so there is nothing to decode with; add {name}.")
     for name, module in program.modules.items():
-        if any(node.target in RECURRENT for node in module.graph.nodes):
+        if recurrent_ops(module.graph):
             raise ConfigError(
                 f"pipeline.order ends without 'recurrent_state', so layers of {name} would forget what came before; "
                 "add insert_recurrent_state."

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import specgraph.kernels.recurrent.conv
-import specgraph.kernels.recurrent.delta_rule
-import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops)
+import specgraph.kernels.recurrent.scan  # noqa: F401  (both register ops)
 from specgraph.errors import UnsupportedModelError
+from specgraph.frontend.unknown import refuse_unknown
 from specgraph.ir.exporting import replaced_here
+from specgraph.kernels.recurrent.delta_rule import exact
 
 _ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
@@ -30,7 +31,7 @@ def conv_hook(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
 ) -> Tensor:
     """Called for a causal convolution while a model is traced, with transformers' signature: ``[B, D, T]``."""
-    _check_unknown("causal convolution", others)
+    refuse_unknown("A layer", "causal convolution", others)
     if activation not in _ACTIVATIONS:
         known = ", ".join(map(str, _ACTIVATIONS))
         raise UnsupportedModelError(
@@ -54,9 +55,8 @@ def delta_rule_hook(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Called for a gated delta rule while a model is traced, with transformers' signature: ``[B, T, H, Dv]``."""
-    _check_unknown("gated delta rule", {**others, "initial_state": initial_state})
-    if output_final_state:
-        _check_unknown("gated delta rule", {"output_final_state": True})
+    state = {"initial_state": initial_state, "output_final_state": output_final_state or None}
+    refuse_unknown("A layer", "gated delta rule", {**others, **state})
     options: dict[str, Any] = {"scale": query.shape[-1] ** -0.5, "normalise": use_qk_l2norm_in_kernel}
     return torch.ops.specgraph.gated_delta_rule(query, key, value, g, beta, **options), None
 
@@ -80,14 +80,13 @@ def mamba2_hook(
 
     The state is ``S <- e^(A dt) S + B (dt x)^T``, so it is a gated delta rule that corrects nothing.
     """
-    _check_unknown("scan", {**others, "initial_states": initial_states})
-    if return_final_states:
-        _check_unknown("scan", {"return_final_states": True})
-    exact = torch.promote_types(hidden_states.dtype, torch.float32)
+    state = {"initial_states": initial_states, "return_final_states": return_final_states or None}
+    refuse_unknown("A layer", "scan", {**others, **state})
+    dtype = exact(hidden_states.dtype)
     step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     step = torch.nn.functional.softplus(step) if dt_softplus else step
-    step, x = step.clamp(*dt_limit).to(exact), hidden_states.to(exact)
-    given = (C.to(exact), B.to(exact), x * step.unsqueeze(-1), A.to(exact) * step)
+    step, x = step.clamp(*dt_limit).to(dtype), hidden_states.to(dtype)
+    given = (C.to(dtype), B.to(dtype), x * step.unsqueeze(-1), A.to(dtype) * step)
     out: Tensor = torch.ops.specgraph.gated_delta_rule(*given, scale=1.0)
     return out if D is None else out + D.unsqueeze(-1) * x
 
@@ -108,16 +107,14 @@ def mamba_hook(
     **others: Any,
 ) -> Tensor:
     """Called for the scan of Mamba while a model is traced, with transformers' signature: ``[B, D, T]``."""
-    _check_unknown("scan", others)
-    if return_last_state:
-        _check_unknown("scan", {"return_last_state": True})
-    exact = torch.promote_types(hidden_states.dtype, torch.float32)
+    refuse_unknown("A layer", "scan", {**others, "return_last_state": return_last_state or None})
+    dtype = exact(hidden_states.dtype)
     step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype).unsqueeze(-1)
     step = torch.nn.functional.softplus(step) if delta_softplus else step
-    x = hidden_states.to(exact)
-    out: Tensor = torch.ops.specgraph.selective_scan(x, step.to(exact), A.to(exact), B.to(exact), C.to(exact))
-    out = out if D is None else out + x * D.to(exact).unsqueeze(-1)
-    out = out if z is None else out * torch.nn.functional.silu(z.to(exact))
+    x = hidden_states.to(dtype)
+    out: Tensor = torch.ops.specgraph.selective_scan(x, step.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype))
+    out = out if D is None else out + x * D.to(dtype).unsqueeze(-1)
+    out = out if z is None else out * torch.nn.functional.silu(z.to(dtype))
     return out.to(hidden_states.dtype)
 
 
@@ -128,18 +125,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": mamba_hook,
 }
 """What is called in the place of transformers' functions, by the names that these have where models are defined."""
-_HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
-                       "return_dict", "logits_to_keep", "cache_position", "position_embeddings"})  # fmt: skip
-"""What models pass on to every layer, and what says nothing about a recurrence."""
-
-
-def _check_unknown(what: str, others: dict[str, Any]) -> None:
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"A layer passes {', '.join(unknown)} to its {what}, which specgraph does not know. It would be ignored, "
-            "so the model is refused."
-        )
 
 
 def recurrent_functions(model: nn.Module) -> set[tuple[str, str]]:

@@ -25,6 +25,7 @@ from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.frontend.mixing import check_mixing
 from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions
+from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import exporting, own_copy, replaced
 from specgraph.ir.graphs import export_module, functional, new_module, unlift
@@ -33,9 +34,7 @@ from specgraph.kernels.state import RECURRENT
 
 _Module = TypeVar("_Module", bound=nn.Module)
 ATTENTION = torch.ops.specgraph.attention.default
-_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-                       "output_router_logits", "position_embeddings", "is_causal", "dropout", "return_dict",
-                       "logits_to_keep", "layer_type"})  # fmt: skip
+_HARMLESS = HARMLESS | {"is_causal", "dropout", "layer_type"}
 
 
 _RECURRENT_LAYERS = {
@@ -76,12 +75,7 @@ def attention_hook(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Called by a model's attention layers while they are traced, with transformers' signature."""
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which specgraph does not know. "
-            "It would be ignored, so the model is refused."
-        )
+    refuse_unknown(type(module).__name__, "attention", kwargs, _HARMLESS)
     if not note_attention(attention_mask, sliding_window) and attention_mask is not None:
         raise UnsupportedModelError(f"{type(module).__name__} builds its own attention mask; only causal masks work.")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:

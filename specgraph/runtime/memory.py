@@ -35,13 +35,13 @@ def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: in
         InputError: there is no memory for a single page.
     """
     most = wanted if cache.pool_tokens is None else min(wanted, num_pages(cache.pool_tokens, page_size(program, cache)))
-    free = free_bytes(program.target.device)
-    if free is None or not page_bytes(program):
+    free, size = free_bytes(program.target.device), page_bytes(program)
+    if free is None or not size:
         return most
-    room = int(cache.memory_share * (free + kept_bytes) / page_bytes(program))
+    room = int(cache.memory_share * (free + kept_bytes) / size)
     if room < 1:
         raise InputError(
-            f"There is no memory for the KV cache: a page takes {page_bytes(program)} bytes, and {free + kept_bytes} "
+            f"There is no memory for the KV cache: a page takes {size} bytes, and {free + kept_bytes} "
             f"are free, of which cache.memory_share allows {cache.memory_share}. Free some, or raise the share."
         )
     return min(most, room)
