@@ -30,7 +30,7 @@ import tests.interpreter
 torch.set_num_threads(1)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    tests.interpreter.patch_once_per_launch()
+    tests.interpreter.speed_up()
 
 
 SLOWEST = ("test_compile.py", "test_distribution.py", "test_architectures.py", "test_grammar.py", "test_k_by_load.py")

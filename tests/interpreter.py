@@ -1,21 +1,36 @@
 """Make Triton's interpreter faster without changing what it computes.
 
-The interpreter replaces the functions of ``triton.language`` before it runs a kernel, and again whenever the kernel
-calls another ``@triton.jit`` function. From the second time on it finds them replaced already, after it has walked over
-every attribute of the language for about 2 ms, which was more than half of the time of the kernels in
-``kernels/verify``.
+It is written for clarity: nearly all of its time is spent on the types around an operation and not on the operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from triton.language import core
 from triton.runtime import interpreter
 
 
-def patch_once_per_launch() -> None:
-    """Let a launch replace the language once for every module whose functions take part in it."""
+def speed_up() -> None:
+    """Change the interpreter of this process. Called once, before a kernel runs."""
+    _patch_once_per_launch()
+    _remember_types()
+    # Without debug, the assertion that no integer overflows is dropped after all that it needs has been computed.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _patch_once_per_launch() -> None:
+    """Let a launch replace the language once for every module whose functions take part in it.
+
+    The interpreter replaces the functions of ``triton.language`` before it runs a kernel, and again whenever the kernel
+    calls another ``@triton.jit`` function. From the second time on it finds them replaced already, after it has walked
+    over every attribute of the language for about 2 ms, which was more than half of the time of the kernels in
+    ``kernels/verify``.
+    """
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[int] = set()
 
@@ -31,3 +46,49 @@ def patch_once_per_launch() -> None:
         launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
+
+
+def _remember_types() -> None:
+    """Make the type of a block, of a shape and of NumPy's elements once, and not for each value: they never change."""
+    block, sizes, numpy = core.block_type.__init__, core._type_for_tuple_values, interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+    tuples: dict[Any, Any] = {}
+    elements: dict[str, Any] = {}
+
+    def make_block(self: Any, element: Any, shape: Sequence[Any]) -> None:
+        key = (type(element), element.name, getattr(element, "address_space", None), _numbers(shape))
+        if key[-1] is None:
+            block(self, element, shape)
+            return
+        if key not in blocks:
+            block(self, element, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    def type_of_sizes(values: Sequence[Any], fields: Any = None) -> Any:
+        key = _numbers(values) if fields is None else None
+        if key is None:
+            return sizes(values, fields)
+        if key not in tuples:
+            tuples[key] = sizes(values)
+        return tuples[key]
+
+    def numpy_type(given: Any) -> Any:
+        element = given.element_ty if type(given) is core.block_type else given
+        if element.name not in elements:
+            elements[element.name] = numpy(element)
+        return elements[element.name]
+
+    core.block_type.__init__ = make_block
+    core._type_for_tuple_values, interpreter._get_np_dtype = type_of_sizes, numpy_type
+
+
+def _numbers(values: Sequence[Any]) -> tuple[Any, ...] | None:
+    """A key for a sequence of numbers, which tells a constant of the language from a plain one; else None."""
+    key = []
+    for value in values:
+        plain = value.value if type(value) is core.constexpr else value
+        if type(plain) is not int:
+            return None
+        key.append(plain if plain is value else (plain,))
+    return tuple(key)
