@@ -62,7 +62,8 @@ PROMISED = "cuda"
 ROW_WISE = frozenset({
     # They move elements and compute none.
     "cat", "clone", "constant_pad_nd", "copy", "embedding", "flip", "gather", "index", "index_select", "pad", "repeat",
-    "repeat_interleave", "roll", "scatter", "slice_scatter", "stack", "to", "_to_copy", "type_as", "_unsafe_view",
+    "repeat_interleave", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "to", "_to_copy", "type_as",
+    "_unsafe_view",
     # They make tensors of constants.
     "arange", "empty", "empty_like", "full", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot",
     "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
@@ -109,6 +110,7 @@ class LowerKernels(LoweringPass):
         bitwise = self.numerics == "bitwise"
         for name, module in program.modules.items():
             _turn_weights(module)
+            _turn_products(module.graph)
             _lower_linears(module, chosen)
             _pair_norms(module, chosen)
             _join_norms(module, chosen)
@@ -171,6 +173,19 @@ def _turn_weights(module: fx.GraphModule) -> None:
             attribute = graph.get_attr(f"{name}_turned")
             attribute.meta["val"] = turned
             replace(graph, node, graph.call_function(aten.linear.default, (x, attribute, bias)))
+
+
+def _turn_products(graph: fx.Graph) -> None:
+    """``matmul(weight, x.transpose(1, 2))`` becomes a linear of ``x`` ``[B, T, I]``, whose result is transposed."""
+    for node in list(calls(graph, aten.matmul.default)):
+        weight, columns = node.args
+        turned = producer(columns, aten.transpose.int)
+        if weight_name(weight) is None or turned is None or tuple(turned.args[1:]) not in ((1, 2), (2, 1)):
+            continue
+        with graph.inserting_before(node):
+            rows = graph.call_function(aten.linear.default, (turned.args[0], weight, None))
+            rows.meta["val"] = node.meta["val"].transpose(1, 2)
+            replace(graph, node, graph.call_function(aten.transpose.int, (rows, 1, 2)))
 
 
 def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:

@@ -14,53 +14,17 @@ Source: ``causal_conv1d_fn`` of the package causal-conv1d (Dao), whose arguments
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CachedConv, CausalConv
+from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
+from specgraph.kernels.recurrent.last_rows import is_single, slots_for
 from specgraph.kernels.recurrent.span import check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
-
-ACTIVATIONS = ("", "silu")
-"""What may follow the convolution; the empty name stands for nothing."""
-
-
-@dataclass(slots=True)
-class CausalConv:
-    """Convolve ``x`` ``[B, D, T]`` along its rows with ``weight`` ``[D, w]``: ``[B, D, T]`` in the dtype of ``x``.
-
-    ``bias`` is ``[D]`` or None, and ``activation`` one of :data:`ACTIVATIONS`. It is computed in the dtype of
-    ``weight``.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    _: KW_ONLY
-    activation: str = ""
-
-
-@dataclass(slots=True)
-class CachedConv:
-    """:class:`CausalConv` of new rows behind those that are cached.
-
-    Attributes:
-        inputs: ``[N, R, D]`` in the dtype of ``x``, the last inputs of every sequence, each at its position modulo
-            ``R``; written in place.
-        span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
-            are not real is zero.
-    """
-
-    x: Tensor
-    weight: Tensor
-    inputs: Tensor
-    span: Tensor
-    bias: Tensor | None = None
-    _: KW_ONLY
-    activation: str = ""
 
 
 def _convolve(x: Tensor, given: CausalConv | CachedConv) -> Tensor:
@@ -77,7 +41,7 @@ def causal_conv_reference(given: CausalConv) -> Tensor:
 
 def cached_conv_reference(given: CachedConv) -> Tensor:
     """:class:`CachedConv` in plain PyTorch; it waits for the device."""
-    out, before = given.x.new_zeros(given.x.shape), given.weight.shape[1] - 1
+    out, before = _cached_conv_fake(given).zero_(), given.weight.shape[1] - 1
     for own in spans(given.span):
         new = given.x[own.entry, :, : own.num_rows]
         known = known_rows(given.inputs, own, max(0, own.begin - before)).T
@@ -108,7 +72,7 @@ def _cached_conv_fake(given: CachedConv) -> Tensor:
     require(inputs.dtype == given.x.dtype, lambda: "inputs must have the dtype of x")
     least = given.weight.shape[1] - 1
     require(inputs.shape[1] >= least, lambda: f"{given.weight.shape[1]} weights need {least} rows of inputs")
-    return torch.empty_like(given.x, memory_format=torch.contiguous_format)
+    return given.x.new_empty(given.x.transpose(1, 2).shape).transpose(1, 2)
 
 
 CAUSAL_CONV = declare(
@@ -119,7 +83,7 @@ CACHED_CONV = declare(
         "cached_conv",
         CachedConv,
         _cached_conv_fake,
-        (Variant("reference", cached_conv_reference, False),),
+        triton_or_reference(cached_conv_triton, cached_conv_reference, covers=lambda given: is_single(given.x.dtype)),
         mutates=("inputs",),
     )
 )
@@ -128,7 +92,7 @@ CACHED_CONV = declare(
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """The inputs that the first row of the next call reads, and those that may turn out not to belong there."""
     x, weight = operands[:2]
-    size = max(1, int(weight.shape[1]) - 1 + unsettled)
+    size = slots_for(int(weight.shape[1]) - 1, unsettled)
     return (Buffer(("B", size, int(x.shape[1])), x.dtype, indexed=True),)
 
 

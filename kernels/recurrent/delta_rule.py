@@ -27,76 +27,18 @@ Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
+from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
+from specgraph.kernels.recurrent.last_rows import is_single, slots_for
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
-
-CHUNK = 16
-"""Rows between two boundaries. A state is read in every step and written once in so many tokens."""
-EPSILON = 1e-6
-"""Added to the squared length of a vector that is brought to length 1, as transformers does."""
-
-
-@dataclass(slots=True)
-class GatedDeltaRule:
-    """The gated delta rule over ``T`` rows, from a state of zero: ``[B, T, H, Dv]`` in the dtype of ``q``.
-
-    Attributes:
-        q, k: ``[B, T, Hk, Dk]``; each of these heads serves ``H / Hk`` heads of ``v``, which follow each other.
-        v: ``[B, T, H, Dv]``.
-        gate: ``[B, T, H]``, logarithms of what remains of the state.
-        rate: ``[B, T, H]``, how much of the difference a row corrects; None for a sum without corrections.
-        scale: the factor on queries.
-        normalise: whether queries and keys are brought to length 1.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor
-    rate: Tensor | None = None
-    _: KW_ONLY
-    scale: float
-    normalise: bool = False
-
-
-@dataclass(slots=True)
-class AnchoredDeltaRule:
-    """:class:`GatedDeltaRule` of new rows behind a state and the rows since it was written.
-
-    Attributes:
-        state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
-        keys, updates, gates: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]`` and ``[N, R, H]``: ``k``, ``u`` and ``G`` of the
-            rows since then, each at its position modulo ``R``. All four are float32 or float64, and written in place.
-        span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
-            are not real is zero.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor
-    state: Tensor
-    keys: Tensor
-    updates: Tensor
-    gates: Tensor
-    span: Tensor
-    rate: Tensor | None = None
-    _: KW_ONLY
-    scale: float
-    normalise: bool = False
-
-
-def exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the rule is computed, and its state kept."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class _Rows(NamedTuple):
@@ -254,7 +196,9 @@ ANCHORED_DELTA_RULE = declare(
         "anchored_delta_rule",
         AnchoredDeltaRule,
         _anchored_delta_rule_fake,
-        (Variant("reference", anchored_delta_rule_reference, row_independent=False),),
+        triton_or_reference(
+            anchored_delta_rule_triton, anchored_delta_rule_reference, covers=lambda given: is_single(given.q.dtype)
+        ),
         mutates=("state", "keys", "updates", "gates"),
     )
 )
@@ -264,7 +208,7 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
     _, k, v = operands[:3]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
-    dtype, rows = exact(k.dtype), CHUNK - 1 + unsettled
+    dtype, rows = exact(k.dtype), slots_for(CHUNK - 1, unsettled)
     shapes = ((heads, size, width), (rows, groups, size), (rows, heads, width), (rows, heads))
     return tuple(Buffer(("B", *shape), dtype, indexed=True) for shape in shapes)
 

@@ -18,59 +18,17 @@ Source: Gu and Dao 2023, arXiv 2312.00752.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan
+from specgraph.kernels.recurrent.last_rows import is_single, slots_for
+from specgraph.kernels.recurrent.scan_triton import anchored_scan_triton
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
-
-CHUNK = 16
-"""Rows between two boundaries."""
-
-
-@dataclass(slots=True)
-class SelectiveScan:
-    """The scan over ``T`` rows, from a state of zero: ``[B, D, T]`` in the dtype of ``x``.
-
-    Attributes:
-        x, dt: ``[B, D, T]``, inputs and steps, float32 or float64.
-        a: ``[D, N]``, decay rates.
-        b, c: ``[B, N, T]``, where inputs enter the state, and how it is read.
-    """
-
-    x: Tensor
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-
-
-@dataclass(slots=True)
-class AnchoredScan:
-    """:class:`SelectiveScan` of new rows behind a state and the rows since it was written.
-
-    Attributes:
-        state: ``[M, D, N]``, of every sequence at its last settled boundary.
-        steps, entered, places: ``[M, R, D]`` twice and ``[M, R, N]``: ``dt``, ``dt x`` and ``b`` of the rows since
-            then, each at its position modulo ``R``. All four have the dtype of ``x``, and are written in place.
-        span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
-            are not real is zero.
-    """
-
-    x: Tensor
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    state: Tensor
-    steps: Tensor
-    entered: Tensor
-    places: Tensor
-    span: Tensor
 
 
 def _advance(state: Tensor, a: Tensor, dt: Tensor, entered: Tensor, b: Tensor) -> Tensor:
@@ -90,7 +48,7 @@ def selective_scan_reference(given: SelectiveScan) -> Tensor:
 
 def anchored_scan_reference(given: AnchoredScan) -> Tensor:
     """:class:`AnchoredScan` in plain PyTorch; it waits for the device."""
-    out = given.x.new_zeros(given.x.shape)
+    out = _anchored_scan_fake(given).zero_()
     for own in spans(given.span):
         out[own.entry, :, : own.num_rows] = _sequence(given, own)
     return out
@@ -137,7 +95,7 @@ def _anchored_scan_fake(given: AnchoredScan) -> Tensor:
     require(given.places.shape[2] == size, lambda: f"places must be [M, R, {size}]")
     for part in (given.steps, given.entered):
         require(part.shape[2] == channels, lambda: f"steps and entered must be [M, R, {channels}]")
-    return given.x.new_empty(given.x.shape)
+    return given.x.new_empty(given.x.transpose(1, 2).shape).transpose(1, 2)
 
 
 SELECTIVE_SCAN = declare(
@@ -153,7 +111,9 @@ ANCHORED_SCAN = declare(
         "anchored_scan",
         AnchoredScan,
         _anchored_scan_fake,
-        (Variant("reference", anchored_scan_reference, row_independent=False),),
+        triton_or_reference(
+            anchored_scan_triton, anchored_scan_reference, covers=lambda given: is_single(given.x.dtype)
+        ),
         mutates=("state", "steps", "entered", "places"),
     )
 )
@@ -162,7 +122,7 @@ ANCHORED_SCAN = declare(
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
     x, _, a = operands[:3]
-    channels, size, rows = int(a.shape[0]), int(a.shape[1]), CHUNK - 1 + unsettled
+    channels, size, rows = int(a.shape[0]), int(a.shape[1]), slots_for(CHUNK - 1, unsettled)
     shapes = ((channels, size), (rows, channels), (rows, channels), (rows, size))
     return tuple(Buffer(("B", *shape), x.dtype, indexed=True) for shape in shapes)
 

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, Variant, declare
+from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 
 class Span(NamedTuple):
@@ -93,6 +95,52 @@ def settle_span_reference(given: SettleSpan) -> None:
     given.settled[active[:, 0]] = active[:, 1] + active[:, 4]
 
 
+@triton.jit(do_not_specialize=["batch", "width", "stride"])
+def _recurrent_span_kernel(
+    span, settled, rows, positions, num_rows, num_forced, max_length, batch, width, stride, LANES: tl.constexpr
+):
+    """The spans of all sequences, in one program."""
+    b = tl.arange(0, LANES)
+    own = b < batch
+    row = tl.load(rows + b, mask=own, other=-1)
+    begin = tl.load(positions + b * stride, mask=own, other=0)
+    before = tl.load(settled + tl.maximum(row, 0), mask=own, other=0)
+    count = tl.minimum(tl.load(num_rows + b, mask=own, other=0), tl.load(max_length + b, mask=own, other=0) - begin)
+    count = tl.where(row < 0, 0, tl.maximum(tl.minimum(count, width), 0))
+    certain = tl.minimum(count, tl.load(num_forced + b, mask=own, other=0) + 1)
+    tl.store(span + b * 5, row, mask=own)
+    tl.store(span + b * 5 + 1, begin, mask=own)
+    tl.store(span + b * 5 + 2, before, mask=own)
+    tl.store(span + b * 5 + 3, count, mask=own)
+    tl.store(span + b * 5 + 4, certain, mask=own)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _settle_span_kernel(settled, span, batch, LANES: tl.constexpr):
+    """Of all sequences, in one program."""
+    b = tl.arange(0, LANES)
+    row, begin = tl.load(span + b * 5, mask=b < batch, other=0), tl.load(span + b * 5 + 1, mask=b < batch, other=0)
+    certain = tl.load(span + b * 5 + 4, mask=b < batch, other=0)
+    tl.store(settled + row, begin + certain, mask=tl.load(span + b * 5 + 3, mask=b < batch, other=0) > 0)
+
+
+def recurrent_span_triton(given: RecurrentSpan) -> Tensor:
+    """:class:`RecurrentSpan` in one kernel."""
+    (batch, width), span = given.positions.shape, _recurrent_span_fake(given)
+    vectors = (part.contiguous() for part in (given.num_rows, given.num_forced, given.max_length))
+    _recurrent_span_kernel[(1,)](
+        span, given.settled, given.rows.contiguous(), given.positions, *vectors, batch, width,
+        given.positions.stride(0), LANES=triton.next_power_of_2(batch), num_warps=4,
+    )  # fmt: skip
+    return span
+
+
+def settle_span_triton(given: SettleSpan) -> None:
+    """:class:`SettleSpan` in one kernel."""
+    batch = given.span.shape[0]
+    _settle_span_kernel[(1,)](given.settled, given.span, batch, LANES=triton.next_power_of_2(batch), num_warps=4)
+
+
 def spans(span: Tensor) -> Iterator[Span]:
     """The sequences that have rows in a call. Waits for the device."""
     for entry, values in enumerate(span.tolist()):
@@ -135,7 +183,7 @@ RECURRENT_SPAN = declare(
         "recurrent_span",
         RecurrentSpan,
         _recurrent_span_fake,
-        (Variant("reference", recurrent_span_reference, row_independent=True),),
+        triton_or_reference(recurrent_span_triton, recurrent_span_reference, moves_only=True),
     )
 )
 SETTLE_SPAN = declare(
@@ -143,7 +191,7 @@ SETTLE_SPAN = declare(
         "settle_span",
         SettleSpan,
         _settle_span_fake,
-        (Variant("reference", settle_span_reference, row_independent=True),),
+        triton_or_reference(settle_span_triton, settle_span_reference, moves_only=True),
         mutates=("settled",),
     )
 )

@@ -82,7 +82,6 @@ def compile_speculative(
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
         target = trace(model)
-        check_has_kernels(target, lowering)
         seconds, info = time.perf_counter() - begin, target.info
         notes = [f"tracing {info.name}: {seconds:.2f} s, {info.attention_layers} attention layers"]
         limits = _limits(config, target)
@@ -125,18 +124,6 @@ def check_one_device(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has weights on {', '.join(devices)}, and specgraph runs a model on one device "
             '(meta holds none); load it on one, as by from_pretrained(..., device_map={"": 0}), or use a smaller model.'
-        )
-
-
-def check_has_kernels(target: TracedModel, lowering: str) -> None:
-    """Refuse to run recurrent layers by kernels, of which there are none for them yet.
-
-    What stands in for them looks at values on the host, so it cannot be part of a CUDA graph.
-    """
-    if lowering == "gpu" and target.info.device.type == "cuda" and recurrent_ops(target.body.graph):
-        raise UnsupportedModelError(
-            f"{target.info.name} has recurrent layers, for which there are no kernels on a GPU yet; compile with "
-            "lowering=eager, which is slow, or decode on a CPU."
         )
 
 

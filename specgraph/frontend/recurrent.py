@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import specgraph.kernels.recurrent.conv
-import specgraph.kernels.recurrent.scan  # noqa: F401  (both register ops)
+import specgraph.kernels.recurrent.delta_rule
+import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops)
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.unknown import refuse_unknown
 from specgraph.ir.exporting import replaced_here
-from specgraph.kernels.recurrent.delta_rule import exact
+from specgraph.kernels.recurrent.arguments import exact
 
 _ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -66,11 +67,15 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
-    """A copy of a graph, node by node."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
+    """A copy of a graph, node by node.
+
+    ``Graph.node_copy`` looks for symbolic numbers in all arguments, which takes a third of its time.
+    """
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in source.nodes:
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        new[node] = own = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+        own.args, own.kwargs = (fx.node.map_arg(part, new.__getitem__) for part in (node.args, node.kwargs))
+        own.meta = copy.copy(node.meta)
     return graph
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Sequence
@@ -16,10 +15,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 import specgraph
 from specgraph import SpeculativeDecoder
-from specgraph.compiler.compile import check_has_kernels
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.recurrent import conv_hook, delta_rule_hook, hooked_recurrence
-from specgraph.frontend.tracing import trace
 from tests.decoding import CONFIG, compiled
 from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
 
@@ -128,12 +125,6 @@ def test_a_pipeline_that_would_leave_the_state_out_is_refused() -> None:
 def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"draft_body has recurrent layers, .* use a draft whose layers"):
         specgraph.compile_speculative(make_model("llama"), {**CONFIG}, draft=make_model(SMALL))
-    traced = trace(make_model(SMALL))
-    check_has_kernels(traced, "gpu")
-    on_gpu = dataclasses.replace(traced, info=dataclasses.replace(traced.info, device=torch.device("cuda")))
-    check_has_kernels(on_gpu, "eager")
-    with pytest.raises(UnsupportedModelError, match="no kernels on a GPU yet; compile with lowering=eager"):
-        check_has_kernels(on_gpu, "gpu")
 
 
 def test_an_argument_that_is_not_known_is_refused() -> None:

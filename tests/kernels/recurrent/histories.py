@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specgraph.kernels.recurrent.span import RecurrentSpan, SettleSpan, recurrent_span_reference, settle_span_reference
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAR = 1 << 20
 
 
@@ -55,6 +56,11 @@ class Memory:
     def settle(self, span: Tensor) -> None:
         """Behind a call."""
         settle_span_reference(SettleSpan(self.settled, span))
+
+
+def assert_near(actual: Tensor, wanted: Tensor, near: float) -> None:
+    """Equal up to ``near``, relative to the largest value."""
+    assert (actual.cpu().double() - wanted).abs().max() <= near * max(1e-30, float(wanted.abs().max()))
 
 
 def run(

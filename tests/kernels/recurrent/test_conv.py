@@ -7,11 +7,17 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 
-from specgraph.kernels.recurrent.conv import CachedConv, CausalConv, cached_conv_reference, causal_conv_reference
+from specgraph.kernels.recurrent.arguments import CausalConv
+from specgraph.kernels.recurrent.conv import CACHED_CONV, causal_conv_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import Memory, history, run
+from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
 
 CHANNELS, LENGTHS = 6, (1, 2, 5, 40)
+PLANS = [(1, 3), (3, 0), (4, 1), (4, 7)]
+"""The number of weights, and K."""
+FORMS = [*(("reference", torch.float64, 1e-12, accept) for accept in ("none", "all", "mixed")),
+         ("triton", torch.float32, 1e-6, "mixed")]  # fmt: skip
+"""A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 
 
 def weights(width: int) -> tuple[Tensor, Tensor]:
@@ -39,22 +45,45 @@ def test_it_is_the_function_of_transformers_and_its_definition(width: int, activ
         torch.testing.assert_close(ours[:, t], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("accept", ["none", "all", "mixed"])
-@pytest.mark.parametrize(("width", "k"), [(1, 3), (3, 0), (4, 1), (4, 7)])
-def test_any_history_gives_what_the_definition_gives(width: int, k: int, accept: str) -> None:
-    weight, bias = weights(width)
-    inputs = [(inputs_of(n + 12, n),) for n in LENGTHS]
-    plans = [[*history(n + 12, n, k, accept, seed)] for seed, n in enumerate(LENGTHS)]
+def decode(
+    form: str, dtype: torch.dtype, width: int, k: int, accept: str, cuts: int = 0
+) -> tuple[list[Tensor], Tensor]:
+    """What all sequences emit under a history, and the inputs that are kept."""
+    weight, bias = (part.to(DEVICE, dtype) for part in weights(width))
+    inputs = [(inputs_of(n + 12, n).to(DEVICE, dtype),) for n in LENGTHS]
+    plans = [[*history(n + 12, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)]
     memory = Memory([2, 4, 0, 1])
-    form = RECURRENT[torch.ops.specgraph.causal_conv.default]
-    (kept,) = (b.allocate({"B": 5}, "cpu") for b in form.buffers([inputs[0][0].unsqueeze(0), weight], k))
+    form_with_state = RECURRENT[torch.ops.specgraph.causal_conv.default]
+    (kept,) = (b.allocate({"B": 5}, DEVICE) for b in form_with_state.buffers([inputs[0][0].unsqueeze(0), weight], k))
     kept.fill_(torch.nan)
 
     def call(x: Tensor, span: Tensor) -> Tensor:
-        return cached_conv_reference(CachedConv(x, weight, kept, span, bias, activation="silu"))
+        return CACHED_CONV.form(form)(x, weight, kept, span.to(DEVICE), bias, activation="silu")
 
-    outs = run(inputs, plans, memory, call, 1)
-    for (x,), out in zip(inputs, outs, strict=True):
-        whole = causal_conv_reference(CausalConv(x.unsqueeze(0), weight, bias, activation="silu"))[0]
-        torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
+    return run(inputs, plans, memory, call, 1), kept
+
+
+def whole(n: int, width: int) -> Tensor:
+    """The definition over a whole sequence."""
+    weight, bias = weights(width)
+    x = inputs_of(n + 12, n).unsqueeze(0)
+    return causal_conv_reference(CausalConv(x, weight, bias, activation="silu"))[0]
+
+
+@pytest.mark.parametrize(("width", "k"), PLANS)
+@pytest.mark.parametrize(("form", "dtype", "near", "accept"), FORMS)
+def test_any_history_gives_what_the_definition_gives(
+    form: str, dtype: torch.dtype, near: float, width: int, k: int, accept: str
+) -> None:
+    outs, kept = decode(form, dtype, width, k, accept)
+    for n, out in zip(LENGTHS, outs, strict=True):
+        assert_near(out, whole(n, width), near)
     assert kept[3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_the_history(dtype: torch.dtype) -> None:
+    wanted, _ = decode("triton", dtype, 4, 7, "all")
+    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
+        outs, _ = decode("triton", dtype, 4, k, accept, cuts)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))

@@ -9,18 +9,14 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from specgraph.frontend.recurrent import mamba2_hook
-from specgraph.kernels.recurrent.delta_rule import (
-    CHUNK,
-    AnchoredDeltaRule,
-    GatedDeltaRule,
-    anchored_delta_rule_reference,
-    gated_delta_rule_reference,
-)
+from specgraph.kernels.recurrent.arguments import CHUNK, GatedDeltaRule
+from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import Memory, history, run
+from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
 
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 8, 6
-LENGTHS = (1, 5, CHUNK, 3 * CHUNK + 5)
+LENGTHS, MORE = (1, CHUNK, 2 * CHUNK + 5), 12
+"""Prompts, and how much further every sequence is decoded, which is across a boundary."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -82,34 +78,57 @@ def state_of(rows: Rows, *, corrected: bool) -> Tensor:
     return state
 
 
-@pytest.mark.parametrize("accept", ["none", "all", "mixed"])
-@pytest.mark.parametrize(("k", "corrected"), [(0, True), (1, True), (3, True), (7, True), (3, False)])
-def test_any_history_gives_what_the_definition_gives(k: int, corrected: bool, accept: str) -> None:
-    inputs = [rows_of(length + 24, seed) for seed, length in enumerate(LENGTHS)]
-    plans = [[*history(n + 24, n, k, accept, seed)] for seed, n in enumerate(LENGTHS)]
-    memory = Memory([3, 0, 5, 2])
+FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
+         ("triton", torch.float32, 1e-5, "mixed")]  # fmt: skip
+"""A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
+PLANS = [(0, True), (1, True), (3, True), (7, True), (3, False)]
+"""K, and whether rows correct."""
+
+
+def decode(
+    form: str, dtype: torch.dtype, k: int, accept: str, *, corrected: bool, cuts: int = 0
+) -> tuple[list[Tensor], Memory, list[Tensor]]:
+    """What all sequences emit under a history, what they share, and the buffers."""
+    inputs = [tuple(x.to(DEVICE, dtype) for x in rows_of(n + MORE, seed)) for seed, n in enumerate(LENGTHS)]
+    plans = [[*history(n + MORE, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)]
+    memory = Memory([3, 0, 5])
     one = [x[:1].unsqueeze(0) for x in inputs[0]]
-    form = RECURRENT[torch.ops.specgraph.gated_delta_rule.default]
-    buffers = [b.allocate({"B": 6}, "cpu") for b in form.buffers(one, k)]
+    state = RECURRENT[torch.ops.specgraph.gated_delta_rule.default].buffers(one, k)
+    buffers = [buffer.allocate({"B": 6}, DEVICE) for buffer in state]
     # Rows of nobody hold NaN, and so does what a sequence has not written yet.
     for buffer in buffers[1:]:
         buffer.fill_(torch.nan)
     buffers[0][[1, 4]] = torch.nan
 
     def call(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, rate: Tensor, span: Tensor) -> Tensor:
-        own = rate if corrected else None
-        given = AnchoredDeltaRule(q, k, v, gate, *buffers, span, own, scale=SCALE, normalise=True)
-        return anchored_delta_rule_reference(given)
+        run = ANCHORED_DELTA_RULE.form(form)
+        return run(q, k, v, gate, *buffers, span.to(DEVICE), rate if corrected else None, scale=SCALE, normalise=True)
 
-    outs = run(inputs, plans, memory, call, 0)
-    for rows, out, row, length in zip(inputs, outs, memory.rows.tolist(), LENGTHS, strict=True):
-        torch.testing.assert_close(out, whole(rows, corrected=corrected), rtol=1e-10, atol=1e-12)
+    return run(inputs, plans, memory, call, 0), memory, buffers
+
+
+@pytest.mark.parametrize(("k", "corrected"), PLANS)
+@pytest.mark.parametrize(("form", "dtype", "near", "accept"), FORMS)
+def test_any_history_gives_what_the_definition_gives(
+    form: str, dtype: torch.dtype, near: float, k: int, corrected: bool, accept: str
+) -> None:
+    outs, memory, buffers = decode(form, dtype, k, accept, corrected=corrected)
+    for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS, strict=True)):
+        rows = rows_of(length + MORE, seed)
+        assert_near(out, whole(rows, corrected=corrected), near)
         settled = int(memory.settled[row])
-        assert length <= settled <= length + 24
+        assert length <= settled <= length + MORE
         begun = tuple(x[: settled // CHUNK * CHUNK] for x in rows)
-        expected = state_of(begun, corrected=corrected)  # type: ignore[arg-type]
-        torch.testing.assert_close(buffers[0][row], expected, rtol=1e-10, atol=1e-12)
+        assert_near(buffers[0][row], state_of(begun, corrected=corrected), near)  # type: ignore[arg-type]
     assert buffers[0][[1, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_no_bit_depends_on_the_history(corrected: bool) -> None:
+    wanted, _, _ = decode("triton", torch.float32, 7, "all", corrected=corrected)
+    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
+        outs, _, _ = decode("triton", torch.float32, k, accept, corrected=corrected, cuts=cuts)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

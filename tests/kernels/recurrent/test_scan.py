@@ -8,18 +8,18 @@ from torch import Tensor
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from specgraph.frontend.recurrent import mamba_hook
-from specgraph.kernels.recurrent.scan import (
-    CHUNK,
-    AnchoredScan,
-    SelectiveScan,
-    anchored_scan_reference,
-    selective_scan_reference,
-)
+from specgraph.kernels.recurrent.arguments import CHUNK, SelectiveScan
+from specgraph.kernels.recurrent.scan import ANCHORED_SCAN, selective_scan_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import Memory, history, run
+from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
 
-CHANNELS, SIZE, LENGTHS = 6, 4, (1, 5, CHUNK, 2 * CHUNK + 5)
+CHANNELS, SIZE = 6, 4
+LENGTHS, MORE = (1, CHUNK, CHUNK + 5), 12
+"""Prompts, and how much further every sequence is decoded, which is across a boundary."""
 DECAY = -torch.linspace(0.1, 4, CHANNELS * SIZE, dtype=torch.float64).reshape(CHANNELS, SIZE)
+FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
+         ("triton", torch.float32, 1e-5, "mixed")]  # fmt: skip
+"""A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -50,25 +50,33 @@ def test_it_is_the_function_of_transformers(gated: bool) -> None:
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
 
 
-@pytest.mark.parametrize("accept", ["none", "all", "mixed"])
-@pytest.mark.parametrize("k", [0, 1, 3, 7])
-def test_any_history_gives_what_the_definition_gives(k: int, accept: str) -> None:
-    inputs = [rows_of(length + 24, seed) for seed, length in enumerate(LENGTHS)]
-    plans = [[*history(n + 24, n, k, accept, seed)] for seed, n in enumerate(LENGTHS)]
-    memory = Memory([3, 0, 5, 2])
+def decode(form: str, dtype: torch.dtype, k: int, accept: str, cuts: int = 0) -> tuple[list[Tensor], Memory, Tensor]:
+    """What all sequences emit under a history, what they share, and the states."""
+    inputs = [tuple(x.to(DEVICE, dtype) for x in rows_of(n + MORE, seed)) for seed, n in enumerate(LENGTHS)]
+    plans = [[*history(n + MORE, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)]
+    memory, decay = Memory([3, 0, 5]), DECAY.to(DEVICE, dtype)
     x, dt, _, _ = inputs[0]
-    form = RECURRENT[torch.ops.specgraph.selective_scan.default]
-    buffers = [b.allocate({"B": 6}, "cpu") for b in form.buffers([x[None], dt[None], DECAY], k)]
+    state = RECURRENT[torch.ops.specgraph.selective_scan.default].buffers([x[None], dt[None], decay], k)
+    buffers = [buffer.allocate({"B": 6}, DEVICE) for buffer in state]
     for buffer in buffers[1:]:
         buffer.fill_(torch.nan)
     buffers[0][[1, 4]] = torch.nan
 
     def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, span: Tensor) -> Tensor:
-        return anchored_scan_reference(AnchoredScan(x, dt, DECAY, b, c, *buffers, span))
+        return ANCHORED_SCAN.form(form)(x, dt, decay, b, c, *buffers, span.to(DEVICE))
 
-    outs = run(inputs, plans, memory, call, 1)
-    for rows, out, row in zip(inputs, outs, memory.rows.tolist(), strict=True):
-        torch.testing.assert_close(out, whole(rows), rtol=1e-10, atol=1e-12)
+    return run(inputs, plans, memory, call, 1), memory, buffers[0]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 7])
+@pytest.mark.parametrize(("form", "dtype", "near", "accept"), FORMS)
+def test_any_history_gives_what_the_definition_gives(
+    form: str, dtype: torch.dtype, near: float, k: int, accept: str
+) -> None:
+    outs, memory, states = decode(form, dtype, k, accept)
+    for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS, strict=True)):
+        rows = rows_of(length + MORE, seed)
+        assert_near(out, whole(rows), near)
         # What the state at the boundary is, unit vectors read from it in a row that forgets and adds nothing.
         anchor = int(memory.settled[row]) // CHUNK * CHUNK
         x, dt, b, c = (part[:, :anchor] for part in rows)
@@ -77,5 +85,12 @@ def test_any_history_gives_what_the_definition_gives(k: int, accept: str) -> Non
             last[index] = 1
             still, nothing = torch.zeros(CHANNELS, 1, dtype=c.dtype), torch.zeros(SIZE, 1, dtype=c.dtype)
             read = whole(tuple(torch.cat(pair, 1) for pair in ((x, still), (dt, still), (b, nothing), (c, last))))  # type: ignore[arg-type]
-            torch.testing.assert_close(buffers[0][row, :, index], read[:, -1], rtol=1e-10, atol=1e-12)
-    assert buffers[0][[1, 4]].isnan().all()
+            assert_near(states[row, :, index], read[:, -1], near)
+    assert states[[1, 4]].isnan().all()
+
+
+def test_no_bit_depends_on_the_history() -> None:
+    wanted, _, _ = decode("triton", torch.float32, 7, "all")
+    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
+        outs, _, _ = decode("triton", torch.float32, k, accept, cuts)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))

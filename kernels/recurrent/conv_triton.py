@@ -1,0 +1,73 @@
+"""The Triton form of the short convolution: a program computes some channels of some rows of one sequence.
+
+The sum over the weights is written out in their order, in float32, and rounded to the dtype of the weights as PyTorch's
+convolution is. So the bits of a row are a function of the inputs that it sees, wherever these come from.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.recurrent.arguments import CachedConv
+from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
+
+_ROWS, _CHANNELS = 16, 64
+
+
+@triton.jit(do_not_specialize=["rows", "outer", "inner"])
+def _cached_conv_kernel(
+    out, x, weight, bias, inputs, span, rows, outer, inner,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The grid is (B, blocks of rows, blocks of channels)."""
+    b = tl.program_id(0).to(tl.int64)
+    row, begin, _, count, _ = row_span(span, b)
+    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    own, real = channel < CHANNELS, t < count
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=own, other=0).to(tl.float32)[None, :]
+    for i in tl.static_range(WIDTH):
+        place = t - (WIDTH - 1) + i
+        position = begin + place
+        new = ((place >= 0) & real)[:, None] & own[None, :]
+        old = ((place < 0) & (position >= 0) & real)[:, None] & own[None, :]
+        value = tl.load(x + b * outer + place[:, None] * inner + channel[None, :], mask=new, other=0)
+        slot = row * SLOTS + tl.maximum(position, 0) % SLOTS
+        known = tl.load(inputs + slot[:, None] * CHANNELS + channel[None, :], mask=old, other=0)
+        factor = tl.load(weight + channel * WIDTH + i, mask=own, other=0).to(tl.float32)
+        total += tl.where(new, value, known).to(tl.float32) * factor[None, :]
+    if STORE:
+        kept = real & (t >= count - SLOTS)
+        value = tl.load(x + b * outer + t[:, None] * inner + channel[None, :], mask=kept[:, None] & own[None, :])
+        slot = row * SLOTS + (begin + t) % SLOTS
+        tl.store(inputs + slot[:, None] * CHANNELS + channel[None, :], value, mask=kept[:, None] & own[None, :])
+    total = total.to(weight.dtype.element_ty).to(tl.float32)
+    if SILU:
+        total = (total * (1 / (1 + tl.exp(-total)))).to(weight.dtype.element_ty)
+    total = tl.where(real[:, None], total.to(out.dtype.element_ty), 0)
+    place = (b * rows + t)[:, None] * CHANNELS + channel[None, :]
+    tl.store(out + place, total, mask=(t < rows)[:, None] & own[None, :])
+
+
+def cached_conv_triton(given: CachedConv) -> Tensor:
+    """:class:`~specgraph.kernels.recurrent.arguments.CachedConv` in one kernel, or two for prompts."""
+    batch, channels, rows = given.x.shape
+    x, width, slots = by_row(given.x.transpose(1, 2)), given.weight.shape[1], given.inputs.shape[1]
+    out = torch.empty(batch, rows, channels, dtype=x.dtype, device=x.device)
+    in_place = rows <= most_in_place(slots, width - 1)
+    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    bias = None if given.bias is None else given.bias.contiguous()
+    _cached_conv_kernel[batch, triton.cdiv(rows, _ROWS), triton.cdiv(channels, block)](
+        out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0), x.stride(1),
+        CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place, ROWS=_ROWS,
+        BLOCK=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    if not in_place:
+        store_last_rows(given.inputs, x, given.span)
+    return out.transpose(1, 2)
