@@ -142,6 +142,7 @@ def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
         output.meta.update(node.meta)
         output.meta.pop("pass_name", None)
         node.replace_all_uses_with(output)
+        _reshape_views(output)
     value = first.meta.get("val")
     if isinstance(value, Tensor):
         merged.meta["val"] = value.new_empty(*value.shape[:-1], sum(sizes))
@@ -151,6 +152,18 @@ def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
         for parameter in unread:
             if isinstance(parameter, fx.Node) and not parameter.users:
                 graph.erase_node(parameter)
+
+
+def _reshape_views(part: fx.Node) -> None:
+    """Let views that join the rows of a part with its columns copy it, as rows of a part do not lie together."""
+    for user in part.users:
+        if user.target is not aten.view.default:
+            continue
+        before, after = part.meta["val"].shape[:-1], user.meta["val"].shape
+        if after[: len(before)] != before:
+            user.target = aten.reshape.default
+        else:
+            _reshape_views(user)
 
 
 def _merged_attribute(module: fx.GraphModule, names: list[str]) -> fx.Node:

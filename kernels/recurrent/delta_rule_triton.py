@@ -17,7 +17,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
-_COLUMNS, _WARPS = 32, 4
+_COLUMNS, _WARPS, _PRECISION = 32, 4, "tf32x3"
 
 
 @triton.jit
@@ -54,11 +54,11 @@ def _corrected(updates, state, keys, values, rates, sums, lane, first, last, PRE
     return updates
 
 
-@triton.jit(do_not_specialize=["rows", "q_outer", "q_inner", "q_head", "k_outer", "k_inner", "k_head", "v_outer",
-                               "v_inner", "v_head"])  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "q_outer", "k_outer", "v_outer"])
 def _anchored_delta_rule_kernel(
     out, q, k, v, gate, rate, state, keys, updates, gates, new_keys, new_gates, span, scale, rows,
-    q_outer, q_inner, q_head, k_outer, k_inner, k_head, v_outer, v_inner, v_head,
+    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
+    v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
     NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,38 +66,50 @@ def _anchored_delta_rule_kernel(
     """The grid is (B, H, blocks of columns). Unless ``STORE``, ``new_keys`` and ``new_gates`` hold the call's rows."""
     entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row, begin, before, count, settled = row_span(span, entry)
+    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
+    begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
     lane, key, column = tl.arange(0, CHUNK), tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
-    own, inside = column < VALUE, key < KEY
-    both, group, groups = inside[:, None] & own[None, :], head // GROUP, HEADS // GROUP
+    own, inside, group = column < VALUE, key < KEY, head // GROUP
+    groups: tl.constexpr = HEADS // GROUP
+    lines = (entry * rows).to(tl.int64)
+    out += (lines * HEADS + head) * VALUE
     for padding in range(loop_bound(count), loop_bound(rows)):
         nothing = tl.zeros([BLOCK], out.dtype.element_ty)
-        tl.store(out + ((entry * rows + padding) * HEADS + head) * VALUE + column, nothing, mask=own)
+        tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
     if count > 0:
         end = begin + count
-        tile = state + ((row * HEADS + head) * KEY + key[:, None]) * VALUE + column[None, :]
+        q += entry * q_outer + group * q_head
+        k += entry * k_outer + group * k_head
+        v += entry * v_outer + head * v_head
+        gate += lines * HEADS + head
+        if rate is not None:
+            rate += lines * HEADS + head
+        keys += (row * (SLOTS * groups) + group) * KEY
+        updates += (row * (SLOTS * HEADS) + head) * VALUE
+        gates += row * (SLOTS * HEADS) + head
+        first_line = row * SLOTS if STORE else lines
+        new_keys += (first_line * groups + group) * KEY
+        new_gates += first_line * HEADS + head
+        tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
+        both = inside[:, None] & own[None, :]
         current = tl.load(tile, mask=both, other=0)
         for first in range(loop_bound(before // CHUNK * CHUNK), loop_bound(end), CHUNK):
             position = first + lane
             t = position - begin
-            known, new = t < 0, (t >= 0) & (t < count)
-            slot = row * SLOTS + position % SLOTS
-            places = ((slot * HEADS + head) * VALUE)[:, None] + column[None, :]
-            old_rows, new_rows = known[:, None] & inside[None, :], new[:, None] & inside[None, :]
-            tile_k = tl.load(keys + ((slot * groups + group) * KEY)[:, None] + key[None, :], mask=old_rows, other=0)
+            known, new, slot = t < 0, (t >= 0) & (t < count), position % SLOTS
+            places = slot[:, None] * (HEADS * VALUE) + column[None, :]
+            tile_k = tl.load(keys + slot[:, None] * (groups * KEY) + key[None, :],
+                             mask=known[:, None] & inside[None, :], other=0)  # fmt: skip
             tile_u = tl.load(updates + places, mask=known[:, None] & own[None, :], other=0)
-            sums = tl.load(gates + slot * HEADS + head, mask=known, other=0)
-            at = t * k_inner + entry * k_outer + group * k_head
-            own_k = tl.load(k + at[:, None] + key[None, :], mask=new_rows, other=0).to(tl.float32)
-            own_k = _unit(own_k, NORMALISE, EPSILON)
-            at = t * q_inner + entry * q_outer + group * q_head
-            own_q = tl.load(q + at[:, None] + key[None, :], mask=new_rows, other=0).to(tl.float32)
+            sums = tl.load(gates + slot * HEADS, mask=known, other=0)
+            new_rows = new[:, None] & inside[None, :]
+            own_k = tl.load(k + t[:, None] * k_inner + key[None, :], mask=new_rows, other=0).to(tl.float32)
+            own_q = tl.load(q + t[:, None] * q_inner + key[None, :], mask=new_rows, other=0).to(tl.float32)
+            new_values = new[:, None] & own[None, :]
+            own_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new_values, other=0).to(tl.float32)
+            own_gate = tl.load(gate + t * HEADS, mask=new, other=0).to(tl.float32)
+            tile_k = tl.where(known[:, None], tile_k, _unit(own_k, NORMALISE, EPSILON))
             own_q = _unit(own_q, NORMALISE, EPSILON) * scale
-            at = t * v_inner + entry * v_outer + head * v_head
-            own_v = tl.load(v + at[:, None] + column[None, :], mask=new[:, None] & own[None, :], other=0)
-            own_v = own_v.to(tl.float32)
-            line = (entry * rows + t) * HEADS + head
-            own_gate = tl.load(gate + line, mask=new, other=0).to(tl.float32)
-            tile_k = tl.where(known[:, None], tile_k, own_k)
 
             start, stop = tl.maximum(begin - first, 0), tl.minimum(end - first, CHUNK)
             total = _element(sums, lane, start - 1)
@@ -105,7 +117,7 @@ def _anchored_delta_rule_kernel(
                 total += _element(own_gate, lane, i)
                 sums = tl.where(lane == i, total, sums)
             if rate is not None:
-                own_rate = tl.load(rate + line, mask=new, other=0).to(tl.float32)
+                own_rate = tl.load(rate + t * HEADS, mask=new, other=0).to(tl.float32)
                 tile_u = _corrected(tile_u, current, tile_k, own_v, own_rate, sums, lane, start, stop, PRECISION)
             else:
                 tile_u = tl.where(new[:, None], own_v, tile_u)
@@ -115,20 +127,18 @@ def _anchored_delta_rule_kernel(
             scores = decay * tl.dot(own_q, tl.trans(tile_k), input_precision=PRECISION)
             result = tl.exp(sums)[:, None] * tl.dot(own_q, current, input_precision=PRECISION)
             result += tl.dot(scores, tile_u, input_precision=PRECISION)
-            tl.store(out + (line * VALUE)[:, None] + column[None, :], result.to(out.dtype.element_ty),
-                     mask=new[:, None] & own[None, :])  # fmt: skip
+            tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
+                     mask=new_values)  # fmt: skip
 
             # Other threads of this program may still read what this replaces.
             tl.debug_barrier()
             kept = new & (position >= end - SLOTS)
             tl.store(updates + places, tile_u, mask=kept[:, None] & own[None, :])
-            kept, place = kept & (block == 0), slot
-            if not STORE:
-                kept, place = new & (block == 0), entry * rows + t
-            tl.store(new_gates + place * HEADS + head, sums, mask=kept)
-            kept = kept & (head % GROUP == 0)
-            tl.store(new_keys + ((place * groups + group) * KEY)[:, None] + key[None, :], tile_k,
-                     mask=kept[:, None] & inside[None, :])  # fmt: skip
+            line = slot if STORE else t
+            kept = (kept if STORE else new) & (block == 0)
+            tl.store(new_gates + line * HEADS, sums, mask=kept)
+            tl.store(new_keys + line[:, None] * (groups * KEY) + key[None, :], tile_k,
+                     mask=(kept & (head % GROUP == 0))[:, None] & inside[None, :])  # fmt: skip
             if first + CHUNK <= end:
                 last = _element(sums, lane, CHUNK - 1)
                 weighted = tl.trans(tile_k * tl.exp(last - sums)[:, None])
@@ -151,7 +161,7 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
         out, q, k, v, given.gate.contiguous(), rate, given.state, given.keys, given.updates, given.gates, keys, gates,
         given.span, given.scale, rows, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], HEADS=heads,
         GROUP=heads // groups, KEY=size, VALUE=width, SLOTS=slots, NORMALISE=given.normalise, EPSILON=EPSILON,
-        STORE=in_place, CHUNK=CHUNK, WIDE=max(16, triton.next_power_of_2(size)), BLOCK=block, PRECISION="tf32x3",
+        STORE=in_place, CHUNK=CHUNK, WIDE=max(16, triton.next_power_of_2(size)), BLOCK=block, PRECISION=_PRECISION,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     if not in_place:

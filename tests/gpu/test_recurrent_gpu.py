@@ -31,7 +31,10 @@ def decoder_of(architecture: str, kind: str, k: int, chunk: int = 64, rule: str 
     config = {**CONFIG, "cache": {"prefill_chunk": chunk}, "draft": {"kind": kind, "num_speculative_tokens": k},
               "lowering": {"name": "gpu"}, "numerics": "bitwise", "max_batch_size": 5,
               "verify": {"rule": rule, "acceptance_rate": 0.7}}  # fmt: skip
-    return specgraph.compile_speculative(model, config, draft=make_head(model) if kind == "eagle3" else None)
+    head = make_head(model) if kind == "eagle3" else None
+    if head is not None:
+        head.module.cuda()
+    return specgraph.compile_speculative(model, config, draft=head)
 
 
 def run(decoder: SpeculativeDecoder, batch: int, temperature: float) -> Rows:

@@ -61,7 +61,7 @@ def run_both(module: nn.Module, x: Tensor, passes: list[Any]) -> tuple[Program, 
         return program, module(x), program.modules["toy"](x)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "cohere", "gpt2", "mixtral", "opt"])
+@pytest.mark.parametrize("architecture", ["gemma2", "cohere", "gpt2", "mixtral", "opt", "qwen3_5_text", "mamba"])
 def test_a_lowered_decoder_gives_the_tokens_of_the_plain_one(architecture: str) -> None:
     model, prompts = make_model(architecture, dtype=torch.float64), ragged_prompts((3, 9))
     eager, lowered = (compiled(model, k=2, lowering={"name": name}) for name in ("eager", "gpu"))

@@ -60,7 +60,8 @@ def test_it_is_the_function_of_transformers(length: int, normalise: bool) -> Non
     q, k, v, gate, rate = rows
     if not normalise:
         k = k / 4  # longer keys would let the state grow without a bound
-    theirs, _ = torch_chunk_gated_delta_rule(q, k, v, gate, rate, use_qk_l2norm_in_kernel=normalise)
+    for_heads = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (q, k))  # which older releases do not do
+    theirs, _ = torch_chunk_gated_delta_rule(*for_heads, v, gate, rate, use_qk_l2norm_in_kernel=normalise)
     given = (x.double() for x in (q, k, v, gate, rate))
     ours = gated_delta_rule_reference(GatedDeltaRule(*given, scale=SCALE, normalise=normalise))
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
