@@ -2,7 +2,8 @@
 
 ``hs[k]`` is the residual stream that enters layer ``k``. ``hs[0]`` are the embeddings. With ``L`` layers, ``hs[L]`` is
 taken after the final norm, and ``hs[L + 1]`` before it. Nothing is computed twice, because the nodes exist already and
-only become outputs.
+only become outputs. A stream that a model keeps in another dtype than its weights', as Mamba does, is converted to it,
+since that is the dtype of heads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
+from torch import fx
 
 from specgraph.errors import PassError
 from specgraph.ir.program import Program
@@ -38,7 +42,9 @@ class ExposeFeatures(Pass):
             raise PassError(f"expose_features: hs{missing} does not exist; this model has hs[0] to hs[{max(found)}].")
         output = target.graph.output_node()
         (hidden,) = output.args
-        output.args = ((hidden, *(found[k] for k in layers)),)
+        with target.graph.inserting_before(output):
+            features = [_in_dtype(found[k], program.target.dtype) for k in layers]
+        output.args = ((hidden, *features),)
         target.recompile()
         self._unpack(program, layers)
         return PassResult(len(layers), expected=len(layers))
@@ -52,3 +58,12 @@ class ExposeFeatures(Pass):
         for index in reversed(range(len(layers))):
             with program.graph.inserting_after(hidden):
                 program.call(operator.getitem, call, index + 1, name=f"hs_{layers[index]}", role="feature")
+
+
+def _in_dtype(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The node, or one behind it, where its graph inserts, that converts it to ``dtype``."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    converted = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    converted.meta["val"] = node.meta["val"].to(dtype)
+    return converted

@@ -52,6 +52,15 @@ def test_the_target_returns_nodes_that_were_there():
     assert [v.meta["hidden_state"] for v in values] == [2, 0, 1]
 
 
+def test_a_residual_stream_in_float32_is_converted_to_the_dtype_of_heads():
+    model = make_model("mamba", dtype=torch.bfloat16, residual_in_fp32=True)
+    program = last(first(target=trace(model)), [ExposeFeatures((0, 1, 2))])
+    verify_program(program)
+    (values,) = program.modules["target"].graph.output_node().args
+    assert [v.meta["val"].dtype for v in values[1:]] == [torch.bfloat16] * 3
+    assert values[2].args[0].meta["val"].dtype == torch.float32
+
+
 def test_without_layers_the_drafter_decides_and_nothing_is_nothing():
     program = first("draft_model").copy()
     before = everything(program)
