@@ -1,5 +1,5 @@
 """Traced modules get the states that their recurrent layers ask for: ``gated_delta_rule(q, k, v, ...)`` becomes
-``anchored_delta_rule(q, k, v, ..., state, keys, updates, gates, span)``.
+``anchored_delta_rule(q, k, v, ..., state, keys, errors, gates, inverse, span)``.
 
 The pass knows no kind of layer. An op that has a form with a state (:data:`~specgraph.kernels.state.RECURRENT`) says
 which buffers that form asks for and what its arguments are. A module's signature grows by ``rows``, ``num_rows``,

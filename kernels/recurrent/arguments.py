@@ -81,8 +81,9 @@ class AnchoredDeltaRule:
 
     Attributes:
         state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
-        keys, updates, gates: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]`` and ``[N, R, H]``: ``k``, ``u`` and ``G`` of the
-            rows since then, each at its position modulo ``R``. All four are float32 or float64, and written in place.
+        keys, errors, gates, inverse: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` and ``[N, R, H, CHUNK]``:
+            ``k``, ``e``, ``g`` and the row of ``A`` of the rows since then, each at its position modulo ``R``. All five
+            are float32 or float64, and written in place. Without a rate, ``inverse`` is not looked at.
         span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
             are not real is zero.
     """
@@ -93,8 +94,9 @@ class AnchoredDeltaRule:
     gate: Tensor
     state: Tensor
     keys: Tensor
-    updates: Tensor
+    errors: Tensor
     gates: Tensor
+    inverse: Tensor
     span: Tensor
     rate: Tensor | None = None
     _: KW_ONLY

@@ -14,11 +14,13 @@ and values. Everything is computed in float32, or in float64 if the query is flo
   last absolute chunk boundary, and the rows since then are cached. With ``G_i`` the sum of the gates since the
   boundary, within a chunk::
 
-      u_i   = b_i (v_i - e^{G_i} S^T k_i - sum over j < i of e^{G_i - G_j} (k_i . k_j) u_j)
+      e_i   = b_i (v_i - e^{G_i} S^T k_i)
+      u_i   = e_i - sum over j < i of M_ij u_j,   M_ij = b_i e^{G_i - G_j} (k_i . k_j)
       out_i = e^{G_i} S^T q_i + sum over j <= i of e^{G_i - G_j} (q_i . k_j) u_j
 
-  and when a chunk is full and settled, ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row
-  are ``k``, ``u`` and ``G``.
+  so ``u = A e`` with ``A = (1 + M)^-1``, whose rows do not depend on the state. When a chunk is full and settled,
+  ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row are ``k``, ``e``, ``g`` and its row of
+  ``A``.
 
 Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is that of Yang et al. 2024, arXiv
 2406.06484, with the state kept apart from the rows. Mamba-2: Dao and Gu 2024, arXiv 2405.21060.
@@ -96,56 +98,70 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
 def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows, k: Tensor) -> Tensor:
     """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``. ``k`` are its keys ``[T, Hk, Dk]``."""
     anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // k.shape[1]
-    known_k, known_u, known_gate = (
-        known_rows(cache, own, anchor).transpose(0, 1) for cache in (given.keys, given.updates, given.gates)
-    )
-    known_k = known_k.repeat_interleave(groups, 0)
-    state, outs, updates, gates = given.state[own.row], list[Tensor](), list[Tensor](), list[Tensor]()
+    caches = (given.keys, given.errors, given.gates, given.inverse)
+    known = [known_rows(cache, own, anchor).transpose(0, 1) for cache in caches]
+    known[0] = known[0].repeat_interleave(groups, 0)
+    state, outs, news = given.state[own.row], list[Tensor](), list[tuple[Tensor, ...]]()
     for first in range(anchor, own.end, CHUNK):
         last = min(first + CHUNK, own.end)
         old = slice(first - anchor, max(first, min(last, own.begin)) - anchor)
         new = rows.cut(max(first, own.begin) - own.begin, max(last, own.begin) - own.begin)
-        out, u, total = _chunk(state, known_k[:, old], known_u[:, old], known_gate[:, old], new)
-        outs, updates, gates = [*outs, out], [*updates, u], [*gates, total]
+        chunk = _chunk(state, _Known(*(part[:, old] for part in known)), new)
+        outs, news = [*outs, chunk.out], [*news, (chunk.errors, new.gate, chunk.inverse)]
         if last == first + CHUNK:
-            whole = (torch.cat(pair, 1) for pair in ((known_k[:, old], new.k), (known_u[:, old], u),
-                                                     (known_gate[:, old], total)))  # fmt: skip
-            state = _fold(state, *whole)
+            state = chunk.state
             if last <= own.begin + own.num_settled:
                 given.state[own.row] = state
     keep_rows(given.keys, own, k)
-    keep_rows(given.updates, own, torch.cat(updates, 1).transpose(0, 1))
-    keep_rows(given.gates, own, torch.cat(gates, 1).T)
+    for cache, parts in zip(caches[1:], zip(*news, strict=True), strict=True):
+        keep_rows(cache, own, torch.cat(parts, 1).transpose(0, 1))
     return torch.cat(outs, 1)
 
 
-def _chunk(
-    state: Tensor, known_k: Tensor, known_u: Tensor, known_gate: Tensor, rows: _Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """New rows of a chunk behind those that are known: the output, ``u`` and ``G`` of each."""
-    before = known_gate[:, -1:] if known_gate.shape[1] else torch.zeros_like(rows.gate[:, :1])
-    total = before + rows.gate.cumsum(1)
-    keys, gates = torch.cat([known_k, rows.k], 1), torch.cat([known_gate, total], 1)
-    decay, count, known = total.exp().unsqueeze(-1), rows.k.shape[1], known_k.shape[1]
+class _Known(NamedTuple):
+    """Cached rows of a chunk in the order of heads: ``[H, n, ...]``, see :class:`AnchoredDeltaRule`."""
+
+    keys: Tensor
+    errors: Tensor
+    gates: Tensor
+    inverse: Tensor
+
+
+class _Chunk(NamedTuple):
+    """Of the new rows of a chunk: the output, ``e`` and the rows of ``A``; and the state behind all its rows."""
+
+    out: Tensor
+    errors: Tensor
+    inverse: Tensor
+    state: Tensor
+
+
+def _chunk(state: Tensor, known: _Known, rows: _Rows) -> _Chunk:
+    """New rows of a chunk behind those that are known."""
+    count, old = rows.k.shape[1], known.keys.shape[1]
+    sums = torch.cat([known.gates, rows.gate], 1).cumsum(1)
+    keys, own = torch.cat([known.keys, rows.k], 1), sums[:, old:]
+    decay = own.exp().unsqueeze(-1)
     # Gates of rows that are not seen would be differences above zero, whose exponential may overflow.
-    seen = torch.ones(count, known + count, dtype=torch.bool, device=state.device).tril(known)
-    weights = (total.unsqueeze(2) - gates.unsqueeze(1)).masked_fill(~seen, -torch.inf).exp()
-    update = rows.v
+    seen = torch.ones(count, old + count, dtype=torch.bool, device=state.device).tril(old)
+    weights = (own.unsqueeze(2) - sums.unsqueeze(1)).masked_fill(~seen, -torch.inf).exp()
+    errors, inverse = rows.v, rows.v.new_zeros(*rows.v.shape[:2], CHUNK)
+    inverse[..., old : old + count] = torch.eye(count, dtype=inverse.dtype, device=inverse.device)
     if rows.rate is not None:
         rate = rows.rate.unsqueeze(-1)
+        errors = rate * (rows.v - decay * (rows.k @ state))
         mixed = rate * (rows.k @ keys.transpose(1, 2)) * weights
-        right = rate * (rows.v - decay * (rows.k @ state)) - mixed[..., :known] @ known_u
-        update = torch.linalg.solve_triangular(mixed[..., known:], right, upper=False, unitriangular=True)
+        right = inverse - mixed[..., :old] @ known.inverse
+        inverse = torch.linalg.solve_triangular(mixed[..., old:], right, upper=False, unitriangular=True)
+    every = torch.cat([known.errors, errors], 1)
+    updates = every
+    if rows.rate is not None:
+        updates = torch.cat([known.inverse, inverse], 1)[..., : old + count] @ every
     attended = (rows.q @ keys.transpose(1, 2)) * weights
-    out = decay * (rows.q @ state) + attended @ torch.cat([known_u, update], 1)
-    return out, update, total
-
-
-def _fold(state: Tensor, keys: Tensor, updates: Tensor, gates: Tensor) -> Tensor:
-    """The state behind a full chunk."""
-    last = gates[:, -1:]
-    weighted = keys * (last - gates).exp().unsqueeze(-1)
-    return state * last.exp().unsqueeze(-1) + weighted.transpose(1, 2) @ updates
+    out = decay * (rows.q @ state) + attended @ updates
+    last = sums[:, -1:]
+    weighted = keys * (last - sums).exp().unsqueeze(-1)
+    return _Chunk(out, errors, inverse, state * last.exp().unsqueeze(-1) + weighted.transpose(1, 2) @ updates)
 
 
 def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
@@ -175,7 +191,8 @@ def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
     _check(given)
     check_span(given.span, given.q.shape[0])
     (_, _, heads, width), (keys, size) = given.v.shape, given.k.shape[2:]
-    shapes = {"state": (heads, size, width), "keys": (keys, size), "updates": (heads, width), "gates": (heads,)}
+    shapes = {"state": (heads, size, width), "keys": (keys, size), "errors": (heads, width), "gates": (heads,),
+              "inverse": (heads, CHUNK)}  # fmt: skip
     for name, wanted in shapes.items():
         value: Tensor = getattr(given, name)
         _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
@@ -199,7 +216,7 @@ ANCHORED_DELTA_RULE = declare(
         triton_or_reference(
             anchored_delta_rule_triton, anchored_delta_rule_reference, covers=lambda given: is_single(given.q.dtype)
         ),
-        mutates=("state", "keys", "updates", "gates"),
+        mutates=("state", "keys", "errors", "gates", "inverse"),
     )
 )
 
@@ -209,13 +226,14 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     _, k, v = operands[:3]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
     dtype, rows = exact(k.dtype), slots_for(CHUNK - 1, unsettled)
-    shapes = ((heads, size, width), (rows, groups, size), (rows, heads, width), (rows, heads))
+    shapes = ((heads, size, width), (rows, groups, size), (rows, heads, width), (rows, heads),
+              (rows, heads, CHUNK))  # fmt: skip
     return tuple(Buffer(("B", *shape), dtype, indexed=True) for shape in shapes)
 
 
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
     torch.ops.specgraph.anchored_delta_rule.default,
-    ("state", "keys", "updates", "gates"),
+    ("state", "keys", "errors", "gates", "inverse"),
     _buffers,
     lambda arguments, state, span: (*arguments[:4], *state, span, *arguments[4:]),
 )

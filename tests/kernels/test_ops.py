@@ -163,10 +163,9 @@ def test_every_op_of_the_namespace_is_declared_here() -> None:
         assert all(op.on(device)[-1].covers is None for device in DEVICES)
 
 
-def test_on_a_gpu_rows_are_independent_but_for_what_traces_hold_and_recurrent_ops() -> None:
+def test_on_a_gpu_rows_are_independent_but_for_what_traces_hold() -> None:
     dense = {"attention", "block_attention", "causal_conv", "gated_delta_rule", "selective_scan"}
-    without_kernels = {"cached_conv", "anchored_delta_rule", "anchored_scan"}
-    assert {name for name, op in OPS.items() if not op.row_independent("cuda")} == dense | without_kernels
+    assert {name for name, op in OPS.items() if not op.row_independent("cuda")} == dense
     floats = {"linear", "rms_norm", "verify", "paged_attention"}
     assert not any(OPS[name].row_independent("cpu") for name in floats)
     assert OPS["take_rows"].row_independent("cpu") and not OPS["take_rows"].row_independent("meta")

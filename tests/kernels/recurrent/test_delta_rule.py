@@ -14,7 +14,7 @@ from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_de
 from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
 
-KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 8, 6
+KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 40, 6
 LENGTHS, MORE = (1, CHUNK, 2 * CHUNK + 5), 12
 """Prompts, and how much further every sequence is decoded, which is across a boundary."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
