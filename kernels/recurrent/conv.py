@@ -20,9 +20,9 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
-from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CachedConv, CausalConv
+from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CachedConv, CausalConv, is_single
 from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
-from specgraph.kernels.recurrent.last_rows import is_single, slots_for
+from specgraph.kernels.recurrent.last_rows import slots_for
 from specgraph.kernels.recurrent.span import check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 

@@ -36,9 +36,9 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
-from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
+from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact, is_single
 from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
-from specgraph.kernels.recurrent.last_rows import is_single, slots_for
+from specgraph.kernels.recurrent.last_rows import slots_for
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 

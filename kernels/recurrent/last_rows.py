@@ -6,7 +6,6 @@ rows than a step that decodes, the two may share a place in the cache, and then 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -63,8 +62,3 @@ def most_in_place(slots: int, known: int) -> int:
 def slots_for(known: int, unsettled: int) -> int:
     """The size of a cache for which :func:`most_in_place` are the rows of a step that decodes."""
     return known + 1 + 2 * unsettled
-
-
-def is_single(dtype: torch.dtype) -> bool:
-    """Whether the kernels compute it: float64 is for checking, and takes the definition."""
-    return dtype != torch.float64

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
-from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan
-from specgraph.kernels.recurrent.last_rows import is_single, slots_for
+from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan, is_single
+from specgraph.kernels.recurrent.last_rows import slots_for
 from specgraph.kernels.recurrent.scan_triton import anchored_scan_triton
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent

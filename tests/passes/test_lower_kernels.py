@@ -61,7 +61,7 @@ def run_both(module: nn.Module, x: Tensor, passes: list[Any]) -> tuple[Program, 
         return program, module(x), program.modules["toy"](x)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "cohere", "gpt2", "mixtral", "opt", "qwen3_5_text", "mamba"])
+@pytest.mark.parametrize("architecture", ["gemma2", "cohere", "gpt2", "mixtral", "opt", "mamba"])
 def test_a_lowered_decoder_gives_the_tokens_of_the_plain_one(architecture: str) -> None:
     model, prompts = make_model(architecture, dtype=torch.float64), ragged_prompts((3, 9))
     eager, lowered = (compiled(model, k=2, lowering={"name": name}) for name in ("eager", "gpu"))
@@ -198,6 +198,24 @@ def test_weights_of_two_modules_lie_once_in_memory_and_each_merges_what_follows_
     for name, before in zip(("toy", "block", "reverse"), expected, strict=True):
         torch.testing.assert_close(merged.modules[name](x), before, rtol=0, atol=1e-14)
     assert len({linear.weight.untyped_storage().data_ptr() for linear in others}) == 1
+
+
+class _JoinedRows(nn.Module):
+    """Two linears of one input, and a view of the first that joins its rows with its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.other = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.heads(x).view(x.shape[0], x.shape[1], 2, 4).view(-1, 4), self.other(x)
+
+
+def test_a_part_is_copied_where_a_view_joins_its_rows() -> None:
+    module, x = _JoinedRows(), torch.randn(3, 5, 8)
+    program, wanted, found = run_both(module, x, [MergeLinears()])
+    assert targets(program, "toy")["aten.linear"] == 1
+    torch.testing.assert_close(found, wanted)
 
 
 def test_biases_are_merged_with_their_weights() -> None:
