@@ -22,7 +22,7 @@ from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
 
 LENGTHS = (1, 2, 40, 7)
 PROMPTS = ragged_prompts(LENGTHS)
-NEW = 36
+NEW = 20
 SMALL = "lfm2"
 """The architecture that traces soonest."""
 DELTA = "olmo_hybrid"
