@@ -200,6 +200,11 @@ def triton_or_reference(
     )
 
 
+def not_float64(name: str) -> Callable[[Any], bool]:
+    """What covers all arguments whose tensor ``name`` is not in float64: that is for checking, by the definition."""
+    return lambda given: bool(getattr(given, name).dtype != torch.float64)
+
+
 def with_cpu(
     forms: tuple[Variant, Variant], run: Callable[..., Any], *, covers: Callable[[Any], bool] | None = None
 ) -> tuple[Variant, Variant, Variant]:

@@ -41,7 +41,7 @@ from specgraph.kernels.attention.arguments import (
 from specgraph.kernels.attention.cpu import covers_cpu, paged_attention_cpu
 from specgraph.kernels.attention.packed import attend_packed
 from specgraph.kernels.attention.paged import paged_attention_triton, rotary_attention_triton
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.state import STATEFUL, Buffer, Stateful, page_pool
 
 
@@ -195,11 +195,6 @@ def _rotary_attention_fake(given: RotaryAttention) -> Tensor:
     return _empty(given)
 
 
-def _not_float64(given: PagedAttention | RotaryAttention) -> bool:
-    """Float64 is for checking: it takes the definition."""
-    return given.q.dtype != torch.float64
-
-
 ATTENTION = declare(
     Op("attention", Attention, _attention_fake, (Variant("reference", attention_reference, row_independent=False),))
 )
@@ -209,7 +204,7 @@ PAGED_ATTENTION = declare(
         PagedAttention,
         _paged_attention_fake,
         with_cpu(
-            triton_or_reference(paged_attention_triton, paged_attention_reference, covers=_not_float64),
+            triton_or_reference(paged_attention_triton, paged_attention_reference, covers=not_float64("q")),
             paged_attention_cpu,
             covers=covers_cpu,
         ),
@@ -221,7 +216,7 @@ ROTARY_ATTENTION = declare(
         "rotary_attention",
         RotaryAttention,
         _rotary_attention_fake,
-        triton_or_reference(rotary_attention_triton, rotary_attention_reference, covers=_not_float64),
+        triton_or_reference(rotary_attention_triton, rotary_attention_reference, covers=not_float64("q")),
         mutates=("k_cache", "v_cache"),
     )
 )

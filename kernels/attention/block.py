@@ -41,7 +41,7 @@ from specgraph.kernels.attention.block_arguments import (
 )
 from specgraph.kernels.attention.block_paged import paged_block_attention_triton, write_context_triton
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.state import STATEFUL, Stateful
 
 
@@ -145,11 +145,6 @@ def _empty(given: BlockAttention | PagedBlockAttention) -> Tensor:
     return given.q.new_empty(batch, rows, heads, given.v.shape[3])
 
 
-def _not_float64(given: WriteContext | PagedBlockAttention) -> bool:
-    """Float64 is for checking: it takes the definition."""
-    return given.k.dtype != torch.float64
-
-
 KEEP_CONTEXT = declare(
     Op(
         "keep_context",
@@ -163,7 +158,7 @@ WRITE_CONTEXT = declare(
         "write_context",
         WriteContext,
         _write_context_fake,
-        triton_or_reference(write_context_triton, write_context_reference, covers=_not_float64),
+        triton_or_reference(write_context_triton, write_context_reference, covers=not_float64("k")),
         mutates=("k_cache", "v_cache"),
     )
 )
@@ -180,7 +175,7 @@ PAGED_BLOCK_ATTENTION = declare(
         "paged_block_attention",
         PagedBlockAttention,
         _paged_block_attention_fake,
-        triton_or_reference(paged_block_attention_triton, paged_block_attention_reference, covers=_not_float64),
+        triton_or_reference(paged_block_attention_triton, paged_block_attention_reference, covers=not_float64("k")),
     )
 )
 # It returns nothing and writes nothing as long as there are no pages, but it must not be removed as dead code.

@@ -56,7 +56,7 @@ from specgraph.kernels.linear.product import (
     tiles,
 )
 from specgraph.kernels.linear.triton_form import NORM_GROUP
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 
 _GELU_TANH = functools.partial(functional.gelu, approximate="tanh")
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -207,10 +207,6 @@ def _library_covers(given: Linear | LinearNorm) -> bool:
     return not given.bitwise and library.is_faster_for(given.x, given.weight, is_gated(given.activation))
 
 
-def _not_float64(given: Linear | LinearNorm | NormParts) -> bool:
-    return given.x.dtype != torch.float64
-
-
 def _linear(given: Linear, fill: Callable[[Product], None], pdl: bool | None) -> Tensor:
     out = given.x.new_empty(_out_shape(given))
     if out.numel() > 0:
@@ -353,7 +349,7 @@ LINEAR = declare(
         (
             Variant("library", linear_library, row_independent=False, covers=_library_covers, opt_in=True),
             Variant("hopper", linear_hopper, row_independent=True, covers=_hopper_covers),
-            *triton_or_reference(linear_triton, linear_reference, covers=_not_float64),
+            *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x")),
         ),
     )
 )
@@ -365,7 +361,7 @@ LINEAR_NORM = declare(
         (
             Variant("library", linear_norm_library, row_independent=False, covers=_library_covers, opt_in=True),
             Variant("hopper", linear_norm_hopper, row_independent=True, covers=_hopper_covers),
-            *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=_not_float64),
+            *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=not_float64("x")),
         ),
     )
 )
@@ -374,6 +370,6 @@ NORM_PARTS = declare(
         "norm_parts",
         NormParts,
         _norm_parts_fake,
-        triton_or_reference(norm_parts_triton, norm_parts_reference, covers=_not_float64),
+        triton_or_reference(norm_parts_triton, norm_parts_reference, covers=not_float64("x")),
     )
 )

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.processors.context import (
     by_position,
     check_context,
@@ -205,9 +205,7 @@ ADD_BIASES = declare(
         AddBiases,
         _add_biases_fake,
         with_cpu(
-            triton_or_reference(
-                add_biases_triton, add_biases_reference, covers=lambda given: given.logits.dtype != torch.float64
-            ),
+            triton_or_reference(add_biases_triton, add_biases_reference, covers=not_float64("logits")),
             add_biases_cpu,
         ),
     )

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference
 
 TILE = 4096
 """Logits of a program."""
@@ -131,7 +131,7 @@ FORCE_TOKENS = declare(
         triton_or_reference(
             force_tokens_triton,
             force_tokens_reference,
-            covers=lambda given: given.logits.dtype != torch.float64,
+            covers=not_float64("logits"),
             moves_only=True,
         ),
     )

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.processors.context import (
     by_position,
     check_context,
@@ -152,9 +152,7 @@ BAN_NGRAMS = declare(
         BanNgrams,
         _ban_ngrams_fake,
         with_cpu(
-            triton_or_reference(
-                ban_ngrams_triton, ban_ngrams_reference, covers=lambda given: given.logits.dtype != torch.float64
-            ),
+            triton_or_reference(ban_ngrams_triton, ban_ngrams_reference, covers=not_float64("logits")),
             ban_ngrams_cpu,
         ),
     )

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.processors.context import check_context, first_rows, known_tokens, starts
 
 TILE = 2048
@@ -224,9 +224,7 @@ PENALISE = declare(
         Penalise,
         _penalise_fake,
         with_cpu(
-            triton_or_reference(
-                penalise_triton, penalise_reference, covers=lambda given: given.logits.dtype != torch.float64
-            ),
+            triton_or_reference(penalise_triton, penalise_reference, covers=not_float64("logits")),
             penalise_cpu,
         ),
     )

@@ -109,11 +109,6 @@ def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def is_single(dtype: torch.dtype) -> bool:
-    """Whether the kernels compute it: float64 is for checking, and takes the definition."""
-    return dtype != torch.float64
-
-
 @dataclass(slots=True)
 class SelectiveScan:
     """The scan over ``T`` rows, from a state of zero: ``[B, D, T]`` in the dtype of ``x``.

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
-from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact, is_single
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
 from specgraph.kernels.recurrent.last_rows import slots_for
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
@@ -213,9 +213,7 @@ ANCHORED_DELTA_RULE = declare(
         "anchored_delta_rule",
         AnchoredDeltaRule,
         _anchored_delta_rule_fake,
-        triton_or_reference(
-            anchored_delta_rule_triton, anchored_delta_rule_reference, covers=lambda given: is_single(given.q.dtype)
-        ),
+        triton_or_reference(anchored_delta_rule_triton, anchored_delta_rule_reference, covers=not_float64("q")),
         mutates=("state", "keys", "errors", "gates", "inverse"),
     )
 )

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
-from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan, is_single
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan
 from specgraph.kernels.recurrent.last_rows import slots_for
 from specgraph.kernels.recurrent.scan_triton import anchored_scan_triton
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
@@ -111,9 +111,7 @@ ANCHORED_SCAN = declare(
         "anchored_scan",
         AnchoredScan,
         _anchored_scan_fake,
-        triton_or_reference(
-            anchored_scan_triton, anchored_scan_reference, covers=lambda given: is_single(given.x.dtype)
-        ),
+        triton_or_reference(anchored_scan_triton, anchored_scan_reference, covers=not_float64("x")),
         mutates=("state", "steps", "entered", "places"),
     )
 )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import (
     FIRST_OCTET_BLOCK,
@@ -367,17 +367,13 @@ def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
     return key.new_empty((batch, rows)), logits.new_empty((batch, rows, kept), dtype=exact)
 
 
-def _not_float64(given: SampleDraft) -> bool:
-    return given.logits.dtype != torch.float64
-
-
 SAMPLE_DRAFT = declare(
     Op(
         "sample_draft",
         SampleDraft,
         _sample_draft_fake,
         with_cpu(
-            triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=_not_float64),
+            triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=not_float64("logits")),
             sample_draft_cpu,
             covers=_is_greedy,
         ),
