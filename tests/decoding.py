@@ -14,7 +14,7 @@ from specgraph import SpeculativeDecoder
 
 # A chunk shorter than the prompts, so that every test crosses a prefill border. Nothing is reused, so that what is run
 # twice is compared with itself. The self-check, the reuse of prefixes and the checks after every pass, which take half
-# the time of a compilation, have tests of their own; those of the passes and of architectures check every drafter.
+# the time of a compilation, have tests of their own (tests/drafters/test_matrix.py checks every drafter).
 CONFIG: dict[str, Any] = {
     "cache": {"prefill_chunk": 7, "block_size": 4, "reuse_prefixes": False},
     "debug": {"self_check": False},

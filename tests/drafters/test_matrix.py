@@ -25,6 +25,7 @@ from specgraph.config import load_config
 from specgraph.config.draft import LOOKUPS, drafter_kinds
 from specgraph.config.groups import group_choices
 from specgraph.drafters import dflash, dspark
+from specgraph.ir.verifier import verify_program
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
 from tests.detectors import check_fresh_drafts
 from tests.harness import Options, Run, real_run
@@ -132,6 +133,12 @@ def decoder(
     options = {**DRAFTERS[drafter], "num_speculative_tokens": k, "first": first, "first_match": MATCH}
     config = {**CONFIG, "draft": options, "verify": {"rule": rule}, "pipeline": {"verify": False}, **extra}
     return specgraph.compile_speculative(model(target), config, draft=draft(drafter, target))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_stage_of_every_drafter_is_well_formed(name: str) -> None:
+    for program in decoder(name, None, "llama", "block", 3).stages.values():
+        verify_program(program)
 
 
 def generate(tested: SpeculativeDecoder, rows: tuple[int, ...]) -> Any:

@@ -36,7 +36,7 @@ def model_of(architecture: str) -> PreTrainedModel:
 
 @functools.cache
 def decoder_of(architecture: str, kind: str = "ngram", k: int = 3) -> SpeculativeDecoder:
-    return compiled(model_of(architecture), kind, k)
+    return compiled(model_of(architecture), kind, k, pipeline={"verify": True})
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
 
 CHANNELS, SIZE = 6, 4
-LENGTHS, MORE = (1, CHUNK, CHUNK + 5), 12
-"""Prompts, and how much further every sequence is decoded, which is across a boundary."""
+LENGTHS = {"reference": (1, 5, CHUNK, 2 * CHUNK + 5), "triton": (1, CHUNK, CHUNK + 5)}
+MORE = {"reference": 24, "triton": 12}
+"""Prompts, and how much further every sequence is decoded, which is across a boundary; less in the interpreter."""
 DECAY = -torch.linspace(0.1, 4, CHANNELS * SIZE, dtype=torch.float64).reshape(CHANNELS, SIZE)
 FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
          ("triton", torch.float32, 1e-5, "mixed")]  # fmt: skip
@@ -52,9 +53,10 @@ def test_it_is_the_function_of_transformers(gated: bool) -> None:
 
 def decode(form: str, dtype: torch.dtype, k: int, accept: str, cuts: int = 0) -> tuple[list[Tensor], Memory, Tensor]:
     """What all sequences emit under a history, what they share, and the states."""
-    inputs = [tuple(x.to(DEVICE, dtype) for x in rows_of(n + MORE, seed)) for seed, n in enumerate(LENGTHS)]
-    plans = [[*history(n + MORE, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)]
-    memory, decay = Memory([3, 0, 5]), DECAY.to(DEVICE, dtype)
+    prompts, more = LENGTHS[form], MORE[form]
+    inputs = [tuple(x.to(DEVICE, dtype) for x in rows_of(n + more, seed)) for seed, n in enumerate(prompts)]
+    plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)]
+    memory, decay = Memory([3, 0, 5, 2][: len(prompts)]), DECAY.to(DEVICE, dtype)
     x, dt, _, _ = inputs[0]
     state = RECURRENT[torch.ops.specgraph.selective_scan.default].buffers([x[None], dt[None], decay], k)
     buffers = [buffer.allocate({"B": 6}, DEVICE) for buffer in state]
@@ -74,8 +76,8 @@ def test_any_history_gives_what_the_definition_gives(
     form: str, dtype: torch.dtype, near: float, k: int, accept: str
 ) -> None:
     outs, memory, states = decode(form, dtype, k, accept)
-    for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS, strict=True)):
-        rows = rows_of(length + MORE, seed)
+    for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS[form], strict=True)):
+        rows = rows_of(length + MORE[form], seed)
         assert_near(out, whole(rows), near)
         # What the state at the boundary is, unit vectors read from it in a row that forgets and adds nothing.
         anchor = int(memory.settled[row]) // CHUNK * CHUNK
