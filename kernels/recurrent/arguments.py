@@ -54,10 +54,11 @@ EPSILON = 1e-6
 
 @dataclass(slots=True)
 class GatedDeltaRule:
-    """The gated delta rule over ``T`` rows, from a state of zero: ``[B, T, H, Dv]`` in the dtype of ``q``.
+    """The gated delta rule over ``T`` rows, from a state of zero: ``[B, T, H, Dv]`` in the dtype of ``v``.
 
     Attributes:
-        q, k: ``[B, T, Hk, Dk]``; each of these heads serves ``H / Hk`` heads of ``v``, which follow each other.
+        q, k: ``[B, T, Hk, Dk]`` of one dtype; each of these heads serves ``H / Hk`` heads of ``v``, which follow each
+            other.
         v: ``[B, T, H, Dv]``.
         gate: ``[B, T, H]``, logarithms of what remains of the state.
         rate: ``[B, T, H]``, how much of the difference a row corrects; None for a sum without corrections.
@@ -82,8 +83,9 @@ class AnchoredDeltaRule:
     Attributes:
         state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
         keys, errors, gates, inverse: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` and ``[N, R, H, CHUNK]``:
-            ``k``, ``e``, ``g`` and the row of ``A`` of the rows since then, each at its position modulo ``R``. All five
-            are float32 or float64, and written in place. Without a rate, ``inverse`` is not looked at.
+            ``k``, ``e``, ``g`` and the row of ``A`` of the rows since then, each at its position modulo ``R``. ``keys``
+            are in the dtype of ``k``, all others float32 or float64. They are written in place. Without a rate,
+            ``inverse`` is not looked at.
         span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
             are not real is zero.
     """

@@ -6,7 +6,7 @@ For every row, with a gate ``g <= 0`` (a logarithm), a rate ``b``, a key ``k``, 
 
 Queries are multiplied by a factor, and if asked for, queries and keys are first brought to length 1. Without a rate,
 nothing is corrected: ``S <- S + k v^T``, which is the scan of Mamba-2, with ``C``, ``B`` and ``dt x`` as queries, keys
-and values. Everything is computed in float32, or in float64 if the query is float64.
+and values. Everything is computed in float32, or in float64 if the value is float64.
 
 - ``specgraph::gated_delta_rule`` replaces transformers' function while a model is traced. It begins with a state of
   zero, and computes row after row.
@@ -19,8 +19,8 @@ and values. Everything is computed in float32, or in float64 if the query is flo
       out_i = e^{G_i} S^T q_i + sum over j <= i of e^{G_i - G_j} (q_i . k_j) u_j
 
   so ``u = A e`` with ``A = (1 + M)^-1``, whose rows do not depend on the state. When a chunk is full and settled,
-  ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row are ``k``, ``e``, ``g`` and its row of
-  ``A``.
+  ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row are ``k`` as it was given, ``e``, ``g``
+  and its row of ``A``.
 
 Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is that of Yang et al. 2024, arXiv
 2406.06484, with the state kept apart from the rows. Mamba-2: Dao and Gu 2024, arXiv 2405.21060.
@@ -57,12 +57,15 @@ class _Rows(NamedTuple):
         return _Rows(*(None if part is None else part[:, first:end] for part in self))  # type: ignore[arg-type]
 
 
+def _unit(given: GatedDeltaRule | AnchoredDeltaRule, x: Tensor) -> Tensor:
+    """Queries or keys in the dtype of the computation, of length 1 if that is asked for."""
+    x = x.to(exact(given.v.dtype))
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) if given.normalise else x
+
+
 def _prepared(given: GatedDeltaRule | AnchoredDeltaRule) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the dtype of the computation: ``[B, T, Hk, Dk]`` twice, and ``[B, T, H, Dv]``."""
-    q, k, v = (part.to(exact(given.q.dtype)) for part in (given.q, given.k, given.v))
-    if given.normalise:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    return q * given.scale, k, v
+    return _unit(given, given.q) * given.scale, _unit(given, given.k), given.v.to(exact(given.v.dtype))
 
 
 def gated_delta_rule_reference(given: GatedDeltaRule) -> Tensor:
@@ -79,7 +82,7 @@ def gated_delta_rule_reference(given: GatedDeltaRule) -> Tensor:
             update = (update - (state * key).sum(-2)) * rate[:, row].unsqueeze(-1)
         state = state + key * update.unsqueeze(-2)
         out[:, row] = (state * query).sum(-2)
-    return out.to(given.q.dtype)
+    return out.to(given.v.dtype)
 
 
 def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
@@ -91,16 +94,16 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
         query, key = (x[e, :n].transpose(0, 1).repeat_interleave(groups, 0) for x in (q, k))
         gate, rate = given.gate[e, :n].to(q.dtype).T, None if given.rate is None else given.rate[e, :n].to(q.dtype).T
         rows = _Rows(query, key, v[e, :n].transpose(0, 1), gate, rate)
-        out[e, :n] = _sequence(given, own, rows, k[e, :n]).transpose(0, 1)
-    return out.to(given.q.dtype)
+        out[e, :n] = _sequence(given, own, rows).transpose(0, 1)
+    return out.to(given.v.dtype)
 
 
-def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows, k: Tensor) -> Tensor:
-    """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``. ``k`` are its keys ``[T, Hk, Dk]``."""
-    anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // k.shape[1]
+def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows) -> Tensor:
+    """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``."""
+    anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // given.k.shape[2]
     caches = (given.keys, given.errors, given.gates, given.inverse)
     known = [known_rows(cache, own, anchor).transpose(0, 1) for cache in caches]
-    known[0] = known[0].repeat_interleave(groups, 0)
+    known[0] = _unit(given, known[0]).repeat_interleave(groups, 0)
     state, outs, news = given.state[own.row], list[Tensor](), list[tuple[Tensor, ...]]()
     for first in range(anchor, own.end, CHUNK):
         last = min(first + CHUNK, own.end)
@@ -112,7 +115,7 @@ def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows, k: Tensor) -> Te
             state = chunk.state
             if last <= own.begin + own.num_settled:
                 given.state[own.row] = state
-    keep_rows(given.keys, own, k)
+    keep_rows(given.keys, own, given.k[own.entry, : own.num_rows])
     for cache, parts in zip(caches[1:], zip(*news, strict=True), strict=True):
         keep_rows(cache, own, torch.cat(parts, 1).transpose(0, 1))
     return torch.cat(outs, 1)
@@ -168,6 +171,7 @@ def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
     q, k, v = given.q, given.k, given.v
     require(q.dim() == 4 and q.shape == k.shape, lambda: f"q and k must be [B, T, Hk, Dk], not {list(k.shape)}")
     require(v.dim() == 4 and v.shape[:2] == k.shape[:2], lambda: "v must be [B, T, H, Dv]")
+    _check_dtype("q", q.dtype, k.dtype)
     require(v.shape[2] % k.shape[2] == 0, lambda: f"{v.shape[2]} heads do not group over {k.shape[2]}")
     _check_shape("gate", given.gate.shape, v.shape[:3])
     if given.rate is not None:
@@ -184,7 +188,7 @@ def _check_dtype(name: str, given: torch.dtype, wanted: torch.dtype) -> None:
 
 def _gated_delta_rule_fake(given: GatedDeltaRule) -> Tensor:
     _check(given)
-    return given.q.new_empty(given.v.shape)
+    return given.v.new_empty(given.v.shape)
 
 
 def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
@@ -196,8 +200,8 @@ def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
     for name, wanted in shapes.items():
         value: Tensor = getattr(given, name)
         _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
-        _check_dtype(name, value.dtype, exact(given.q.dtype))
-    return given.q.new_empty(given.v.shape)
+        _check_dtype(name, value.dtype, given.k.dtype if name == "keys" else exact(given.v.dtype))
+    return given.v.new_empty(given.v.shape)
 
 
 GATED_DELTA_RULE = declare(
@@ -213,7 +217,7 @@ ANCHORED_DELTA_RULE = declare(
         "anchored_delta_rule",
         AnchoredDeltaRule,
         _anchored_delta_rule_fake,
-        triton_or_reference(anchored_delta_rule_triton, anchored_delta_rule_reference, covers=not_float64("q")),
+        triton_or_reference(anchored_delta_rule_triton, anchored_delta_rule_reference, covers=not_float64("v")),
         mutates=("state", "keys", "errors", "gates", "inverse"),
     )
 )
@@ -223,10 +227,10 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
     _, k, v = operands[:3]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
-    dtype, rows = exact(k.dtype), slots_for(CHUNK - 1, unsettled)
-    shapes = ((heads, size, width), (rows, groups, size), (rows, heads, width), (rows, heads),
-              (rows, heads, CHUNK))  # fmt: skip
-    return tuple(Buffer(("B", *shape), dtype, indexed=True) for shape in shapes)
+    dtype, rows = exact(v.dtype), slots_for(CHUNK - 1, unsettled)
+    shapes = (((heads, size, width), dtype), ((rows, groups, size), k.dtype), ((rows, heads, width), dtype),
+              ((rows, heads), dtype), ((rows, heads, CHUNK), dtype))  # fmt: skip
+    return tuple(Buffer(("B", *shape), kind, indexed=True) for shape, kind in shapes)
 
 
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(

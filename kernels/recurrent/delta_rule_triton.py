@@ -4,11 +4,14 @@ A chunk is a tile of :data:`~specgraph.kernels.recurrent.arguments.CHUNK` rows i
 position gives it, whether it is cached, new, or not there. So every product has one shape, and the bits of a row are a
 function of the state at the boundary and of the rows since, however a call groups them.
 
-1. A program prepares one chunk of one head: its keys, and the new rows of the inverse by which the errors of rows
-   become what they add to the state. All chunks of a prompt are prepared side by side.
+1. A program prepares one chunk of one head: the new rows of the inverse by which the errors of rows become what they
+   add to the state, how much of each error of the chunk a new row reads, and four weights of every row. All chunks of a
+   prompt are prepared side by side.
 2. A program carries some columns of one head's state through the chunks, with products alone.
 
-Products are of float32 in three parts of TF32, and no product is contracted with a sum (``enable_fp_fusion``).
+Queries and keys stay as they are given, in the model's dtype, and what brings them to length 1 is part of the weights.
+So a product of them is exact in every term, and :func:`_product` needs to divide only its other operand into parts.
+Sums are of float32, and no product is contracted with a sum (``enable_fp_fusion``).
 """
 
 from __future__ import annotations
@@ -21,18 +24,53 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule
+from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
-_COLUMNS, _WARPS, _PREPARING, _PRECISION = 32, 4, 4, "tf32x3"
+_COLUMNS, _PREPARING, _STAGES = 32, 2, 3
+_WARPS = {True: 2, False: 4}
+"""Warps of a program that carries a state through a step (True), or through a prompt. They share the columns, and each
+number of a product is summed by one of them: no bit depends on how many there are. In the first kernel, one might."""
+_PRECISION = tl.constexpr("tf32x3")
+"""How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
+_HELD, _READ, _KEPT, _LEFT = (tl.constexpr(i) for i in range(4))
+_WEIGHTS = tl.constexpr(4)
+"""Weights of a row: on what the state holds for its key, on what its query reads from the state, on what it adds to the
+state at the end of the chunk, and what is left of the state behind it."""
 
 
 @triton.jit
-def _unit(tile, NORMALISE: tl.constexpr, EPSILON: tl.constexpr):
-    """The rows of a tile, brought to length 1 if asked for."""
+def _rest(full):
+    """The first eight digits of float32 as bfloat16, and what is left of it, both without an error."""
+    bits = full.to(tl.uint32, bitcast=True)
+    first = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return first, full - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(given, full, CHAINED: tl.constexpr = False):
+    """The product of a tile in the model's dtype with one of float32, as exact as float32.
+
+    Three parts of bfloat16 are all the digits of float32, and their products with bfloat16 are exact. ``CHAINED`` sums
+    take fewer registers and more time.
+    """
+    if given.dtype == tl.bfloat16:
+        high, rest = _rest(full)
+        middle, rest = _rest(rest)
+        low, _ = _rest(rest)
+        if CHAINED:
+            return tl.dot(given, high, tl.dot(given, middle, tl.dot(given, low)))
+        return tl.dot(given, low) + tl.dot(given, middle) + tl.dot(given, high)
+    return tl.dot(given.to(tl.float32), full, input_precision=_PRECISION)
+
+
+@triton.jit
+def _length(tile, NORMALISE: tl.constexpr, EPSILON: tl.constexpr):
+    """What brings each row of a tile to length 1 if that is asked for, else 1."""
     if NORMALISE:
-        tile = tile * tl.rsqrt(tl.sum(tile * tile, 1) + EPSILON)[:, None]
-    return tile
+        tile = tile.to(tl.float32)
+        return tl.rsqrt(tl.sum(tile * tile, 1) + EPSILON)
+    return tl.full([tile.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
@@ -42,45 +80,62 @@ def _decay(sums, lane):
     return tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "outer"])
+@triton.jit(do_not_specialize=["rows", "q_outer", "k_outer"])
 def _prepare_kernel(
-    k, gate, rate, keys, gates, inverse, new_keys, new_gates, new_inverse, span, rows,
-    outer, inner: tl.constexpr, between: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, NORMALISE: tl.constexpr,
-    EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, gate, rate, keys, gates, inverse, all_keys, all_inverse, scores, weights, span, scale, rows,
+    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
+    NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (B, chunks with new rows, H). Unless ``STORE``, the results are by the rows of the call."""
+    """The grid is (B, chunks, H), from the chunk on in which the state stands."""
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    row, begin, _, count, _ = row_span(span, entry)
-    begin, count = begin.to(tl.int32), count.to(tl.int32)
-    first = (begin // CHUNK + tl.program_id(1)) * CHUNK
-    if first < begin + count:
+    row, begin, before, count, _ = row_span(span, entry)
+    begin, before, count = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32)
+    first = (before // CHUNK + tl.program_id(1)) * CHUNK
+    if (count > 0) & (first < begin + count):
         lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
         group, inside = head // GROUP, key < KEY
         groups: tl.constexpr = HEADS // GROUP
         position = first + lane
         t, slot = position - begin, position % SLOTS
         known, new = t < 0, (t >= 0) & (t < count)
-        base = row * SLOTS
-        old = keys + (base * groups + group) * KEY + slot[:, None] * (groups * KEY) + key[None, :]
-        tile = tl.load(old, mask=known[:, None] & inside[None, :], other=0)
-        own = k + entry * outer + group * between + t[:, None] * inner + key[None, :]
-        own = tl.load(own, mask=new[:, None] & inside[None, :], other=0).to(tl.float32)
-        tile = tl.where(known[:, None], tile, _unit(own, NORMALISE, EPSILON))
-        lines = entry * rows
+        base, lines, line = row * SLOTS, entry * (rows + BEHIND), t + BEHIND
+        old_k = keys + (base * groups + group) * KEY + slot[:, None] * (groups * KEY) + key[None, :]
+        own_k = k + entry * k_outer + group * k_head + t[:, None] * k_inner + key[None, :]
+        tile_k = tl.load(old_k, mask=known[:, None] & inside[None, :], other=0)
+        own_k = tl.load(own_k, mask=new[:, None] & inside[None, :], other=0)
+        tile_k = tl.where(known[:, None], tile_k, own_k)
+        tile_q = q + entry * q_outer + group * q_head + t[:, None] * q_inner + key[None, :]
+        tile_q = tl.load(tile_q, mask=new[:, None] & inside[None, :], other=0)
         log = tl.load(gates + base * HEADS + head + slot * HEADS, mask=known, other=0)
-        own_log = tl.load(gate + lines * HEADS + head + t * HEADS, mask=new, other=0).to(tl.float32)
+        own_log = tl.load(gate + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
         log = tl.where(known, log, own_log)
-
-        line, place = t, lines
-        if STORE:
-            line, place = slot, base
-        tl.store(new_gates + place * HEADS + head + line * HEADS, log, mask=new)
-        tl.store(new_keys + (place * groups + group) * KEY + line[:, None] * (groups * KEY) + key[None, :], tile,
-                 mask=(new & (head % GROUP == 0))[:, None] & inside[None, :])  # fmt: skip
+        own_rate = tl.full([CHUNK], 1.0, tl.float32)
         if rate is not None:
-            own_rate = tl.load(rate + lines * HEADS + head + t * HEADS, mask=new, other=0).to(tl.float32)
-            mixed = _decay(tl.cumsum(log, 0), lane) * tl.dot(tile, tl.trans(tile), input_precision=PRECISION)
+            own_rate = tl.load(rate + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
+
+        sums = tl.cumsum(log, 0)
+        length, asked = _length(tile_k, NORMALISE, EPSILON), _length(tile_q, NORMALISE, EPSILON) * scale
+        last = tl.sum(tl.where(lane == CHUNK - 1, sums, 0.0), 0)
+        left, real = tl.exp(sums), known | new
+        weight = weights + lines * (_WEIGHTS * HEADS) + head + line * (_WEIGHTS * HEADS)
+        tl.store(weight + _HELD * HEADS, own_rate * length * left, mask=new)
+        tl.store(weight + _READ * HEADS, asked * left, mask=new)
+        tl.store(weight + _KEPT * HEADS, length * tl.exp(last - sums), mask=real)
+        tl.store(weight + _LEFT * HEADS, left, mask=real)
+        decay = _decay(sums, lane) * length[None, :]
+        seen = decay * asked[:, None] * tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION)
+
+        if STORE:
+            tl.store(gates + base * HEADS + head + slot * HEADS, log, mask=new)
+            place, line, real = base, slot, new
+        else:
+            place = lines
+        tl.store(all_keys + (place * groups + group) * KEY + line[:, None] * (groups * KEY) + key[None, :], tile_k,
+                 mask=(real & (head % GROUP == 0))[:, None] & inside[None, :])  # fmt: skip
+        if rate is not None:
+            mixed = decay * length[:, None] * tl.dot(tile_k, tl.trans(tile_k), input_precision=PRECISION)
             mixed = tl.where(lane[None, :] < lane[:, None], own_rate[:, None] * mixed, 0.0)
             old = inverse + (base * HEADS + head) * CHUNK + slot[:, None] * (HEADS * CHUNK) + lane[None, :]
             solved = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
@@ -90,123 +145,155 @@ def _prepare_kernel(
                 factors = tl.sum(tl.where((lane == i)[None, :], tl.trans(mixed), 0.0), 1)
                 solution = tl.where(lane == i, 1.0, -tl.sum(factors[:, None] * solved, 0))
                 solved = tl.where((lane == i)[:, None], solution[None, :], solved)
-            tl.store(new_inverse + (place * HEADS + head) * CHUNK + line[:, None] * (HEADS * CHUNK) + lane[None, :],
-                     solved, mask=new[:, None])  # fmt: skip
+            row_of = line[:, None] * (HEADS * CHUNK) + lane[None, :]
+            tl.store(all_inverse + (place * HEADS + head) * CHUNK + row_of, solved, mask=real[:, None])
+            seen = tl.dot(seen, solved, input_precision=PRECISION)
+        row_of = (t + BEHIND)[:, None] * (HEADS * CHUNK) + lane[None, :]
+        tl.store(scores + (lines * HEADS + head) * CHUNK + row_of, seen, mask=new[:, None])
+
+
+@triton.jit
+def _chunk(
+    first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights, begin, count, column,
+    q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output and errors of the new rows of a chunk behind the state ``current``.
+
+    Returns what is left of the state behind it, its keys, and what its rows add to the state with them.
+    """
+    lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
+    own, inside = column < VALUE, key < KEY
+    position = first + lane
+    t, slot = position - begin, position % SLOTS
+    real, new = t < count, (t >= 0) & (t < count)
+    line = t + BEHIND
+    stored = slot if STORE else line
+    tile_k = tl.load(all_keys + stored[:, None] * (groups * KEY) + key[None, :],
+                     mask=real[:, None] & inside[None, :], other=0)  # fmt: skip
+    tile_q = tl.load(q + t[:, None] * q_inner + key[None, :], mask=new[:, None] & inside[None, :], other=0)
+    tile_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
+    lower = lane[None, :] <= lane[:, None]
+    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
+    weight = weights + line * (_WEIGHTS * HEADS)
+    reading = tl.load(weight + _READ * HEADS, mask=new, other=0)
+    keeping = tl.load(weight + _KEPT * HEADS, mask=real, other=0)
+    left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (_WEIGHTS * HEADS) + _LEFT * HEADS,
+                   mask=first + CHUNK <= begin + count, other=0)  # fmt: skip
+    error = tl.load(errors + slot[:, None] * (HEADS * VALUE) + column[None, :],
+                    mask=(t < 0)[:, None] & own[None, :], other=0)  # fmt: skip
+    if rate is not None:
+        own_rate = tl.load(rate + t * HEADS, mask=new, other=0).to(tl.float32)
+        holding = tl.load(weight + _HELD * HEADS, mask=new, other=0)
+        solved = tl.load(all_inverse + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
+                         mask=real[:, None] & lower, other=0)  # fmt: skip
+    # All is loaded by here: behind a product, a load would not begin before the product is there.
+    own_error = tile_v.to(tl.float32)
+    if rate is not None:
+        own_error = own_rate[:, None] * own_error - holding[:, None] * _product(tile_k, current)
+    error = tl.where((t < 0)[:, None], error, own_error)
+    result = reading[:, None] * _product(tile_q, current) + tl.dot(seen, error, input_precision=PRECISION)
+    tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
+             mask=new[:, None] & own[None, :])  # fmt: skip
+    tl.store(all_errors + stored[:, None] * (HEADS * VALUE) + column[None, :], error,
+             mask=(new & (position >= begin + count - SLOTS))[:, None] & own[None, :])  # fmt: skip
+    update = error
+    if rate is not None:
+        update = tl.dot(solved, error, input_precision=PRECISION)
+    return left, tile_k, keeping[:, None] * update
 
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
 def _carry_kernel(
-    out, q, v, rate, state, keys, errors, gates, inverse, new_keys, new_gates, new_inverse, span, scale, rows,
+    out, q, v, rate, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
-    NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (B, H, blocks of columns). Unless ``STORE``, what was prepared is by the rows of the call."""
+    """The grid is (B, H, blocks of columns)."""
     entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row, begin, before, count, settled = row_span(span, entry)
     # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
     begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
-    lane, key, column = tl.arange(0, CHUNK), tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
-    own, inside, group = column < VALUE, key < KEY, head // GROUP
+    key, column = tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
+    own, group = column < VALUE, head // GROUP
     groups: tl.constexpr = HEADS // GROUP
-    lines = entry * rows
-    out += (lines * HEADS + head) * VALUE
+    out += (entry * rows * HEADS + head) * VALUE
     for padding in range(loop_bound(count), loop_bound(rows)):
         nothing = tl.zeros([BLOCK], out.dtype.element_ty)
         tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
     if count > 0:
-        end = begin + count
         q += entry * q_outer + group * q_head
         v += entry * v_outer + head * v_head
         if rate is not None:
-            rate += lines * HEADS + head
-        base, place = row * SLOTS, lines
-        if STORE:
-            place = base
-        keys += (base * groups + group) * KEY
-        new_keys += (place * groups + group) * KEY
-        gates += base * HEADS + head
-        new_gates += place * HEADS + head
-        inverse += (base * HEADS + head) * CHUNK
-        new_inverse += (place * HEADS + head) * CHUNK
-        errors += (base * HEADS + head) * VALUE
+            rate += entry * rows * HEADS + head
+        lines = entry * (rows + BEHIND)
+        place = row * SLOTS if STORE else lines
+        all_keys += (place * groups + group) * KEY
+        all_inverse += (place * HEADS + head) * CHUNK
+        scores += (lines * HEADS + head) * CHUNK
+        weights += lines * (_WEIGHTS * HEADS) + head
+        errors += (row * SLOTS * HEADS + head) * VALUE
+        all_errors += (place * HEADS + head) * VALUE
         tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
-        both = inside[:, None] & own[None, :]
+        both = (key < KEY)[:, None] & own[None, :]
         current = tl.load(tile, mask=both, other=0)
-        for first in range(loop_bound(before // CHUNK * CHUNK), loop_bound(end), CHUNK):
-            position = first + lane
-            t = position - begin
-            known, new, slot = t < 0, (t >= 0) & (t < count), position % SLOTS
-            line = slot if STORE else t
-            old_rows, new_rows = known[:, None] & inside[None, :], new[:, None] & inside[None, :]
-            tile_k = tl.load(keys + slot[:, None] * (groups * KEY) + key[None, :], mask=old_rows, other=0)
-            own_k = tl.load(new_keys + line[:, None] * (groups * KEY) + key[None, :], mask=new_rows, other=0)
-            tile_k = tl.where(known[:, None], tile_k, own_k)
-            log = tl.load(gates + slot * HEADS, mask=known, other=0)
-            sums = tl.cumsum(tl.where(known, log, tl.load(new_gates + line * HEADS, mask=new, other=0)), 0)
-            places = errors + slot[:, None] * (HEADS * VALUE) + column[None, :]
-            error = tl.load(places, mask=known[:, None] & own[None, :], other=0)
-            own_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
-            own_v = own_v.to(tl.float32)
-            if rate is not None:
-                own_rate = tl.load(rate + t * HEADS, mask=new, other=0).to(tl.float32)
-                held = tl.exp(sums)[:, None] * tl.dot(tile_k, current, input_precision=PRECISION)
-                own_v = own_rate[:, None] * (own_v - held)
-                error = tl.where(known[:, None], error, own_v)
-                lower = lane[None, :] <= lane[:, None]
-                solved = tl.load(inverse + slot[:, None] * (HEADS * CHUNK) + lane[None, :],
-                                 mask=known[:, None] & lower, other=0)  # fmt: skip
-                own_solved = tl.load(new_inverse + line[:, None] * (HEADS * CHUNK) + lane[None, :],
-                                     mask=new[:, None] & lower, other=0)  # fmt: skip
-                solved = tl.where(known[:, None], solved, own_solved)
-                update = tl.dot(solved, error, input_precision=PRECISION)
-            else:
-                error = tl.where(known[:, None], error, own_v)
-                update = error
-
-            own_q = tl.load(q + t[:, None] * q_inner + key[None, :], mask=new_rows, other=0).to(tl.float32)
-            own_q = _unit(own_q, NORMALISE, EPSILON) * scale
-            scores = _decay(sums, lane) * tl.dot(own_q, tl.trans(tile_k), input_precision=PRECISION)
-            result = tl.exp(sums)[:, None] * tl.dot(own_q, current, input_precision=PRECISION)
-            result += tl.dot(scores, update, input_precision=PRECISION)
-            tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
-                     mask=new[:, None] & own[None, :])  # fmt: skip
-
-            # Other threads of this program may still read what this replaces.
-            tl.debug_barrier()
-            tl.store(places, error, mask=(new & (position >= end - SLOTS))[:, None] & own[None, :])
-            if first + CHUNK <= end:
-                last = tl.sum(tl.where(lane == CHUNK - 1, sums, 0.0), 0)
-                weighted = tl.trans(tile_k * tl.exp(last - sums)[:, None])
-                current = current * tl.exp(last) + tl.dot(weighted, update, input_precision=PRECISION)
-                tl.store(tile, current, mask=both & (first + CHUNK <= begin + settled))
+        full = (begin + count) // CHUNK * CHUNK
+        kept = (begin + settled) // CHUNK * CHUNK
+        for first in tl.range(loop_bound(before // CHUNK * CHUNK), loop_bound(full), CHUNK, num_stages=STAGES):
+            left, tile_k, update = _chunk(
+                first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
+                begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+                PRECISION,
+            )  # fmt: skip
+            current = current * left + _product(tl.trans(tile_k), update, CHAINED=True)
+            tl.store(tile, current, mask=both & (first + CHUNK == kept))
+        if full < begin + count:
+            _chunk(
+                full, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
+                begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+                PRECISION,
+            )  # fmt: skip
 
 
 def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
-    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` in two kernels, or five for prompts."""
+    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` in two kernels, or six for prompts."""
     batch, rows, heads, width = given.v.shape
     (groups, size), slots = given.k.shape[2:], given.keys.shape[1]
     q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
     rate = None if given.rate is None else given.rate.contiguous()
-    out = torch.empty(batch, rows, heads, width, dtype=q.dtype, device=q.device)
-    in_place, caches = rows <= most_in_place(slots, CHUNK - 1), (given.keys, given.gates, given.inverse)
-    # New rows are prepared where they are cached, or apart if there they would replace what is still read.
-    prepared = caches if in_place else tuple(cache.new_empty(batch, rows, *cache.shape[2:]) for cache in caches)
+    gate = given.gate.contiguous()
+    out = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device)
+    unsettled = most_in_place(slots, CHUNK - 1) - 1
+    in_place, behind = rows <= unsettled + 1, CHUNK - 1 + unsettled
+    # The rows of a call, behind as many as may be known since the boundary.
+    lines: tuple[int, int] = (batch, behind + rows)
+    precise: dict[str, Any] = {"dtype": exact(v.dtype), "device": v.device}
+    scores = torch.empty(*lines, heads, CHUNK, **precise)
+    weights = torch.empty(*lines, _WEIGHTS.value, heads, **precise)
+    # New rows are stored where they are cached, or apart if there they would replace what is still read.
+    caches = given.keys, given.errors, given.inverse
+    stored = caches if in_place else tuple(cache.new_empty(*lines, *cache.shape[2:]) for cache in caches)
     options: dict[str, Any] = {
-        "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "NORMALISE": given.normalise,
-        "EPSILON": EPSILON, "STORE": in_place, "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)),
-        "PRECISION": _PRECISION, "enable_fp_fusion": False,
+        "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "BEHIND": behind, "STORE": in_place,
+        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "PRECISION": _PRECISION.value,
+        "enable_fp_fusion": False,
     }  # fmt: skip
-    _prepare_kernel[batch, triton.cdiv(rows - 1, CHUNK) + 1, heads](
-        k, given.gate.contiguous(), rate, *caches, *prepared, given.span, rows, *k.stride()[:3], **options,
+    _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
+        q, k, gate, rate, given.keys, given.gates, given.inverse, stored[0], stored[2], scores, weights, given.span,
+        given.scale, rows, *q.stride()[:3], *k.stride()[:3], NORMALISE=given.normalise, EPSILON=EPSILON, **options,
         num_warps=_PREPARING,
     )  # fmt: skip
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, q, v, rate, given.state, given.keys, given.errors, given.gates, given.inverse, *prepared, given.span,
-        given.scale, rows, *q.stride()[:3], *v.stride()[:3], VALUE=width, BLOCK=block, **options, num_warps=_WARPS,
+        out, q, v, rate, given.state, given.errors, *stored, scores, weights, given.span, rows, *q.stride()[:3],
+        *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
+        num_warps=_WARPS[in_place],
     )  # fmt: skip
-    for cache, new in zip(caches, prepared, strict=True) if not in_place else ():
-        store_last_rows(cache.flatten(2), new.flatten(2), given.span)
+    if not in_place:
+        store_last_rows(given.gates, gate.to(given.gates.dtype), given.span)
+        for cache, part in zip(caches, stored, strict=True):
+            store_last_rows(cache.flatten(2), part[:, behind:].flatten(2), given.span)
     return out

@@ -87,7 +87,7 @@ def mamba2_hook(
     step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     step = torch.nn.functional.softplus(step) if dt_softplus else step
     step, x = step.clamp(*dt_limit).to(dtype), hidden_states.to(dtype)
-    given = (C.to(dtype), B.to(dtype), x * step.unsqueeze(-1), A.to(dtype) * step)
+    given = (C, B, x * step.unsqueeze(-1), A.to(dtype) * step)
     out: Tensor = torch.ops.specgraph.gated_delta_rule(*given, scale=1.0)
     return out if D is None else out + D.unsqueeze(-1) * x
 
