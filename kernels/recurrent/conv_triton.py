@@ -14,7 +14,8 @@ from torch import Tensor
 from specgraph.kernels.recurrent.arguments import CachedConv
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
-_ROWS, _CHANNELS = 16, 64
+_ROWS, _TILE = 16, {True: 512, False: 1024}
+"""The most rows of a program, and its rows times its channels, in a step (True) or in a prompt."""
 
 
 @triton.jit(do_not_specialize=["rows", "outer", "inner"])
@@ -26,6 +27,9 @@ def _cached_conv_kernel(
     """The grid is (B, blocks of rows, blocks of channels)."""
     b = tl.program_id(0).to(tl.int64)
     row, begin, _, count, _ = row_span(span, b)
+    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
+    begin, count = begin.to(tl.int32), count.to(tl.int32)
+    x, inputs, out = x + b * outer, inputs + row * (SLOTS * CHANNELS), out + b * rows * CHANNELS
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     own, real = channel < CHANNELS, t < count
@@ -37,22 +41,21 @@ def _cached_conv_kernel(
         position = begin + place
         new = ((place >= 0) & real)[:, None] & own[None, :]
         old = ((place < 0) & (position >= 0) & real)[:, None] & own[None, :]
-        value = tl.load(x + b * outer + place[:, None] * inner + channel[None, :], mask=new, other=0)
-        slot = row * SLOTS + tl.maximum(position, 0) % SLOTS
+        value = tl.load(x + place[:, None] * inner + channel[None, :], mask=new, other=0)
+        slot = tl.maximum(position, 0) % SLOTS
         known = tl.load(inputs + slot[:, None] * CHANNELS + channel[None, :], mask=old, other=0)
         factor = tl.load(weight + channel * WIDTH + i, mask=own, other=0).to(tl.float32)
         total += tl.where(new, value, known).to(tl.float32) * factor[None, :]
     if STORE:
         kept = real & (t >= count - SLOTS)
-        value = tl.load(x + b * outer + t[:, None] * inner + channel[None, :], mask=kept[:, None] & own[None, :])
-        slot = row * SLOTS + (begin + t) % SLOTS
+        value = tl.load(x + t[:, None] * inner + channel[None, :], mask=kept[:, None] & own[None, :])
+        slot = (begin + t) % SLOTS
         tl.store(inputs + slot[:, None] * CHANNELS + channel[None, :], value, mask=kept[:, None] & own[None, :])
     total = total.to(weight.dtype.element_ty).to(tl.float32)
     if SILU:
         total = (total * (1 / (1 + tl.exp(-total)))).to(weight.dtype.element_ty)
     total = tl.where(real[:, None], total.to(out.dtype.element_ty), 0)
-    place = (b * rows + t)[:, None] * CHANNELS + channel[None, :]
-    tl.store(out + place, total, mask=(t < rows)[:, None] & own[None, :])
+    tl.store(out + t[:, None] * CHANNELS + channel[None, :], total, mask=(t < rows)[:, None] & own[None, :])
 
 
 def cached_conv_triton(given: CachedConv) -> Tensor:
@@ -61,11 +64,12 @@ def cached_conv_triton(given: CachedConv) -> Tensor:
     x, width, slots = by_row(given.x.transpose(1, 2)), given.weight.shape[1], given.inputs.shape[1]
     out = torch.empty(batch, rows, channels, dtype=x.dtype, device=x.device)
     in_place = rows <= most_in_place(slots, width - 1)
-    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    together = min(_ROWS, triton.next_power_of_2(rows))
+    block = min(_TILE[in_place] // together, triton.next_power_of_2(channels))
     bias = None if given.bias is None else given.bias.contiguous()
-    _cached_conv_kernel[batch, triton.cdiv(rows, _ROWS), triton.cdiv(channels, block)](
+    _cached_conv_kernel[batch, triton.cdiv(rows, together), triton.cdiv(channels, block)](
         out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0), x.stride(1),
-        CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place, ROWS=_ROWS,
+        CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place, ROWS=together,
         BLOCK=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if not in_place:
