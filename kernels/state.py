@@ -39,6 +39,8 @@ class Buffer:
             that read or write it take the row index, too.
         tokens: whether element ``i`` of a row is the sequence's token at position ``i``. Steps write those that they
             run. Where a sequence begins behind rows that it shares, the tokens of these are written when it begins.
+        settled_rows: of a buffer ``[B, R, ...]`` with the last rows of every sequence: the most settled rows
+            (:mod:`specgraph.kernels.recurrent.span`) that a call reads there. None for any other buffer.
     """
 
     shape: tuple[int | str, ...]
@@ -47,6 +49,7 @@ class Buffer:
     owner: Owner = "sequence"
     indexed: bool = False
     tokens: bool = False
+    settled_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.indexed and self.owner != "sequence":

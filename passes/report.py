@@ -44,7 +44,7 @@ def report_record(
 ) -> dict[str, Any]:
     """The report as plain values, which a dump keeps beside the graphs: what was compiled, and what every pass did.
 
-    ``reads`` says what every call of a module in a step must read; see :mod:`specgraph.ir.traffic`.
+    ``reads`` says what every call of a module in a step must move; see :mod:`specgraph.ir.traffic`.
     """
     program = list(stages.values())[-1]
     names = [*stages]

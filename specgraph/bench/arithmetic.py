@@ -2,8 +2,8 @@
 
 A product with a weight takes two operations for each of its elements and each row. Attention takes two for each element
 of a key and of a value, for every row, head and position that the row sees. All rows of a prompt go through the target,
-and only the last one through its vocabulary projection. Nothing else counts: what a drafter runs, and operations on
-single elements.
+and only the last one through its vocabulary projection. Nothing else counts: what a drafter runs, what recurrent layers
+do with their states (for ``qwen3.5-9b-shape`` below 1% of what its products need), and operations on single elements.
 """
 
 from __future__ import annotations

@@ -34,6 +34,9 @@ of an L2 cache, so that no call finds its weights there."""
 MAX_COPIES = 64
 LIBRARY_FORM = "library form"
 """The name in tables of an op's variant ``library``, which ``numerics: fast`` takes where that is faster."""
+AFTER_NORM = ("qkv", "delta_rule_in", "gate_up")
+BEFORE_NORM = ("o", "delta_rule_out", "down")
+"""The names of the linears (:attr:`~specgraph.bench.sizes.Sizes.linears`) that lowering joins with a norm."""
 _VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
 """The pairs of temperature and top-p with which ``verify`` is timed."""
 
@@ -128,8 +131,8 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
         # Only the last rows of a chunk go through the vocabulary projection.
         named = {name: size for name, size in linears.items() if rows in decoded or name != "lm_head"}
         yield from (_linear(place, name, *size, rows) for name, size in named.items())
-        yield from (_linear_after_norm(place, n, *linears[n], rows) for n in ("qkv", "gate_up") if n in linears)
-        yield from (_linear_before_norm(place, n, *linears[n], rows) for n in ("o", "down") if n in linears)
+        yield from (_linear_after_norm(place, n, *linears[n], rows) for n in AFTER_NORM if n in linears)
+        yield from (_linear_before_norm(place, n, *linears[n], rows) for n in BEFORE_NORM if n in linears)
         if sizes.experts:
             width = sizes.experts.intermediate
             yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
@@ -249,13 +252,10 @@ def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outp
 def step_products(sizes: Sizes, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """The linears and experts of a step for ``rows`` rows, each with everything that lowering joins to it."""
     place, linears = _Place(device, dtype), sizes.linears
-    yield _linear_after_norm(place, "qkv", *linears["qkv"], rows)
-    yield _linear_before_norm(place, "o", *linears["o"], rows)
+    yield from (_linear_after_norm(place, n, *linears[n], rows) for n in AFTER_NORM if n in linears)
+    yield from (_linear_before_norm(place, n, *linears[n], rows) for n in BEFORE_NORM if n in linears)
     yield _linear(place, "lm_head", *linears["lm_head"], rows)
-    if sizes.experts is None:
-        yield _linear_after_norm(place, "gate_up", *linears["gate_up"], rows)
-        yield _linear_before_norm(place, "down", *linears["down"], rows)
-    else:
+    if sizes.experts is not None:
         width = sizes.experts.intermediate
         yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
         yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)

@@ -33,6 +33,8 @@ STEP_COLUMNS = {
     "target_bytes": "target GB",
     "draft_bytes": "draft GB",
     "cache_bytes": "cache GB",
+    "state_bytes": "state GB",
+    "sequence_bytes": "state GB/seq",
     "limit_ms": "limit ms",
     "ratio": "ms/limit",
     "compile_s": "compile s",

@@ -275,5 +275,6 @@ class Work:
             total += steps * step_traffic(program, batch, self.contexts[batch] / steps / batch, k).total
         if self.prompt_steps:
             rows = self.prompt_tokens // self.prompt_steps
-            total += self.prompt_steps * step_traffic(program, max(1, rows // (k + 1)), 0.0, k).total
+            found = step_traffic(program, max(1, rows // (k + 1)), 0.0, k)
+            total += self.prompt_steps * (found.target_weights + found.draft_weights)
         return total

@@ -21,7 +21,7 @@ from specgraph.config import Config, DraftConfig
 from specgraph.config.draft import LOOKUPS
 from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError
-from specgraph.ir.traffic import STAGE, step_traffic
+from specgraph.ir.traffic import STAGE, state_size, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 
 
@@ -36,8 +36,10 @@ class StepRow:
         tokens_per_step: emitted tokens per sequence. With ``verify=synthetic`` they follow from the acceptance rate,
             unless drafts are looked up, of which a step may have fewer than K; otherwise they are measured.
         tokens_per_second: emitted tokens of the whole batch, at the median time.
-        target_bytes, draft_bytes, cache_bytes: the bytes that one step must read.
-        limit_ms: the time that reading these bytes takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
+        target_bytes, draft_bytes, cache_bytes: the bytes of weights, and of keys and values, that one step must read.
+        state_bytes: the bytes of recurrent state that one step must read and write.
+        sequence_bytes: the memory that the recurrent state of one sequence takes, with the rows behind it.
+        limit_ms: the time that moving these bytes takes at the measured bandwidth; ``ratio`` is ``ms / limit_ms``.
         compile_s: the seconds of ``compile_speculative`` and of the first steps.
         peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
@@ -51,6 +53,8 @@ class StepRow:
     target_bytes: int
     draft_bytes: int
     cache_bytes: int
+    state_bytes: int
+    sequence_bytes: int
     limit_ms: float
     ratio: float
     compile_s: float
@@ -141,7 +145,7 @@ def _measure(
     time_steps(decoder, prompts, k, limits, options)  # compiles kernels, captures graphs
     first = time.perf_counter() - begin
     timed = time_steps(decoder, prompts, k, options, options)
-    traffic = step_traffic(program, batch, timed.context, k)
+    traffic = step_traffic(program, batch, timed.context, k, timed.tokens_per_step)
     seconds, limit = statistics.median(timed.seconds), traffic.total / bandwidth
     rate = decoder.config.verify.acceptance_rate
     synthetic = decoder.config.verify.rule == "synthetic" and not _looks_up(decoder.config.draft)
@@ -156,6 +160,8 @@ def _measure(
         target_bytes=traffic.target_weights,
         draft_bytes=traffic.draft_weights,
         cache_bytes=traffic.cache,
+        state_bytes=traffic.state,
+        sequence_bytes=state_size(program),
         limit_ms=1e3 * limit,
         ratio=seconds / limit,
         compile_s=compile_s + first,

@@ -189,7 +189,8 @@ def _measure(
         time_steps(decoder, some, choice.k, short, room, room.temperature)  # compiles kernels, captures graphs
         timed = time_steps(decoder, some, choice.k, room, room, room.temperature)
         seconds = statistics.median(timed.seconds)
-        limit = step_traffic(program, batch, timed.context, choice.k).total / bandwidth
+        traffic = step_traffic(program, batch, timed.context, choice.k, timed.tokens_per_step)
+        limit = traffic.total / bandwidth
         per_step = stats.acceptance_length if choice.k else 1.0
         yield TuneRow(
             batch=batch,

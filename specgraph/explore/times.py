@@ -51,11 +51,13 @@ def _row(
     number: int, steps: Sequence[TraceStep], calls: Sequence[CallReads], drafts: int, bandwidth: Bandwidth | None
 ) -> dict[str, Any]:
     prompt = any(step.prompt for step in steps)
-    found = None if prompt or not calls else traffic(calls, [float(step.position) for step in steps], drafts)
+    tokens = sum(len(step.tokens) for step in steps)
+    contexts = [float(step.position) for step in steps]
+    found = None if prompt or not calls else traffic(calls, contexts, drafts, tokens / len(steps))
     return {
         "step": number,
         "sequences": len(steps),
-        "tokens": sum(len(step.tokens) for step in steps),
+        "tokens": tokens,
         "prompt": prompt,
         "ms": 1e3 * steps[0].seconds,
         "bytes": None if found is None else _bytes(found),
@@ -64,7 +66,9 @@ def _row(
 
 
 def _bytes(found: Traffic) -> dict[str, int]:
-    return {"target": found.target_weights, "draft": found.draft_weights, "cache": found.cache}
+    return {
+        "target": found.target_weights, "draft": found.draft_weights, "cache": found.cache, "state": found.state,
+    }  # fmt: skip
 
 
 def _median(values: Sequence[float]) -> float | None:

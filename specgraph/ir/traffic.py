@@ -1,14 +1,20 @@
-"""Counts the bytes that one decode step must read, on the step graph before it is lowered.
+"""Counts the bytes that one decode step must move, on the step graph before it is lowered.
 
 Every call of a module reads its weights once, for all rows of the batch together. From every cache it reads the context
 of each sequence, or as much of it as the sliding window covers. Of an embedding table only a few rows are read, so it
-does not count, and neither do small tensors (activations, logits, new keys and values, state). Of the experts of a
-layer, those count that the rows use on average, if rows choose independently and all experts are equally likely.
+does not count, and neither do small tensors (activations, logits, new keys and values, what a step keeps in small
+buffers). Of the experts of a layer, those count that the rows use on average, if rows choose independently and all
+experts are equally likely.
+
+A recurrent op with a state reads that state once for each sequence, and writes it once in a chunk of tokens. It also
+reads the rows that it has cached since then, which are half of a full chunk on average, and writes the new rows. An op
+that keeps nothing but its last rows, such as a convolution, reads all of them.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
@@ -18,7 +24,7 @@ from torch import fx
 
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.program import Program
-from specgraph.kernels.state import STATEFUL, Buffer, buffers_of
+from specgraph.kernels.state import RECURRENT, STATEFUL, Buffer, buffers_of
 
 STAGE = "insert_verify"
 """The last stage before passes join or fuse anything."""
@@ -28,28 +34,38 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that one step must read."""
+    """The bytes that one step must move.
+
+    Attributes:
+        target_weights, draft_weights: the weights of the target and of the drafter.
+        cache: the keys and values of the contexts.
+        state: what recurrent layers keep, read and written.
+    """
 
     target_weights: int
     draft_weights: int
     cache: int
+    state: int = 0
 
     @property
     def total(self) -> int:
-        return self.target_weights + self.draft_weights + self.cache
+        return self.target_weights + self.draft_weights + self.cache + self.state
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What one call of a module reads.
+    """What one call of a module reads, and what its recurrent ops write.
 
     Attributes:
         weights: pairs of bytes and the share of them that one row reads: 1, or less if they are of experts.
         caches: pairs of bytes for each token of the context and the sliding window; None reads the whole context.
+        states: for recurrent ops, the bytes of a sequence's state, those of a cached row, and the most settled rows
+            that a call reads. The state has 0 bytes if an op keeps rows alone.
     """
 
     weights: tuple[tuple[int, float], ...]
     caches: tuple[tuple[int, float | None], ...]
+    states: tuple[tuple[int, int, int], ...] = ()
 
     def weight_bytes(self, rows: int) -> int:
         """The bytes of weights for ``rows`` rows; of experts, the average share counts."""
@@ -58,6 +74,14 @@ class Reads:
     def cache_bytes(self, context: float) -> float:
         """The bytes of the page pools for one sequence with a context of so many tokens."""
         return sum(size * (context if window is None else min(context, window)) for size, window in self.caches)
+
+    def state_bytes(self, rows: int, tokens: float) -> float:
+        """The bytes that recurrent ops move for one sequence with so many new ``rows``, of which ``tokens`` remain."""
+        total = 0.0
+        for state, row, settled in self.states:
+            cached = settled / 2 if state else settled
+            total += state * (1 + tokens / (settled + 1)) + row * (cached + rows)
+        return total
 
 
 @dataclass(frozen=True)
@@ -77,31 +101,46 @@ class CallReads:
     @staticmethod
     def of_record(record: dict[str, Any]) -> CallReads:
         """What ``asdict`` made into a record, after JSON."""
-        pairs = {name: tuple((size, other) for size, other in record["reads"][name]) for name in ("weights", "caches")}
-        return CallReads(record["node"], record["module"], Reads(**pairs))
+        sizes = {name: tuple(tuple(entry) for entry in entries) for name, entries in record["reads"].items()}
+        return CallReads(record["node"], record["module"], Reads(**sizes))
 
     def to_record(self) -> dict[str, Any]:
         """Plain values, which JSON can hold."""
         return asdict(self)
 
 
-def step_traffic(program: Program, batch: int, context: float, num_speculative_tokens: int) -> Traffic:
-    """The bytes that a step reads for ``batch`` sequences whose contexts have ``context`` tokens on average."""
-    return traffic(step_reads(program), [context] * batch, num_speculative_tokens)
+def step_traffic(
+    program: Program, batch: int, context: float, num_speculative_tokens: int, tokens: float = 1.0
+) -> Traffic:
+    """The bytes that a step moves for ``batch`` sequences whose contexts have ``context`` tokens on average.
+
+    ``tokens`` is how many tokens a sequence gets in a step. A state is written the more often the more these are.
+    """
+    return traffic(step_reads(program), [context] * batch, num_speculative_tokens, tokens)
 
 
-def traffic(calls: Iterable[CallReads], contexts: Sequence[float], num_speculative_tokens: int) -> Traffic:
-    """The bytes that a step with these calls reads for sequences whose contexts have so many tokens.
+def traffic(
+    calls: Iterable[CallReads], contexts: Sequence[float], num_speculative_tokens: int, tokens: float = 1.0
+) -> Traffic:
+    """The bytes that a step with these calls moves for sequences whose contexts have so many tokens.
 
     A draft call counts as if it had one row for each sequence, which matters only for the number of experts it uses.
     """
-    target, draft, cache, batch = 0, 0, 0.0, len(contexts)
+    target, draft, cache, state, batch = 0, 0, 0.0, 0.0, len(contexts)
     for call in calls:
         of_target = call.module in TARGET
-        size = call.reads.weight_bytes(batch * (num_speculative_tokens + 1) if of_target else batch)
+        rows = num_speculative_tokens + 1 if of_target else 1
+        size = call.reads.weight_bytes(batch * rows)
         target, draft = (target + size, draft) if of_target else (target, draft + size)
         cache += sum(call.reads.cache_bytes(context) for context in contexts)
-    return Traffic(target, draft, round(cache))
+        state += batch * call.reads.state_bytes(rows, tokens)
+    return Traffic(target, draft, round(cache), round(state))
+
+
+def state_size(program: Program) -> int:
+    """The bytes of memory in which the target's recurrent ops keep one sequence: their states, and room for rows."""
+    ops = _recurrent_buffers(program.modules["target"])
+    return sum(_per_sequence(buffer) for buffers in ops for buffer in buffers)
 
 
 def step_reads(program: Program) -> list[CallReads]:
@@ -129,7 +168,8 @@ def reads_of(module: fx.GraphModule) -> Reads:
             shares[place] = tensor.numel() * tensor.element_size(), max(known, share)
         elif node.op == "placeholder":
             caches += _caches(node)
-    return Reads(_summed((size, share) for size, share in shares.values() if share), _summed(caches))
+    weights = _summed((size, share) for size, share in shares.values() if share)
+    return Reads(weights, _summed(caches), _states(module))
 
 
 def _summed(pairs: Iterable[tuple[int, Key]]) -> tuple[tuple[int, Key], ...]:
@@ -180,3 +220,32 @@ def _windows(caches: fx.Node, index: int) -> list[float | None]:
 def _per_token(buffer: Buffer) -> int:
     """The bytes of one row of a buffer ``[N, block_size, H, D]``."""
     return math.prod(int(size) for size in buffer.shape[2:]) * buffer.dtype.itemsize
+
+
+def _recurrent_buffers(module: fx.GraphModule) -> list[tuple[Buffer, ...]]:
+    """The buffers of every recurrent op of a module."""
+    stateful, found = [form.op for form in RECURRENT.values()], dict[fx.Node, list[Buffer]]()
+    for node in module.graph.find_nodes(op="placeholder"):
+        buffers = buffers_of(node.meta.get("state", ()))
+        for item in (user for user in node.users if user.target is operator.getitem):
+            for user in (user for user in item.users if user.target in stateful):
+                found.setdefault(user, []).append(buffers[cast(int, item.args[1])])
+    return [tuple(buffers) for buffers in found.values()]
+
+
+def _states(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
+    """What the recurrent ops of a module move, see :attr:`Reads.states`; ops that keep alike rows together."""
+    sums: dict[tuple[int, bool], tuple[int, int]] = {}
+    for buffers in _recurrent_buffers(module):
+        state = sum(_per_sequence(buffer) for buffer in buffers if buffer.settled_rows is None)
+        rows = [buffer for buffer in buffers if buffer.settled_rows is not None]
+        row = sum(_per_sequence(buffer) // int(buffer.shape[1]) for buffer in rows)
+        settled = max((buffer.settled_rows or 0 for buffer in rows), default=0)
+        known = sums.get((settled, state > 0), (0, 0))
+        sums[settled, state > 0] = known[0] + state, known[1] + row
+    return tuple((state, row, settled) for (settled, _), (state, row) in sums.items())
+
+
+def _per_sequence(buffer: Buffer) -> int:
+    """The bytes of one row of a buffer ``[B, ...]``."""
+    return math.prod(int(size) for size in buffer.shape[1:]) * buffer.dtype.itemsize

@@ -168,7 +168,7 @@ def test_table_json_and_plot_of_steps(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [(row["batch"], row["k"]) for row in found["rows"]] == [(1, 2), (2, 2)]
     for row in found["rows"]:
         assert row["tokens_per_step"] == pytest.approx(1 + 0.7 + 0.49)
-        total = row["target_bytes"] + row["draft_bytes"] + row["cache_bytes"]
+        total = row["target_bytes"] + row["draft_bytes"] + row["cache_bytes"] + row["state_bytes"]
         assert row["limit_ms"] == pytest.approx(total / 1e9 * 1e3)
         assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"])
         assert row["tokens_per_second"] == pytest.approx(row["batch"] * row["tokens_per_step"] / row["ms"] * 1e3)
@@ -288,7 +288,7 @@ def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
     assert capsys.readouterr().err == (
         "error: target is not set: python -m specgraph bench "
-        "target=llama-3-8b-shape|llama-3.2-1b-shape|qwen3-30b-a3b-shape|tiny-shape, "
+        "target=llama-3-8b-shape|llama-3.2-1b-shape|qwen3-30b-a3b-shape|qwen3.5-9b-shape|tiny-shape, "
         "or the folder or name of a model.\n"
     )
 

@@ -30,6 +30,15 @@ def test_steps(draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(row["ms"] > 0 and row["peak_bytes"] > row["target_bytes"] for row in found["rows"])
 
 
+@pytest.mark.parametrize("draft", ["none", "eagle3"])
+def test_steps_of_a_shape_with_recurrent_layers(draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["target=qwen3.5-9b-shape", *SMALL[1:], f"draft={draft}", f"json={tmp_path / 'a.json'}"]
+    assert main(["bench", *given]) == 0, capsys.readouterr().err
+    for row in json.loads((tmp_path / "a.json").read_text())["rows"]:
+        assert row["state_bytes"] > row["batch"] * 24 * 4 * 32 * 128 * 128
+        assert row["target_bytes"] < row["peak_bytes"] < 2 * row["target_bytes"]
+
+
 def test_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["target=llama-3.2-1b-shape", "draft=none", "prompt_lengths=[100,700]", "batch_sizes=[1,4]"]
     assert main(["bench", "first_token", *given, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err

@@ -39,9 +39,9 @@ function outside(times) {
 }
 
 function timesTable(times) {
-  return table(el("table", { id: "times" }), ["step #", "sequences #", "tokens #", "ms #", "limit ms #", "weights of the target #", "of the draft #", "keys and values #"],
+  return table(el("table", { id: "times" }), ["step #", "sequences #", "tokens #", "ms #", "limit ms #", "weights of the target #", "of the draft #", "keys and values #", "recurrent state #"],
     times.rows.map((row) => [String(row.step), String(row.sequences), String(row.tokens), number(row.ms, 3), row.prompt ? "prompt" : number(row.limit_ms, 4),
-      ...["target", "draft", "cache"].map((part) => (row.bytes ? bytes(row.bytes[part]) : ""))]));
+      ...["target", "draft", "cache", "state"].map((part) => (row.bytes ? bytes(row.bytes[part]) : ""))]));
 }
 
 /** What the calls of one step read, as the dump says it. */

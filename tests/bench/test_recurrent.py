@@ -1,0 +1,140 @@
+"""Bench on targets with recurrent layers: the bytes of their states, and the shape of Qwen3.5-9B."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from specgraph.bench import run
+from specgraph.bench.models import SHAPES, random_target, shape_config
+from specgraph.bench.sessions import Work
+from specgraph.bench.sizes import Sizes
+from specgraph.cli import main
+from specgraph.ir.program import Program
+from specgraph.ir.traffic import STAGE, CallReads, state_size, step_reads, step_traffic
+from specgraph.kernels.recurrent.arguments import CHUNK
+from tests.decoding import compiled
+from tests.models import make_head, shared_model
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+NAME = "qwen3.5-9b-shape"
+QUICK = ["device=cpu", "num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9",
+         "debug.self_check=false", "pipeline.verify=false"]  # fmt: skip
+
+# Each is the bytes of a state and of a cached row, and the most settled rows that are cached; see tests.models.
+CONV = 0, 4 * (2 * 2 * 8 + 4 * 8), 3
+"""The inputs of the convolution are the queries, keys and values of the delta rule."""
+DELTA_RULE = 4 * 4 * 8 * 8, 4 * (2 * 8 + 4 * 8 + 4 + 4 * CHUNK), CHUNK - 1
+SCAN_CONV = 0, 4 * 48, 3
+SCAN = 4 * 48 * 8, 4 * (48 + 48 + 8), CHUNK - 1
+LFM2_CONV = 0, 4 * 32, 2
+"""Two layers, of which each has inputs as wide as the hidden state."""
+EXPECTED = {"qwen3_5_text": [CONV, DELTA_RULE], "mamba": 2 * [SCAN_CONV, SCAN], "lfm2": 2 * [LFM2_CONV]}
+
+
+@functools.cache
+def program_of(architecture: str, k: int) -> Program:
+    return compiled(shared_model(architecture), "ngram", k).stages[STAGE]
+
+
+def moved(state: int, row: int, settled: int, new: int, tokens: float) -> float:
+    """A state is read, and written once in a chunk; the rows behind it are half of those that a chunk can cache."""
+    if not state:
+        return row * (settled + new)
+    return state + state * tokens / CHUNK + row * ((CHUNK - 1) / 2 + new)
+
+
+@pytest.mark.parametrize(("architecture", "k"), [("qwen3_5_text", 3), ("mamba", 2), ("lfm2", 2)])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1.0), (5, 2.5)])
+def test_bytes_of_states_follow_from_the_buffers(architecture: str, k: int, batch: int, tokens: float) -> None:
+    traffic = step_traffic(program_of(architecture, k), batch, 20.0, k, tokens)
+    ops = EXPECTED[architecture]
+    assert traffic.state == batch * sum(moved(*op, k + 1, tokens) for op in ops)
+    attention_layers = {"qwen3_5_text": 1, "mamba": 0, "lfm2": 1}[architecture]
+    assert traffic.cache == batch * 20 * attention_layers * 4 * 2 * 2 * 8
+    assert traffic.total == traffic.target_weights + traffic.cache + traffic.state
+
+
+@pytest.mark.parametrize(("architecture", "k"), [("qwen3_5_text", 3), ("mamba", 2), ("lfm2", 2)])
+def test_memory_of_a_sequence_has_room_for_rows_that_are_not_settled(architecture: str, k: int) -> None:
+    expected = sum(state + row * (settled + 1 + 2 * k) for state, row, settled in EXPECTED[architecture])
+    assert state_size(program_of(architecture, k)) == expected
+
+
+def test_what_a_step_reads_survives_a_file() -> None:
+    calls = step_reads(program_of("qwen3_5_text", 3))
+    assert calls[0].reads.states and not calls[-1].reads.states
+    records = json.loads(json.dumps([call.to_record() for call in calls]))
+    assert [CallReads.of_record(record) for record in records] == calls
+
+
+def test_a_head_has_no_state_of_this_kind() -> None:
+    model = shared_model("qwen3_5_text")
+    program = compiled(model, "eagle3", 3, draft=make_head(model)).stages[STAGE]
+    with_head, plain = (step_traffic(given, 4, 20.0, 3) for given in (program, program_of("qwen3_5_text", 3)))
+    assert with_head.state == plain.state and with_head.cache == plain.cache + 4 * 20 * 3 * 4 * 2 * 2 * 8
+
+
+def test_without_recurrent_layers_there_are_no_states() -> None:
+    program = program_of("llama", 3)
+    assert state_size(program) == 0 and step_traffic(program, 2, 20.0, 3).state == 0
+
+
+def test_of_steps_that_ran_prompts_only_the_weights_count() -> None:
+    """How many sequences their rows belong to is not known."""
+    program = program_of("qwen3_5_text", 3)
+    weights = step_traffic(program, 1, 0.0, 3).target_weights
+    assert Work(prompt_steps=2, prompt_tokens=80).num_bytes(program, 3) == 2 * weights
+
+
+def test_weights_of_the_9b_shape() -> None:
+    """A step reads all of them but the embedding: 15.87 GB in bf16."""
+    target = random_target(NAME, torch.device("meta"), torch.bfloat16)
+    embedding = target.get_input_embeddings().weight.numel()
+    read = sum(parameter.numel() for parameter in target.parameters()) - embedding
+    assert 2 * read == pytest.approx(15.87e9, rel=1e-3) and 2 * embedding == pytest.approx(2.034e9, rel=1e-3)
+    kinds = [layer for layer in target.config.layer_types if layer == "linear_attention"]
+    assert len(kinds) == 24 and target.config.num_hidden_layers == 32
+    sizes = Sizes.of(shape_config(NAME)).linears
+    products = {name: inputs * outputs for name, (inputs, outputs) in sizes.items()}
+    mlp, linear = products["gate_up"] + products["down"], products["delta_rule_in"] + products["delta_rule_out"]
+    full = products["qkv"] + products["o"]
+    assert 32 * mlp + 24 * linear + 8 * full + products["lm_head"] == pytest.approx(read, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[str]:
+    """The name of a shape with the heads of :data:`NAME`, and with one layer of each kind that is small otherwise.
+
+    There is one model of it, so that it is traced once.
+    """
+    layers = ["linear_attention", "full_attention"]
+    fewer = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 512, "num_hidden_layers": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "small-9b-shape", {**SHAPES[NAME], **fewer, "layer_types": layers})
+        patch.setattr(run, "random_target", functools.cache(random_target))
+        yield "small-9b-shape"
+
+
+@pytest.mark.parametrize(("draft", "k"), [("none", 0), ("ngram", 2), ("eagle3", 2)])
+def test_drafts_of_the_9b_shape(
+    small: str, draft: str, k: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How often a state is written follows from how many tokens a step gives, which are between 1 and K + 1."""
+    written = tmp_path / "steps.json"
+    given = [f"target={small}", f"draft={draft}", "batch_sizes=[1,2]", *QUICK, f"json={written}"]
+    assert main(["bench", *given]) == 0
+    assert "state GB  state GB/seq  limit ms" in capsys.readouterr().out
+    state, row = 4 * 32 * 128 * 128, 4 * (16 * 128 + 32 * 128 + 32 + 32 * CHUNK)
+    conv = 4 * (2 * 16 * 128 + 32 * 128)
+    for found in json.loads(written.read_text())["rows"]:
+        assert found["k"] == k and found["sequence_bytes"] == state + row * (CHUNK + 2 * k) + conv * (4 + 2 * k)
+        least = found["batch"] * (moved(state, row, CHUNK - 1, k + 1, 1.0) + conv * (3 + k + 1))
+        assert least <= found["state_bytes"] <= least + found["batch"] * state * k / CHUNK
+        total = sum(found[f"{part}_bytes"] for part in ("target", "draft", "cache", "state"))
+        assert found["limit_ms"] == pytest.approx(total / 1e9 * 1e3)
