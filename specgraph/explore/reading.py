@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specgraph.config.paths import did_you_mean_path
 from specgraph.dump import FORMAT, MARKER, NODES, RECORD
 from specgraph.errors import ConfigError
 
@@ -146,7 +147,8 @@ def _checked(entry: dict[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
 def _check(folder: Path) -> None:
     """Refuse what is no dump of this version, and say what it is instead."""
     if not folder.exists():
-        raise ConfigError(f"{folder}: there is no such folder; give one that python -m specgraph dump wrote.")
+        near = did_you_mean_path(folder)
+        raise ConfigError(f"{folder}: there is no such folder{near}; give one that python -m specgraph dump wrote.")
     if (folder / "inputs.json").is_file():
         raise ConfigError(f"{folder} is one stage of a dump; give the folder above it.")
     if not (folder / MARKER).is_file():
