@@ -34,6 +34,7 @@ class Node:
         shape: of its value, with letters for the sizes that only a request knows; None if it is not known.
         bytes: of its value, in the same letters; None if they are not known.
         made_by: the pass that made it.
+        line: of the model's source, which it comes from; None if that is not known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Node:
     shape: str | None
     bytes: str | None
     made_by: str | None
+    line: str | None = None
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Node:
@@ -55,7 +57,7 @@ class Node:
         name, op, calls, code = (_is(str, record[key]) for key in ("name", "op", "calls", "code"))
         inputs = tuple(_is(str, name) for name in _is(list, record["inputs"]))
         shape, size, made_by = (_is(str | None, record[key]) for key in ("shape", "bytes", "pass"))
-        return Node(name, op, calls, inputs, code, shape, size, made_by)
+        return Node(name, op, calls, inputs, code, shape, size, made_by, _is(str | None, record.get("line")))
 
 
 def _is(kind: Any, value: Any) -> Any:
