@@ -50,9 +50,9 @@ async def read_body(request: Request) -> dict[str, Any]:
         raise HTTPException(400, f"The body is no JSON object: {error}.") from error
     for name, value in body.items():
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, 1)
-            advice = f"did you mean {near[0]!r}?" if near else "leave it out."
-            raise FieldError(name, f"There is no field {name!r} here; {advice}")
+            near = difflib.get_close_matches(name, FIELDS, 1, 0.75)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise FieldError(name, f"There is no field {name!r} here{hint}; leave it out.")
         if not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and FIELDS[name] is int):
             raise FieldError(name, f"{name} is {WORDS[FIELDS[name]]}, not {value!r:.60}.")
     for name in sorted({"model", "messages"} - body.keys()):

@@ -101,6 +101,11 @@ class Endpoint:
         said = choice(body, every, self.tokenizer, "message")
         return JSONResponse(completion(self.name, [said], usage=usage(prompt, every)))
 
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def elsewhere(self, request: Request, path: str) -> None:
+        there = "POST /v1/chat/completions, GET /v1/models and GET /stats"
+        raise HTTPException(404, f"There is no {request.method} /{path} here; there are {there}.")
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

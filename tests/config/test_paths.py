@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a configuration": (lambda: specgraph.compile_speculative(shared_model("llama"), "mien.yaml"),
                         "no configuration file 'mien.yaml' (did you mean 'mine.yaml'?); give a YAML file"),
     "a dump": (lambda: explore("grphs", "page.html"), "no such folder (did you mean 'graphs'?); give one that"),
+    "a stage": (lambda: specgraph.load_dump("grphs"), "There is no folder grphs (did you mean 'graphs'?); give"),
     "a trace": (lambda: read_trace("question.txt"), "(No such file or directory) (did you mean 'questions.txt'?); "),
 }  # fmt: skip
 

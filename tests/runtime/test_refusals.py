@@ -307,7 +307,7 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                              "tokens; keys of the configuration go into a mapping, such as compile_speculative.model, "
                              "{'draft.num_speculative_tokens': 4}.."),
     "attach with a key": (lambda: specgraph.attach(llama(), lenght=3), ConfigError, r"attach\(model, {'max_length': 3"),
-    "missing dump": (lambda: specgraph.load_dump("/nowhere"), ConfigError, "/nowhere is not a dumped stage"),
+    "missing dump": (lambda: specgraph.load_dump("/nowhere"), ConfigError, "There is no folder /nowhere; give"),
 }  # fmt: skip
 
 

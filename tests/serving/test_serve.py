@@ -165,10 +165,12 @@ LONG = [{"role": "user", "content": "pens " * 300}]
 MESSAGE = {"role": "user"}
 REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, str | None]] = [
     (lambda s: post(s, fields(), key="another"), 401, "The API key is wrong", None),
-    (lambda s: post(s, fields(), path="/v1/chat"), 404, "Not Found", None),
+    (lambda s: post(s, fields(), path="/v1/chat"), 404, "There is no POST /v1/chat here; there are POST /v1/", None),
     (lambda s: post(s, fields(model="gpt")), 404, "There is no model 'gpt' here; it is 'tiny'.", "model"),
     (lambda s: post(s, fields(logit_bias={})), 400, "There is no field 'logit_bias' here; leave it out.", "logit_bias"),
-    (lambda s: post(s, fields(max_token=3)), 400, "no field 'max_token' here; did you mean 'max_tokens'?", "max_token"),
+    (lambda s: post(s, fields(max_token=3)), 400, "'max_token' here (did you mean 'max_tokens'?); leave", "max_token"),
+    (lambda s: post(s, fields(reasoning_effort="low")), 400, "'reasoning_effort' here; leave it out.",
+     "reasoning_effort"),
     (lambda s: post(s, b"{"), 400, "The body is no JSON object: ", None),
     (lambda s: post(s, b"[1, 2]"), 400, "The body is no JSON object: ", None),
     (lambda s: post(s, b"\xff\xfe{}"), 400, "The body is no JSON object: ", None),
@@ -194,6 +196,7 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
     (lambda s: post(s, fields(response_format={"type": "json_schema"})), 400, "no json_schema with a schema in it",
      "response_format"),
     (lambda s: post(s, fields(regex="[")), 400, "regex is not one that llguidance takes", "regex"),
+    (lambda s: post(s, fields(regex="(")), 400, "regex parse error: unclosed group", "regex"),
     (lambda s: post(s, fields(stream=True, temperature=-1)), 400, "temperature must be 0 or more", "temperature"),
 ]  # fmt: skip
 
