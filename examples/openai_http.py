@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
+import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import HTTPException, Request
@@ -20,8 +22,19 @@ FIELDS = dict.fromkeys(PASSED_ON, object) | {
     "model": str, "messages": list, "stream": bool, "stream_options": dict, "max_tokens": int, "logprobs": bool,
     "max_completion_tokens": int, "stop": str | list, "response_format": dict, "return_token_ids": bool, "user": str,
 }  # fmt: skip
+WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list", dict: "an object",
+         str | list: "a text or a list of texts"}  # fmt: skip
+LIMITS = ("max_completion_tokens", "max_tokens")
 LARGEST_BODY = 1 << 20
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "max_length": "length"}
+
+
+class FieldError(HTTPException):
+    """A field of a request that is refused, which OpenAI's clients show as ``param``."""
+
+    def __init__(self, field: str, message: str, status: int = 400) -> None:
+        super().__init__(status, message)
+        self.field = field
 
 
 async def read_body(request: Request) -> dict[str, Any]:
@@ -37,17 +50,20 @@ async def read_body(request: Request) -> dict[str, Any]:
         raise HTTPException(400, f"The body is no JSON object: {error}.") from error
     for name, value in body.items():
         if name not in FIELDS:
-            raise HTTPException(400, f"There is no field {name!r} here; leave it out.")
+            near = difflib.get_close_matches(name, FIELDS, 1, 0.75)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise FieldError(name, f"There is no field {name!r} here{hint}; leave it out.")
         if not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and FIELDS[name] is int):
-            raise HTTPException(400, f"{name} cannot be {value!r:.60}.")
+            raise FieldError(name, f"{name} is {WORDS[FIELDS[name]]}, not {value!r:.60}.")
     for name in sorted({"model", "messages"} - body.keys()):
-        raise HTTPException(400, f"The request has no {name}.")
+        raise FieldError(name, f"The request has no {name}.")
+    request.state.body = body
     return body
 
 
 def options(body: dict[str, Any], longest: int) -> dict[str, Any]:
     """The arguments of ``submit``. What a request leaves out is what the model's generation_config says."""
-    count = body.get("max_completion_tokens", body.get("max_tokens", longest))
+    count = next((body[name] for name in LIMITS if name in body), longest)
     own = {"max_new_tokens": count, "stop_strings": body.get("stop"), "json_schema": _schema(body)}
     return own | {name: body[name] for name in PASSED_ON & body.keys()}
 
@@ -57,9 +73,11 @@ def _schema(body: dict[str, Any]) -> Any:
     known = {"text": None, "json_object": {"type": "object"}, "json_schema": form.get("json_schema")}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise HTTPException(400, f"The type of response_format is {', '.join(known)}, not {kind!r}.")
+        raise FieldError("response_format", f"The type of response_format is {', '.join(known)}, not {kind!r}.")
     if kind == "json_schema" and not (isinstance(known[kind], dict) and "schema" in known[kind]):
-        raise HTTPException(400, "response_format of type json_schema has no json_schema with a schema in it.")
+        raise FieldError(
+            "response_format", "response_format of type json_schema has no json_schema with a schema in it."
+        )
     return known[kind]["schema"] if kind == "json_schema" else known[kind]
 
 
@@ -92,12 +110,26 @@ def completion(model: str, choices: Sequence[Any], form: str = "", **fields: Any
     return {**about, "model": model, "choices": choices, **fields}
 
 
-def described(error: Any) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an error."""
-    known = {specgraph.InputError: 400, specgraph.BusyError: 429}.get(type(error), 500)
-    status = getattr(error, "status_code", known)
+def described(error: Any, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error that the request with this ``body`` met."""
+    if isinstance(error, specgraph.InputError):
+        error = in_fields(error, body)
+    status = getattr(error, "status_code", 429 if isinstance(error, specgraph.BusyError) else 500)
     kind = "invalid_request_error" if status < 429 else "server_error"
-    return status, {"error": {"message": getattr(error, "detail", str(error)), "type": kind, "code": str(status)}}
+    about = {"message": getattr(error, "detail", str(error)), "type": kind, "param": getattr(error, "field", None)}
+    return status, {"error": about | {"code": str(status)}}
+
+
+def in_fields(error: specgraph.InputError, body: Mapping[str, Any]) -> FieldError:
+    """An error of ``submit`` with the names that the request has for its arguments.
+
+    Such an error begins with the argument that it is about, or else it is about the prompt.
+    """
+    limit = next((name for name in LIMITS if name in body), "max_tokens")
+    names = {"max_new_tokens": limit, "stop_strings": "stop", "json_schema": "response_format"}
+    message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+    first = re.split(r"\W", message, maxsplit=1)[0]
+    return FieldError(first if first in body else "messages", message)
 
 
 async def lines(
@@ -109,7 +141,7 @@ async def lines(
     while True:
         event = seen[-1]
         chunk["choices"] = [choice(body, [event], tokenizer, "delta")]
-        yield f"data: {json.dumps(described(event.error)[1] if event.error else chunk)}\n\n"
+        yield f"data: {json.dumps(described(event.error, body)[1] if event.error else chunk)}\n\n"
         if event.finish_reason is not None:
             break
         seen.append(await anext(rest))

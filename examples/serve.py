@@ -18,7 +18,7 @@ try:
     import ray
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse, Response
-    from openai_http import Chunks, choice, completion, described, lines, options, read_body, usage
+    from openai_http import Chunks, FieldError, choice, completion, described, lines, options, read_body, usage
     from ray import serve
     from starlette.exceptions import HTTPException as AnyHTTPException
 except ImportError as error:
@@ -33,7 +33,7 @@ app = FastAPI(openapi_url=None)
 @app.exception_handler(specgraph.SpecgraphError)
 async def refuse(request: Request, error: Exception) -> JSONResponse:
     """An error as OpenAI's clients expect it."""
-    status, body = described(error)
+    status, body = described(error, getattr(request.state, "body", {}))
     return JSONResponse(body, status)
 
 
@@ -84,7 +84,7 @@ class Endpoint:
         self.check(request)
         body = await read_body(request)
         if body["model"] != self.name:
-            raise HTTPException(404, f"There is no model {body['model']!r} here; it is {self.name!r}.")
+            raise FieldError("model", f"There is no model {body['model']!r} here; it is {self.name!r}.", 404)
         from specgraph.runtime.text import encode_chats
 
         (prompt,) = encode_chats(self.tokenizer, [body["messages"]])
@@ -100,6 +100,11 @@ class Endpoint:
             raise every[-1].error
         said = choice(body, every, self.tokenizer, "message")
         return JSONResponse(completion(self.name, [said], usage=usage(prompt, every)))
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def elsewhere(self, request: Request, path: str) -> None:
+        there = "POST /v1/chat/completions, GET /v1/models and GET /stats"
+        raise HTTPException(404, f"There is no {request.method} /{path} here; there are {there}.")
 
 
 def arguments() -> argparse.Namespace:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from specgraph.checkpoints.files import open_files, read_json
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 
 DAMAGED = (
@@ -70,7 +71,8 @@ def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
         name: the folder or name of the model.
         error: what transformers raised.
     """
-    reason = "there is no such folder." if is_missing_folder(name) else f"{why_not_loaded(error)}."
+    near = "" if Path(name).exists() else did_you_mean_path(name)
+    reason = f"{'there is no such folder' if is_missing_folder(name) else why_not_loaded(error)}{near}."
     if Path(name).is_dir():
         try:
             open_files(name)

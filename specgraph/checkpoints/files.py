@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 
 PICKLES = (".bin", ".pt", ".pth")
@@ -64,7 +65,7 @@ def open_files(path: str | Path) -> Files:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise ConfigError(f"There is nothing at {str(path)!r}; give {ALLOWED}.")
+        raise ConfigError(f"There is nothing at {str(path)!r}{did_you_mean_path(path)}; give {ALLOWED}.")
     folder = path if path.is_dir() else path.parent
     config = read_json(folder / "config.json")
     tensors: dict[str, StoredTensor] = {}

@@ -19,6 +19,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor
 from specgraph.checkpoints.target import TargetTensors
 from specgraph.errors import ConfigError
+from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.tensors import equal_tensors
 
 
@@ -98,8 +99,7 @@ class HeadLoader:
 
     def unfit(self, found: str, needed: str) -> ConfigError:
         """The error that says that the head was made for another target."""
-        name = self.target.info.name
-        return ConfigError(f"{self.checkpoint.path} does not fit: {found}, but the target {name} {needed}.")
+        return unfit(self.checkpoint, self.target.info, found, needed)
 
     def _check_tensor(self, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
@@ -130,6 +130,32 @@ class HeadLoader:
     def _listed(self, names: Sequence[str]) -> str:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(self.shown(name) for name in names[:3]) + more
+
+
+def check_size(checkpoint: Checkpoint, info: ModelInfo) -> None:
+    """Refuse a head that was made for a target of another hidden size.
+
+    This comes before its options are read: that a target lacks the layers of another one says less about it. A head
+    whose configuration has no ``target_hidden_size`` is judged by its ``fc``, which reads hidden states side by side.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    declared, fc = checkpoint.config.get("target_hidden_size"), checkpoint.tensors.get("fc.weight")
+    if declared is not None and declared != info.hidden_size:
+        raise unfit(
+            checkpoint, info, f"it was made for a target with hidden size {declared}", f"has {info.hidden_size}"
+        )
+    if declared is None and fc is not None and len(fc.shape) == 2:
+        count, rest = divmod(fc.shape[1], info.hidden_size)
+        if rest or count > info.num_layers + 1:
+            states = f"has {info.num_layers + 1} hidden states of {info.hidden_size}"
+            raise unfit(checkpoint, info, f"its fc.weight reads {fc.shape[1]} columns", states)
+
+
+def unfit(checkpoint: Checkpoint, info: ModelInfo, found: str, needed: str) -> ConfigError:
+    """The error that says that a head was made for another target."""
+    return ConfigError(f"{checkpoint.path} does not fit: {found}, but the target {info.name} {needed}.")
 
 
 def shared_notes(

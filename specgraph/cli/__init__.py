@@ -25,8 +25,11 @@ def _run(arguments: Sequence[str]) -> int:
         from specgraph.cli.doctor import doctor
 
         return doctor(arguments[1:])
-    from specgraph.cli import entry
-
+    try:
+        from specgraph.cli import entry
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is missing; python -m specgraph doctor says what to do.", file=sys.stderr)
+        return 2
     return entry.main(arguments)
 
 

@@ -34,6 +34,7 @@ from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, load_config
 from specgraph.config.errors import did_you_mean
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
@@ -128,7 +129,6 @@ def _generate_with_ray(
 
     job = Job(options, config, place, tokenizer)
     rows = summary_rows(decode_with_ray(job, prompts, writer(options.format, tokenizer)))
-    rows["tokens/s, with the start of the workers"] = rows.pop("tokens/s")
     print("\n" + text_table(rows.items()), file=notes(options.format))
     return rows
 
@@ -342,7 +342,7 @@ def check_folder(name: str, key: str = "model") -> None:
     if not name:
         raise ConfigError(f"{key} is empty; give the folder or name of a causal LM.")
     if is_missing_folder(name):
-        raise ConfigError(f"{key}={name}: there is no such folder.")
+        raise ConfigError(f"{key}={name}: there is no such folder{did_you_mean_path(name)}.")
 
 
 @functools.lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ from specgraph.config import Config, DraftConfig, group_choices
 from specgraph.config.draft import texts_below, trained_by
 from specgraph.config.errors import did_you_mean
 from specgraph.config.load import own_drafter
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 
 
@@ -178,8 +179,9 @@ def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
     for path in paths:
         if not _exists(path):
             raise ConfigError(
-                f"draft={path}: there is no such file or folder; draft is one of {', '.join(names)}, or the path of a "
-                "checkpoint (draft.model also takes the name of a model that is downloaded)."
+                f"draft={path}: there is no such file or folder{did_you_mean_path(path)}; draft is one of "
+                f"{', '.join(names)}, or the path of a checkpoint (draft.model also takes the name of a model that is "
+                "downloaded)."
             )
     others = [override for override in overrides if override not in given]
     if len(given) > 1 or any(override.lstrip("+").startswith("draft.model=") for override in others):

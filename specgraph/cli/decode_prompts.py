@@ -46,6 +46,7 @@ class Outcome:
         seconds: the time of decoding. It includes prefill, but neither tokenizing nor, unless texts are streamed,
             printing.
         seeds: the seed of every prompt.
+        besides: what else than decoding ``seconds`` include, in words; empty after a warm-up.
         trace: what happened to every draft, if that was asked for.
     """
 
@@ -54,6 +55,7 @@ class Outcome:
     stats: Stats
     seconds: float
     seeds: list[int]
+    besides: str = ""
     trace: Trace | None = None
 
 
@@ -71,7 +73,8 @@ def decode_prompts(
     the texts do not depend on that number.
     """
     drawn = seeds or draw_seeds(options.seed, len(prompts))
-    outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn))
+    besides = "" if options.compare else "compiling"  # what the first step of its kind waits for
+    outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn), besides)
     if options.compare:
         _warm_up(decoder, [prompt.ids for prompt in prompts[: decoder.config.max_batch_size]])
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -129,13 +130,38 @@ def _conclude(found: Sequence[Finding]) -> int:
 def versions() -> Iterator[Finding]:
     """specgraph, Python, and the packages that specgraph requires, with what is missing or too old."""
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
+    needed = [_installed(), *(_required(requirement) for requirement in _requirements() if requirement.extra is None)]
+    if any(finding.broken for finding in needed):
+        yield from _environment()
+    yield from needed
+
+
+def _installed() -> Finding:
+    """The version of specgraph, and whether what is imported is all of it and what this folder holds."""
+    package, below = Path(__file__).resolve().parents[1], [Path.cwd(), *Path.cwd().parents]
+    install = f"python -m pip install -e {package.parent}"
     try:
-        yield Finding("specgraph", metadata.version("specgraph"))
+        version = metadata.version("specgraph")
     except metadata.PackageNotFoundError:
-        yield Finding("specgraph", "runs without being installed", "Install specgraph: python -m pip install -e .")
-    for requirement in _requirements():
-        if requirement.extra is None:
-            yield _required(requirement)
+        return Finding("specgraph", "runs without being installed", f"Install specgraph: {install}", broken=True)
+    if importlib.util.find_spec("specgraph.kernels") is None:
+        text = f"{version}, but {package} has no kernels: it is not installed, or it hides a copy that is"
+        return Finding("specgraph", text, f"Install this folder itself, and not a copy: {install}", broken=True)
+    sources = next((folder for folder in below if (folder / "specgraph" / "cli" / "doctor.py").is_file()), None)
+    if sources is None or sources.resolve() == package.parent:
+        return Finding("specgraph", version)
+    advice = f"If changes in {sources} shall have an effect, install that folder: python -m pip install -e {sources}"
+    return Finding("specgraph", f"{version}, the copy in {package}, which hides that in {sources}", advice)
+
+
+def _environment() -> Iterator[Finding]:
+    """The environment that ``make install`` has made beside the sources, if this is another one."""
+    for folder in dict.fromkeys((Path.cwd(), Path(__file__).resolve().parents[2])):
+        venv = folder / ".venv"
+        if (venv / ".ready").is_file() and venv.resolve() != Path(sys.prefix).resolve():
+            advice = f"Use the environment that make has made: source {venv / 'bin' / 'activate'}"
+            yield Finding(".venv", f"{venv} is ready, but this is another Python", advice)
+            return
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from specgraph.cli.config import quoted, unquoted
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 
 KEY = "config"
@@ -43,7 +44,8 @@ def _read(path: Path) -> Mapping[Any, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{where} cannot be read ({error.strerror}); give a YAML file of keys.") from None
+        near = did_you_mean_path(path)
+        raise ConfigError(f"{where} cannot be read ({error.strerror}){near}; give a YAML file of keys.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
     except yaml.YAMLError as error:

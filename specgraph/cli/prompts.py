@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import InputError
 
 FIELDS = ("question", "prompt")
@@ -54,7 +55,7 @@ def _read(path: Path, template: str | None) -> Iterator[dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise InputError(f"prompts={path}: a file of prompts ends in .txt (one per line) or .jsonl.")
     if not path.is_file():
-        raise InputError(f"prompts={path}: there is no such file.")
+        raise InputError(f"prompts={path}: there is no such file{did_you_mean_path(path)}.")
     with path.open(encoding="utf-8-sig") as file:
         lines = ((number, line.rstrip("\n")) for number, line in enumerate(file, 1) if line.strip())
         if path.suffix == ".txt":

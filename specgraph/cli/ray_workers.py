@@ -94,7 +94,7 @@ def decode_with_ray(job: Job, prompts: Sequence[Prompt], write: Writer | None = 
     """
     seeds = draw_seeds(job.options.seed, len(prompts))
     empty: list[list[int]] = [[] for _ in prompts]
-    outcome = Outcome(job.config, [*empty], Stats(0, [*empty]), 0.0, seeds)
+    outcome = Outcome(job.config, [*empty], Stats(0, [*empty]), 0.0, seeds, "the start of the workers")
     reasons: list[str | None] = [None] * len(prompts)
     ready, begin = InOrder(outcome, prompts, write), time.perf_counter()
     with Progress("prompts", len(prompts), job.config.debug.progress) as progress, _running():

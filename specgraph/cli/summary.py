@@ -22,7 +22,8 @@ def summary_rows(outcome: Outcome) -> dict[str, str]:
         rows["accepted per position"] = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
     if stats.confidence_per_position:
         rows["as the draft expected"] = " ".join(f"{share:.2f}" for share in stats.confidence_per_position)
-    return {**rows, "tokens/s": f"{_speed(outcome):.1f}"}
+    with_ = f", with {outcome.besides}" if outcome.besides else ""
+    return {**rows, f"tokens/s{with_}": f"{_speed(outcome):.1f}"}
 
 
 def compare_rows(outcome: Outcome, plain: Outcome, peers: Sequence[PeerOutcome] = ()) -> dict[str, str]:

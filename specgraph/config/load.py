@@ -26,6 +26,7 @@ from specgraph.config.draft import (
 )
 from specgraph.config.errors import check_keys, did_you_mean, explain, keys, nearest
 from specgraph.config.groups import default_groups, presets, read_group
+from specgraph.config.paths import did_you_mean_path
 from specgraph.config.schema import LOWERINGS, NUMERICS, Config
 from specgraph.errors import ConfigError
 
@@ -187,7 +188,8 @@ def _read_file(given: str | Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         return _read_preset(str(given))
     if not path.is_file():
-        raise ConfigError(f"There is no configuration file {str(path)!r}.")
+        near = did_you_mean_path(path)
+        raise ConfigError(f"There is no configuration file {str(path)!r}{near}; give a YAML file, or a preset's name.")
     try:
         loaded = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

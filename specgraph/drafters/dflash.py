@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
-from specgraph.checkpoints.loading import shared_notes
+from specgraph.checkpoints.loading import check_size, shared_notes
 from specgraph.config import DraftConfig, ParallelDraftConfig
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
 from specgraph.drafters.dflash_loading import default_features, load_head, read_options
@@ -147,6 +147,7 @@ class DFlashDrafter(Drafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
+        check_size(checkpoint, info)
         return load_head(checkpoint, read_options(checkpoint, options, info.num_layers), model, info)
 
     @classmethod

@@ -267,9 +267,6 @@ def _stored(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 
 def _config(loader: HeadLoader, options: HeadOptions, num_features: int) -> DFlashConfig:
     info, stored, checkpoint = loader.target.info, loader.stored, loader.checkpoint
-    declared = checkpoint.config.get("target_hidden_size")
-    if declared is not None and declared != info.hidden_size:
-        raise loader.unfit(f"it was made for a target with hidden size {declared}", f"has {info.hidden_size}")
     head, embedding = stored.get(PROJECTION), stored.get(EMBEDDING)
     rows = len(loader.target.own[EMBEDDING]) if embedding is None else max(*embedding.shape[:1], info.vocab_size)
     counted = head.shape[0] if head is not None and head.shape else info.vocab_size

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
+from specgraph.checkpoints.loading import check_size
 from specgraph.config import DraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter, export_block
@@ -124,6 +125,7 @@ class DSparkDrafter(DFlashDrafter):
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Any, model: PreTrainedModel, info: ModelInfo) -> DraftHead:
         """Load a head; see :func:`~specgraph.drafters.dflash_loading.load_head`."""
+        check_size(checkpoint, info)
         found = read_options(checkpoint, options, info.num_layers)
         check_tokens(checkpoint, found, info)
         return load_head(checkpoint, found, model, info, "a DSpark head", found.module)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.layers import LayerShape, layer_config, read_layers, read_size
-from specgraph.checkpoints.loading import HeadLoader
+from specgraph.checkpoints.loading import HeadLoader, check_size
 from specgraph.checkpoints.reading import Reader
 from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.vocabulary import read_vocabulary
@@ -247,6 +247,7 @@ def load_head(
     """
     if checkpoint.kind != "eagle3":
         raise ConfigError(f"{checkpoint.path} is a {checkpoint.algorithm}, a model of its own, not an EAGLE-3 head.")
+    check_size(checkpoint, info)
     options = read_options(checkpoint, overrides, info.num_layers)
     stored = {layer_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     old = any(name.startswith("midlayer.") for name in checkpoint.tensors)
@@ -285,9 +286,6 @@ class _Eagle3Loader:
     def _config(self, features: tuple[int, ...]) -> Eagle3Config:
         options, config = self.options, self.checkpoint.config
         info, stored = self.loader.target.info, self.loader.stored
-        declared = config.get("target_hidden_size")
-        if declared is not None and declared != info.hidden_size:
-            raise self.loader.unfit(f"it was made for a target with hidden size {declared}", f"has {info.hidden_size}")
         head, embedding = stored.get("lm_head.weight"), stored.get("embed_tokens.weight")
         # An embedding may be longer than the target's, to have a row for a mask token. A shorter one fails the check of
         # shapes.

@@ -10,11 +10,13 @@ from typing import Any
 
 from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor
+from specgraph.checkpoints.loading import check_size
 from specgraph.config import DraftConfig
 from specgraph.config.load import drafter_options
 from specgraph.drafters.registry import drafter_class, open_checkpoint
 from specgraph.errors import SpecgraphError
 from specgraph.frontend.shapes_only import info_of, without_weights
+from specgraph.ir.model_info import ModelInfo
 from specgraph.tables import text_table
 
 
@@ -56,19 +58,29 @@ def inspect_checkpoint(path: str | Path, draft: DraftConfig, target: str | None 
     model = None if target is None else without_weights(target, "target")
     info = None if model is None else info_of(model)
     options: list[tuple[str, ...]] = []
-    reason = None
+    reason = None if info is None else _other_size(checkpoint, info)
     try:
-        chosen = drafter.choices(checkpoint, given, None if info is None else info.num_layers)
+        layers = None if info is None or reason is not None else info.num_layers
+        chosen = drafter.choices(checkpoint, given, layers)
         options = [(choice.name, _shown(choice.value), choice.source) for choice in chosen]
-        if model is not None and info is not None:
+        if model is not None and info is not None and reason is None:
             drafter.check_fit(checkpoint, given, model, info)
     except SpecgraphError as error:
-        reason = str(error)
+        reason = reason or str(error)
     fits = None if model is None else reason is None
     facts = _facts(checkpoint)
     if fits is not None:
         facts["fits the target"] = "yes" if fits else "no"
     return Inspection(facts, options, _tensors(checkpoint.tensors), fits, reason)
+
+
+def _other_size(checkpoint: Checkpoint, info: ModelInfo) -> str | None:
+    """Why a checkpoint is for a target of another size; None if it is not."""
+    try:
+        check_size(checkpoint, info)
+    except SpecgraphError as error:
+        return str(error)
+    return None
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:

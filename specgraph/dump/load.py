@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from specgraph.config.paths import did_you_mean_path
 from specgraph.dump.files import FORMAT, WEIGHTS, _decode, _dtype
 from specgraph.errors import ConfigError
 from specgraph.ir.source import class_name
@@ -126,6 +127,8 @@ def _read_info(folder: Path) -> dict[str, Any]:
         example = (
             f"one of its stages, such as {folder / inside[-1]}" if inside else "a folder below one decoder.dump wrote"
         )
+        if not folder.exists():
+            raise ConfigError(f"There is no folder {folder}{did_you_mean_path(folder)}; give {example}.")
         raise ConfigError(f"{folder} is not a dumped stage (it has no inputs.json); give {example}.")
     info: dict[str, Any] = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
     if info.get("format") != FORMAT:

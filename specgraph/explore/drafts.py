@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 from specgraph.explore.reading import Dump
 from specgraph.runtime.trace import FORMAT
@@ -99,7 +100,8 @@ def read_trace(path: str | Path) -> TraceFile:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise ConfigError(f"trace={path} cannot be read ({error.strerror}); {AGAIN}.") from None
+        near = did_you_mean_path(path)
+        raise ConfigError(f"trace={path} cannot be read ({error.strerror}){near}; {AGAIN}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"trace={path} is no text; {AGAIN}.") from None
     records = [_record(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]

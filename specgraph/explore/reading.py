@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specgraph.config.paths import did_you_mean_path
 from specgraph.dump import FORMAT, MARKER, NODES, RECORD
 from specgraph.errors import ConfigError
 
@@ -33,6 +34,7 @@ class Node:
         shape: of its value, with letters for the sizes that only a request knows; None if it is not known.
         bytes: of its value, in the same letters; None if they are not known.
         made_by: the pass that made it.
+        line: of the model's source, which it comes from; None if that is not known.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Node:
     shape: str | None
     bytes: str | None
     made_by: str | None
+    line: str | None = None
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Node:
@@ -54,7 +57,7 @@ class Node:
         name, op, calls, code = (_is(str, record[key]) for key in ("name", "op", "calls", "code"))
         inputs = tuple(_is(str, name) for name in _is(list, record["inputs"]))
         shape, size, made_by = (_is(str | None, record[key]) for key in ("shape", "bytes", "pass"))
-        return Node(name, op, calls, inputs, code, shape, size, made_by)
+        return Node(name, op, calls, inputs, code, shape, size, made_by, _is(str | None, record.get("line")))
 
 
 def _is(kind: Any, value: Any) -> Any:
@@ -146,7 +149,8 @@ def _checked(entry: dict[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
 def _check(folder: Path) -> None:
     """Refuse what is no dump of this version, and say what it is instead."""
     if not folder.exists():
-        raise ConfigError(f"{folder}: there is no such folder; give one that python -m specgraph dump wrote.")
+        near = did_you_mean_path(folder)
+        raise ConfigError(f"{folder}: there is no such folder{near}; give one that python -m specgraph dump wrote.")
     if (folder / "inputs.json").is_file():
         raise ConfigError(f"{folder} is one stage of a dump; give the folder above it.")
     if not (folder / MARKER).is_file():

@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from specgraph.errors import ConfigError, VerificationError
+from specgraph.ir.origins import model_line
 from specgraph.ir.shapes import called, propagate
 from specgraph.ir.views import ProgramView
 
@@ -44,7 +45,8 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
     """The nodes of the step graph, or of one module, as plain values that JSON can hold.
 
     Each has its ``name``, its kind (``op``), what it ``calls``, the names of its ``inputs``, its ``code`` in the file
-    that :func:`render` writes, the ``shape`` and the ``bytes`` of its value, and the ``pass`` that made it.
+    that :func:`render` writes, the ``shape`` and the ``bytes`` of its value, the ``pass`` that made it, and the
+    ``line`` of the model's source that it comes from.
 
     Raises:
         ConfigError: the program has no such module.
@@ -61,6 +63,7 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
             "shape": node.meta.get("shape"),
             "bytes": node.meta.get("bytes"),
             "pass": node.meta.get("pass_name"),
+            "line": model_line(node.meta),
         }
         for node in graph.nodes
     ]

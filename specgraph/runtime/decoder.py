@@ -117,7 +117,8 @@ class SpeculativeDecoder:
             input_ids: int ``[B, S]``, padded on the left or right, or a list of 1-D tensors or lists of any lengths, or
                 what a tokenizer returns.
             attention_mask: ``[B, S]``, 0 where ``input_ids`` is padding and 1 elsewhere.
-            max_new_tokens: tokens to add at most; None takes the model's generation_config, or 20 as transformers does.
+            max_new_tokens: tokens to add at most, up to the decoder's ``max_length``; None takes the model's
+                generation_config, or 20 as transformers does.
             eos_token_id: one id or several that end a sequence; the model's if None, none if an empty list.
             temperature: 0 is greedy. A number, or one per sequence, as are the next four.
             top_k: keep the k most likely tokens; 0 is off.

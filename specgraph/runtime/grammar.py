@@ -131,7 +131,7 @@ class Grammars:
         own = self._own_tokenizer(tokenizer, eos_ids)
         wrong = library.LLMatcher.validate_grammar(text, own)
         if wrong:
-            raise InputError(f"{kind} is not one that llguidance takes: {_first_line(wrong)}")
+            raise InputError(f"{kind} is not one that llguidance takes: {_reason(wrong)}")
         return library.LLMatcher(own, text)
 
     def _own_tokenizer(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> Any:
@@ -146,7 +146,7 @@ class Grammars:
                 try:
                     known[eos_ids] = library.hf.from_tokenizer(tokenizer, self._vocab_size, [*eos_ids])
                 except ValueError as error:
-                    raise InputError(f"llguidance does not take this tokenizer: {_first_line(str(error))}") from error
+                    raise InputError(f"llguidance does not take this tokenizer: {_reason(str(error))}") from error
             return known[eos_ids]
 
 
@@ -173,7 +173,7 @@ def _grammar(kind: str, value: Any) -> str:
         else:
             text = (matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark)(value)
     except ValueError as error:
-        raise InputError(f"{kind} is not one that llguidance takes: {_first_line(str(error))}") from error
+        raise InputError(f"{kind} is not one that llguidance takes: {_reason(str(error))}") from error
     return text
 
 
@@ -181,7 +181,7 @@ def _as_json(schema: Any) -> str:
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
-        raise InputError(f"json_schema holds something that JSON does not have: {_first_line(str(error))}") from error
+        raise InputError(f"json_schema holds something that JSON does not have: {_reason(str(error))}") from error
 
 
 def _library() -> Any:
@@ -196,5 +196,8 @@ def _library() -> Any:
     return llguidance
 
 
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it says nothing"])[0].rstrip(".") + "."
+def _reason(text: str) -> str:
+    """The first line of what llguidance says, and where that announces an error below it, the line with the error."""
+    first, *others = text.strip().splitlines() or ["it says nothing"]
+    errors = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return " ".join([first, *errors[:1]]).rstrip(".") + "."

@@ -106,7 +106,7 @@ class Reader:
         pad_id = _pad_id(others.get("pad_token_id"), defaults, eos_ids, self.limits.vocab_size)
         known_pad = pad_id if others.get("pad_token_id") is not None else defaults.pad_id
         prompts = read_prompts(input_ids, attention_mask, known_pad, sum(eos_ids, ()))
-        check_prompts(prompts.prompts, self.limits)
+        check_prompts(prompts, self.limits)
         prompts = prompts.repeat(copies)
         ends = read_limits(prompts, _lengths(max_new_tokens, others, defaults), self.limits.max_length)
         names = ("temperature", "top_k", "top_p", "min_p")
@@ -267,7 +267,7 @@ def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: G
         return Lengths(max_new_tokens, None)
     if others.get("max_length") is not None:
         return Lengths(None, others["max_length"])
-    return Lengths(defaults.max_new_tokens, defaults.max_length)
+    return Lengths(defaults.max_new_tokens, defaults.max_length, by_model=True)
 
 
 def _stop_strings(others: Mapping[str, Any], defaults: GenerationDefaults) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,7 +132,9 @@ def read_prompts(
     if isinstance(input_ids, Tensor):
         raise InputError(f"input_ids must be [B, S] or a list of 1-D tensors, not a tensor of {input_ids.dim()} dims.")
     if not isinstance(input_ids, Sequence) or isinstance(input_ids, str):
-        raise InputError(f"input_ids must be [B, S] or a list of 1-D tensors, not {type(input_ids).__name__}.")
+        raise InputError(
+            f"input_ids must be [B, S] or a list of 1-D tensors, not {type(input_ids).__name__}{_instead(input_ids)}."
+        )
     rows = [_integers(read_ids(row)) for row in input_ids]
     if attention_mask is None:
         return Prompts(rows, rows, [0] * len(rows))
@@ -153,7 +155,8 @@ def read_ids(row: Any) -> Tensor:
         try:
             ids = torch.tensor(row, device="cpu", dtype=_dtype_of(row))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {_wrong(row)}.") from error
+            wrong = f"{_wrong(row)}{_instead(row)}"
+            raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not {wrong}.") from error
     if ids.dim() != 1:
         raise InputError(
             "input_ids must be [B, S] or a list of 1-D tensors or lists of token ids; for a single prompt, put it into "
@@ -168,6 +171,14 @@ def _wrong(row: Any) -> str:
         return type(row).__name__
     others = [entry for entry in row if not isinstance(entry, int)]
     return f"a list with {others[0]!r:.40}" if others else f"a list with {max(row, key=abs)}, which has over 64 bits"
+
+
+def _instead(given: Any) -> str:
+    """What takes a text or a conversation, which somebody gave as token ids; empty for anything else."""
+    inside = given[0] if isinstance(given, list | tuple) and given else given
+    if isinstance(inside, str):
+        return "; decoder.text() takes texts, and a tokenizer makes ids of them"
+    return "; decoder.chat() takes conversations" if isinstance(inside, Mapping) else ""
 
 
 def _dtype_of(row: Any) -> torch.dtype | None:
@@ -228,13 +239,14 @@ def _integers(row: Tensor) -> Tensor:
     return row.long()
 
 
-def check_prompts(prompts: Sequence[Tensor], limits: Limits) -> None:
+def check_prompts(prompts: Prompts, limits: Limits) -> None:
     """Refuse what cannot be decoded, in one sentence."""
-    if not prompts:
+    if not prompts.prompts:
         raise InputError("input_ids is empty; give at least one prompt.")
-    for index, prompt in enumerate(prompts):
+    for index, (given, prompt) in enumerate(zip(prompts.given, prompts.prompts, strict=True)):
         if prompt.numel() == 0:
-            raise InputError(f"Prompt {index} is empty; give it at least one token, for example the BOS id.")
+            what = f"padding alone ({given.numel()} ids, by the mask or the pad id)" if given.numel() else "empty"
+            raise InputError(f"Prompt {index} is {what}; give it at least one token, for example the BOS id.")
         if prompt.numel() > limits.max_length:
             raise InputError(
                 f"Prompt {index} has {prompt.numel()} tokens, but max_length is {limits.max_length}; shorten it, or "
@@ -323,15 +335,26 @@ def _eos_ids(plain: Any, default: tuple[int, ...], vocab_size: int) -> tuple[int
 
 
 class Lengths(NamedTuple):
-    """How long sequences become: by so many new tokens, or up to a length that counts the prompt and its padding."""
+    """How long sequences become: by so many new tokens, or up to a length that counts the prompt and its padding.
+
+    ``by_model``: a caller said nothing, so both are the model's, which may be more than a decoder was compiled for.
+    """
 
     max_new_tokens: PerSequence
     max_length: PerSequence
+    by_model: bool = False
 
 
 def read_limits(prompts: Prompts, asked: Lengths, longest: int) -> list[tuple[int, bool]]:
     """The length at which each sequence ends, and whether that is only because ``longest`` is less than was asked."""
-    ends = (_ends_by_length if asked.max_new_tokens is None and asked.max_length is not None else _ends)(prompts, asked)
+    name = "max_length" if asked.max_new_tokens is None and asked.max_length is not None else "max_new_tokens"
+    ends = (_ends_by_length if name == "max_length" else _ends)(prompts, asked)
+    most = max(per_sequence(name, getattr(asked, name), 0, len(ends)), default=0)
+    if most > longest and not asked.by_model:
+        raise InputError(
+            f"{name}={most} is more than the decoder's max_length of {longest}, which counts the prompt, too; ask for "
+            "fewer, or compile with a larger max_length."
+        )
     return [(min(longest, end), end > longest) for end in ends]
 
 

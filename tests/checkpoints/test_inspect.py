@@ -67,6 +67,15 @@ def test_without_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert ["feature_layers", "unknown without a target", "default: 2, L // 2, L - 3"] in cells
 
 
+@pytest.mark.parametrize("head", ["eagle3", "dflash", "dspark"])
+def test_a_head_for_a_target_of_another_size(head: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[2] / "examples" / "models" / "tiny-math" / head
+    cells = _cells(_inspect(capsys, str(folder), f"target={model}"))
+    assert ["fits the target", "no"] in cells and any(row[:1] == ["feature_layers"] for row in cells)
+    message = "it was made for a target with hidden size 256, but the target LlamaForCausalLM has 32."
+    assert cells[-1] == [f"{folder} does not fit: {message}"]
+
+
 def test_a_causal_lm(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = _cells(_inspect(capsys, str(model), f"target={model}"))
     assert ["layout", "transformers"] in cells and ["fits the target", "yes"] in cells

@@ -318,6 +318,22 @@ MISFITS: dict[str, tuple[Callable[[], Written], Change, dict[str, Any], str]] = 
 }
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"target_hidden_size": 32}, "it was made for a target with hidden size 32, but the target Llama has 16"),
+        ({}, "its fc.weight reads 96 columns, but the target Llama has 2 hidden states of 16"),
+    ],
+)
+def test_the_size_of_another_target_is_said_before_its_number_of_layers(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    written = layouts.specforge()
+    written.config.update(keys)
+    with pytest.raises(ConfigError, match=message):
+        load(written.save(tmp_path / "head"), target(1, 16))
+
+
 @pytest.mark.parametrize("case", MISFITS)
 def test_misfits_get_one_sentence(case: str, tmp_path: Path) -> None:
     make, change, options, message = MISFITS[case]

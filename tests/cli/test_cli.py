@@ -112,6 +112,12 @@ def test_a_pass_too_early_names_the_one_to_run_first(model: Path, capsys: pytest
     assert "put insert_draft before it in pipeline.order" in error
 
 
+def test_speeds_say_what_they_include(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", f"model={model}", "prompt=one, two", *QUICK, "dtype=float64"]) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert float(rows["tokens/s, with compiling"]) > 0 and "tokens/s" not in rows
+
+
 def test_compare_says_that_tokens_are_equal(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = Path("texts.txt")
     texts.write_text("one, two\n\nabab (abab)\nxyz\n")

@@ -103,6 +103,46 @@ def test_a_missing_package_that_is_needed(
     assert shown.endswith("specgraph cannot decode on this machine.\n")
 
 
+def test_an_environment_that_is_ready_is_named_first(
+    monkeypatch: pytest.MonkeyPatch, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty_folder / ".venv").mkdir()
+    (empty_folder / ".venv" / ".ready").touch()
+    assert main(["doctor", "decode=false"]) == 0
+    assert ".venv" not in capsys.readouterr().out.replace(sys.executable, "")
+    _missing(monkeypatch, "tabulate")
+    assert main(["doctor", "decode=false"]) == 1
+    advice = capsys.readouterr().out.partition("== What to do ==\n")[2].splitlines()
+    activate = empty_folder / ".venv" / "bin" / "activate"
+    assert advice[0] == f"- Use the environment that make has made: source {activate}"
+    assert advice[1].startswith("- Install tabulate: ")
+
+
+def test_a_copy_that_hides_the_folder_of_the_sources(
+    monkeypatch: pytest.MonkeyPatch, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty_folder / "specgraph" / "cli").mkdir(parents=True)
+    (empty_folder / "specgraph" / "cli" / "doctor.py").touch()
+    (empty_folder / "examples").mkdir()
+    monkeypatch.chdir(empty_folder / "examples")
+    assert main(["doctor", "decode=false"]) == 0
+    shown = capsys.readouterr().out
+    assert f", the copy in {Path(doctor.__file__).parents[1]}, which hides that in {empty_folder}\n" in shown
+    assert f"shall have an effect, install that folder: python -m pip install -e {empty_folder}\n" in shown
+
+
+def test_a_folder_that_hides_the_installed_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(doctor.__file__).parents[2]
+    script = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in str(f)];"
+        "from specgraph.cli import main; sys.exit(main(['doctor', 'decode=false']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 1
+    assert f"{root / 'specgraph'} has no kernels: it is not installed, or it hides a copy that is" in done.stdout
+    assert f"- Install this folder itself, and not a copy: python -m pip install -e {root}\n" in done.stdout
+
+
 def test_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "2.9.1+cu128" if name == "torch" else version(name))
@@ -185,3 +225,7 @@ def test_it_runs_without_the_packages_that_other_commands_need() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert "== Optional parts ==" in done.stdout
+    other = script.replace("'doctor', 'decode=false'", "'generate'")
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: hydra is missing; python -m specgraph doctor says what to do.\n"

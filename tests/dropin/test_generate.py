@@ -197,12 +197,12 @@ def test_text_can_be_read_in_another_thread(pair: tuple[Any, SpeculativeDecoder]
 def test_every_sequence_says_why_it_ended(pair: tuple[Any, SpeculativeDecoder]) -> None:
     model, _ = pair
     decoder = compiled(model, "ngram", 3, max_length=24)
-    out = decoder.generate(PROMPTS, max_new_tokens=[5, 40, 12], eos_token_id=[])
+    out = decoder.generate(PROMPTS, max_new_tokens=[5, 24, 12], eos_token_id=[])
     assert out.finish_reasons == ["length", "max_length", "length"]
     assert [len(new) for new in out.new_tokens] == [5, 24 - len(PROMPTS[1]), 12]
     last = int(out.new_tokens[0][-1])
     assert decoder.generate(PROMPTS[:1], max_new_tokens=9, eos_token_id=last).finish_reasons == ["eos"]
-    chunks = list(decoder.stream(PROMPTS, max_new_tokens=[5, 40, 12], eos_token_id=[]))
+    chunks = list(decoder.stream(PROMPTS, max_new_tokens=[5, 24, 12], eos_token_id=[]))
     assert chunks[-1].finish_reasons == out.finish_reasons and None in chunks[0].finish_reasons
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     text = tokenizer.decode([last])

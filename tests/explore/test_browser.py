@@ -81,6 +81,16 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
         assert node.meta["shape"] in page.texts("#node dd")
 
 
+def test_a_traced_node_names_the_line_of_the_model(page: Browser, made: Made) -> None:
+    nodes = made.decoder.stages["trace"].modules["target"].graph.nodes
+    node = next(node for node in nodes if "embedding" in str(node.target))
+    go(page, f"#stage=trace&graph=target&node={node.name}")
+    line = page.text("#node #line")
+    assert line.startswith("transformers/models/llama/modeling_llama.py:") and "self.embed_tokens(input_ids)" in line
+    go(page, "#stage=fuse_verify&graph=step&node=verification")
+    assert page.run("document.querySelector('#node #line')") is None
+
+
 def look_for(page: Browser, text: str) -> str:
     """What is found first for a text that is typed; Enter is pressed then."""
     page.run("document.querySelector('#search').focus()")
@@ -227,10 +237,15 @@ def test_numbers_are_those_of_the_trace(page: Browser, made: Made) -> None:
     assert page.run("document.querySelector('#plot canvas').width") > 500
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1200, True), (600, False), (360, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1200, True), (800, False), (600, False), (500, False), (360, True)])
 def test_it_fits_narrow_windows_and_dark_ones(width: int, dark: bool, page: Browser, made: Made) -> None:
-    page.open(made.page.as_uri(), width=width, dark=dark)
+    page.open(f"{made.page.as_uri()}#stage=index_rows&graph=target", width=width, dark=dark)
     assert page.run("document.documentElement.scrollWidth") <= width
+    for table in ("stage-list", "node-table"):
+        box = f"document.querySelector('#{table}').parentElement"
+        assert page.run(f"{box}.scrollWidth <= {box}.clientWidth") and len(cells(page, f"#{table}")) > 10
+    shown = page.run("document.querySelector('#node-table tbody td:nth-child(4)').getBoundingClientRect().toJSON()")
+    assert shown["width"] > 0 and shown["right"] <= width
     background = page.run("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(22, 25, 29)") == dark
 

@@ -130,7 +130,7 @@ def test_nothing_is_emitted_past_max_length() -> None:
     prompts = ragged_prompts((3, 20, 19, 18))
     expected = reference_greedy(double(), prompts[:1], 17)
     for k in (1, 4, 7):
-        out = compiled(double(), k=k, draft=noisy_copy(), max_length=20).generate(prompts, max_new_tokens=50)
+        out = compiled(double(), k=k, draft=noisy_copy(), max_length=20).generate(prompts, max_new_tokens=20)
         assert [t.numel() for t in out.new_tokens] == [17, 0, 1, 2]
         assert same(out.new_tokens[:1], expected)
     assert out.sequences.shape == (4, 20)

@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"json_schema": {"type": 3}}, "json_schema is not one that llguidance takes: type must be a string"),
     "no JSON": ({"json_schema": "{"}, "json_schema is not one that llguidance takes"),
     "a number": ({"json_schema": 3}, "json_schema is a mapping, its JSON text or a pydantic model, not int"),
-    "no expression": ({"regex": "("}, "regex is not one that llguidance takes"),
+    "no expression": ({"regex": "("}, r"regex is not one that llguidance takes: .*: unclosed group\.$"),
     "no grammar": ({"grammar": "start: nowhere"}, "grammar is not one that llguidance takes"),
     "no text": ({"regex": 3}, "regex is a text, not int"),
     "no end": ({"regex": "a", "eos_token_id": []}, "regex needs an EOS id with which a sequence can end"),

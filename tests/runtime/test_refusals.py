@@ -40,8 +40,11 @@ LISTS = r"input_ids must be \[B, S\] or a list of 1-D tensors"
 NUMBER = "must be a number or one number per sequence, not"
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a text": ({"input_ids": "hello"}, f"{LISTS}, not str"),
-    "list of texts": ({"input_ids": ["hello"]}, "A prompt is a 1-D tensor or a list of token ids, not str"),
+    "a text": ({"input_ids": "hello"}, rf"{LISTS}, not str; decoder.text\(\) takes texts, and a tokenizer makes ids"),
+    "list of texts": ({"input_ids": ["hello"]}, r"a list of token ids, not str; decoder.text\(\) takes texts"),
+    "list of lists of texts": ({"input_ids": [["hello"]]}, r"not a list with 'hello'; decoder.text\(\) takes texts"),
+    "messages": ({"input_ids": [{"role": "user", "content": "hello"}]}, r"decoder.chat\(\) takes conversations"),
+    "conversations": ({"input_ids": [[{"role": "user"}]]}, r"decoder.chat\(\) takes conversations"),
     "list of ints": ({"input_ids": [5, 6]}, "for a single prompt, put it into a list"),
     "list of 2-D": ({"input_ids": [IDS]}, "for a single prompt, put it into a list"),
     "None inside": ({"input_ids": [IDS[0], None]}, "A prompt is a 1-D tensor or a list of token ids, not NoneType"),
@@ -304,7 +307,7 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                              "tokens; keys of the configuration go into a mapping, such as compile_speculative.model, "
                              "{'draft.num_speculative_tokens': 4}.."),
     "attach with a key": (lambda: specgraph.attach(llama(), lenght=3), ConfigError, r"attach\(model, {'max_length': 3"),
-    "missing dump": (lambda: specgraph.load_dump("/nowhere"), ConfigError, "/nowhere is not a dumped stage"),
+    "missing dump": (lambda: specgraph.load_dump("/nowhere"), ConfigError, "There is no folder /nowhere; give"),
 }  # fmt: skip
 
 

@@ -145,14 +145,16 @@ def test_nothing_is_left_of_a_hundred_clients_who_went_away(server: Server) -> N
     assert after["ended"]["cancelled"] - before["ended"].get("cancelled", 0) == begun > 50
 
 
-def post(server: Server, body: bytes, path: str = "/v1/chat/completions", key: str = KEY) -> tuple[int, str]:
-    """The status and the message of an error."""
+def post(
+    server: Server, body: bytes, path: str = "/v1/chat/completions", key: str = KEY
+) -> tuple[int, str, str | None]:
+    """The status, the message and the field of an error."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(urllib.request.Request(f"{server.url}{path}", body, headers), timeout=60)
     said = json.load(error.value)["error"]
     assert said["code"] == str(error.value.code) and said["type"] in ("invalid_request_error", "server_error")
-    return error.value.code, said["message"]
+    return error.value.code, said["message"], said["param"]
 
 
 def fields(**changes: Any) -> bytes:
@@ -160,37 +162,49 @@ def fields(**changes: Any) -> bytes:
 
 
 LONG = [{"role": "user", "content": "pens " * 300}]
-REFUSED: list[tuple[Callable[[Server], tuple[int, str]], int, str]] = [
-    (lambda s: post(s, fields(), key="another"), 401, "The API key is wrong"),
-    (lambda s: post(s, fields(), path="/v1/chat"), 404, "Not Found"),
-    (lambda s: post(s, fields(model="gpt")), 404, "There is no model 'gpt' here; it is 'tiny'."),
-    (lambda s: post(s, fields(logit_bias={})), 400, "There is no field 'logit_bias' here; leave it out."),
-    (lambda s: post(s, b"{"), 400, "The body is no JSON object: "),
-    (lambda s: post(s, b"[1, 2]"), 400, "The body is no JSON object: "),
-    (lambda s: post(s, b"\xff\xfe{}"), 400, "The body is no JSON object: "),
-    (lambda s: post(s, b"[" * 100_000), 400, "The body is no JSON object: "),
-    (lambda s: post(s, b"{}"), 400, "The request has no messages."),
-    (lambda s: post(s, b" " * (2 << 20)), 413, "The body has more than 1048576 bytes; send less."),
-    (lambda s: post(s, fields(messages=LONG)), 400, "but max_length is 256; shorten it"),
-    (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages"),
-    (lambda s: post(s, fields(max_tokens="many")), 400, "max_tokens cannot be 'many'."),
-    (lambda s: post(s, fields(max_tokens=-1)), 400, "max_new_tokens must be an integer of at least 0"),
-    (lambda s: post(s, fields(temperature=-1)), 400, "temperature must be 0 or more, got -1"),
-    (lambda s: post(s, fields(temperature=math.nan)), 400, "temperature must be"),
-    (lambda s: post(s, fields(top_p="x")), 400, "top_p must be a number"),
-    (lambda s: post(s, fields(seed=1.5)), 400, "seed must be an integer, got 1.5."),
-    (lambda s: post(s, fields(stop=[1])), 400, "stop_strings is a text or a list of texts"),
-    (lambda s: post(s, fields(response_format={"type": "xml"})), 400, "The type of response_format is text, "),
-    (lambda s: post(s, fields(response_format={"type": "json_schema"})), 400, "no json_schema with a schema in it"),
-    (lambda s: post(s, fields(regex="[")), 400, "regex is not one that llguidance takes"),
-    (lambda s: post(s, fields(stream=True, temperature=-1)), 400, "temperature must be 0 or more"),
+MESSAGE = {"role": "user"}
+REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, str | None]] = [
+    (lambda s: post(s, fields(), key="another"), 401, "The API key is wrong", None),
+    (lambda s: post(s, fields(), path="/v1/chat"), 404, "There is no POST /v1/chat here; there are POST /v1/", None),
+    (lambda s: post(s, fields(model="gpt")), 404, "There is no model 'gpt' here; it is 'tiny'.", "model"),
+    (lambda s: post(s, fields(logit_bias={})), 400, "There is no field 'logit_bias' here; leave it out.", "logit_bias"),
+    (lambda s: post(s, fields(max_token=3)), 400, "'max_token' here (did you mean 'max_tokens'?); leave", "max_token"),
+    (lambda s: post(s, fields(reasoning_effort="low")), 400, "'reasoning_effort' here; leave it out.",
+     "reasoning_effort"),
+    (lambda s: post(s, b"{"), 400, "The body is no JSON object: ", None),
+    (lambda s: post(s, b"[1, 2]"), 400, "The body is no JSON object: ", None),
+    (lambda s: post(s, b"\xff\xfe{}"), 400, "The body is no JSON object: ", None),
+    (lambda s: post(s, b"[" * 100_000), 400, "The body is no JSON object: ", None),
+    (lambda s: post(s, b"{}"), 400, "The request has no messages.", "messages"),
+    (lambda s: post(s, b" " * (2 << 20)), 413, "The body has more than 1048576 bytes; send less.", None),
+    (lambda s: post(s, fields(messages=LONG)), 400, "but max_length is 256; shorten it", "messages"),
+    (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages", "messages"),
+    (lambda s: post(s, fields(messages=[MESSAGE])), 400, "A conversation is a list of messages", "messages"),
+    (lambda s: post(s, fields(messages="hello")), 400, "messages is a list, not 'hello'.", "messages"),
+    (lambda s: post(s, fields(max_tokens="many")), 400, "max_tokens is an integer, not 'many'.", "max_tokens"),
+    (lambda s: post(s, fields(stream="yes")), 400, "stream is true or false, not 'yes'.", "stream"),
+    (lambda s: post(s, fields(max_tokens=-1)), 400, "max_tokens must be an integer of at least 0", "max_tokens"),
+    (lambda s: post(s, fields(max_tokens=10**6)), 400, "max_tokens=1000000 is more than the decoder's", "max_tokens"),
+    (lambda s: post(s, fields(max_completion_tokens=-1)), 400, "max_completion_tokens must", "max_completion_tokens"),
+    (lambda s: post(s, fields(temperature=-1)), 400, "temperature must be 0 or more, got -1", "temperature"),
+    (lambda s: post(s, fields(temperature=math.nan)), 400, "temperature must be", "temperature"),
+    (lambda s: post(s, fields(top_p="x")), 400, "top_p must be a number", "top_p"),
+    (lambda s: post(s, fields(seed=1.5)), 400, "seed must be an integer, got 1.5.", "seed"),
+    (lambda s: post(s, fields(stop=[1])), 400, "stop is a text or a list of texts", "stop"),
+    (lambda s: post(s, fields(response_format={"type": "xml"})), 400, "The type of response_format is text, ",
+     "response_format"),
+    (lambda s: post(s, fields(response_format={"type": "json_schema"})), 400, "no json_schema with a schema in it",
+     "response_format"),
+    (lambda s: post(s, fields(regex="[")), 400, "regex is not one that llguidance takes", "regex"),
+    (lambda s: post(s, fields(regex="(")), 400, "regex parse error: unclosed group", "regex"),
+    (lambda s: post(s, fields(stream=True, temperature=-1)), 400, "temperature must be 0 or more", "temperature"),
 ]  # fmt: skip
 
 
 def test_errors_are_sentences_and_the_server_goes_on(server: Server) -> None:
-    for ask, status, sentence in REFUSED:
-        code, message = ask(server)
-        assert code == status and sentence in message
+    for ask, status, sentence, field in REFUSED:
+        code, message, param = ask(server)
+        assert code == status and sentence in message and param == field
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="another", max_retries=0) as client:
         models = client.models
         with pytest.raises(openai.AuthenticationError, match="The API key is wrong"):

@@ -34,8 +34,10 @@ function hashOf(place) {
 /** A table with a header row. Cells are strings or elements; cells below a heading that ends in " #" are numbers. */
 function table(element, headings, rows) {
   const numeric = headings.map((heading) => heading.endsWith(" #"));
-  const cell = (tag, value, index) => el(tag, { class: numeric[index] ? "number" : null, scope: tag === "th" ? "col" : null }, value);
-  const head = el("tr", {}, headings.map((heading, index) => cell("th", heading.replace(/ #$/, ""), index)));
+  const names = headings.map((heading) => heading.replace(/ #$/, ""));
+  const cell = (tag, value, index) => el(tag, { class: numeric[index] ? "number" : null, scope: tag === "th" ? "col" : null,
+    "data-heading": tag === "td" ? names[index] : null }, value);
+  const head = el("tr", {}, names.map((name, index) => cell("th", name, index)));
   return fill(element, el("thead", {}, head), el("tbody", {}, rows.map((row) => {
     const [attributes, cells] = Array.isArray(row) ? [{}, row] : [row.attributes, row.cells];
     return el("tr", attributes, cells.map((value, index) => cell("td", value, index)));

@@ -32,6 +32,7 @@ function facts(stage, graph, node) {
   const rows = [
     ["calls", el("code", {}, node.calls)],
     ["code", el("code", {}, node.code)],
+    node.line === undefined ? null : ["model's source", el("code", { id: "line" }, node.line)],
     ["shape", node.shape ? el("code", {}, node.shape) : "not known"],
     ["bytes", node.bytes === undefined ? "not known" : bytesOf(node)],
     weights === null ? null : ["weights read", bytes(weights)],
