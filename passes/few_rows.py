@@ -40,7 +40,7 @@ class FewRows(Pass):
         if program.target.device.type != "cpu":
             return PassResult(0, notes=("the target is not on a CPU",))
         matches = 0
-        for module in program.modules.values():
+        for _, module in program.modules.where(lambda graph: any(calls(graph, LINEAR))):
             for node in calls(module.graph, LINEAR):
                 if dtype_of(node) == torch.float32:
                     node.target = few_rows_linear

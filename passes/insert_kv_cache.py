@@ -50,11 +50,10 @@ class InsertKVCache(Pass):
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module that asks for state; the step graph passes the state to ``target``."""
         matches, models = 0, program.models()
-        for name, module in list(program.modules.items()):
-            nodes = [node for node in module.graph.nodes if node.target in STATEFUL]
-            if nodes:
-                self._give_state(module, nodes, models[name].max_positions)
-                matches += len(nodes)
+        for name, module in program.modules.where(lambda graph: bool(_stateful(graph))):
+            nodes = _stateful(module.graph)
+            self._give_state(module, nodes, models[name].max_positions)
+            matches += len(nodes)
         bind_target(program)
         return PassResult(matches, expected=sum(model.attention_layers for model in models.values()))
 
@@ -102,3 +101,8 @@ class InsertKVCache(Pass):
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         return buffers
+
+
+def _stateful(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a module that need memory, and have none yet."""
+    return [node for node in graph.nodes if node.target in STATEFUL]

@@ -56,24 +56,25 @@ class InsertRecurrentState(Pass):
         Raises:
             UnsupportedModelError: a module of the drafter's has recurrent layers.
         """
-        found = {name: recurrent_ops(module.graph) for name, module in program.modules.items()}
+        found = {name: recurrent_ops(module.graph) for name, module in program.modules.unchanged.items()}
         others = [name for name, nodes in found.items() if nodes and name != "target"]
         if others:
             raise UnsupportedModelError(
                 f"The draft's {others[0]} has recurrent layers, which are supported in a target alone so far; use a "
                 "draft whose layers are attention, or a head."
             )
-        nodes = found["target"]
-        if not nodes:
+        if not found["target"]:
             return PassResult(0, notes=("no layer is recurrent",))
-        buffers = _give_state(program.modules["target"], nodes, program.drafter.num_speculative_tokens)
+        target = program.modules["target"]
+        nodes = recurrent_ops(target.graph)
+        buffers = _give_state(target, nodes, program.drafter.num_speculative_tokens)
         bind_target(program)
         return PassResult(len(nodes), notes=(f"{len(buffers)} buffers for {len(nodes)} ops",))
 
 
 def has_recurrent_state(program: Program) -> bool:
     """Whether the target keeps a state besides keys and values."""
-    return any(node.target is SETTLE for node in program.modules["target"].graph.nodes)
+    return any(node.target is SETTLE for node in program.modules.unchanged["target"].graph.nodes)
 
 
 def recurrent_ops(graph: fx.Graph) -> list[fx.Node]:

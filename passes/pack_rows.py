@@ -143,10 +143,10 @@ class _Packer:
         packing = self._packing(call, given, grids)
         module = f"{call.target}{SUFFIX}"
         if module not in self.program.modules:
-            self.program.modules[module] = packed_module(self.program.modules[str(call.target)], grids)
+            self.program.modules[module] = packed_module(self.program.modules.unchanged[str(call.target)], grids)
             if call.target in self.program.compiled and self.program.target.device.type != "cpu":
                 self.program.compiled |= {module}  # on a CPU, prompts run through modules as they are
-        names = [node.name for node in self.program.modules[module].graph.find_nodes(op="placeholder")]
+        names = [node.name for node in self.program.modules.unchanged[module].graph.find_nodes(op="placeholder")]
         with self.program.graph.inserting_before(call):
             own = {name: self._pack(given[name], packing) if name in grids else given.get(name) for name in names}
             if "slots" in names:
@@ -158,7 +158,7 @@ class _Packer:
         return True
 
     def _arguments(self, call: fx.Node) -> dict[str, Any]:
-        names = [n.name for n in self.program.modules[str(call.target)].graph.find_nodes(op="placeholder")]
+        names = [n.name for n in self.program.modules.unchanged[str(call.target)].graph.find_nodes(op="placeholder")]
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
     def _packing(self, call: fx.Node, given: dict[str, Any], grids: list[str]) -> _Packing:
@@ -218,7 +218,7 @@ class _Packer:
 
     def _slots(self, call: fx.Node, given: dict[str, Any], packing: _Packing) -> fx.Node:
         """The slots of the packed rows of a call."""
-        module = self.program.modules[str(call.target)]
+        module = self.program.modules.unchanged[str(call.target)]
         (inside,) = calls(module.graph, step.row_slots)
         inputs: Any = inside.args
         arguments = [given[node.name] for node in inputs]

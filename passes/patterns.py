@@ -32,7 +32,7 @@ def rewrite(program: Program, target: object, fuse: Callable[[fx.Graph, fx.Node]
     ``fuse`` raises :class:`Mismatch` before it has changed anything, and the reason becomes a near miss.
     """
     matches, misses = 0, []
-    for name, module in program.modules.items():
+    for name, module in program.modules.where(lambda graph: any(calls(graph, target))):
         for node in list(calls(module.graph, target)):
             try:
                 fuse(module.graph, node)

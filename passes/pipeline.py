@@ -63,6 +63,7 @@ def run_passes(
         report, after = apply(pass_, program)
         for callback in callbacks:
             callback(pass_, program, after, report)
+        after.modules.share()
         release(stages.values(), report.result)
         stages[unique(pass_.name, stages)] = after
         reports.append(replace(report, result=replace(report.result, equal_tensors=())))
@@ -87,7 +88,7 @@ def release(stages: Iterable[Program], result: PassResult) -> None:
     """Let earlier stages use the tensors that replaced equal ones, so that the memory of the old ones can be freed."""
     new = {id(old): new for old, new in result.equal_tensors}
     for program in stages if new else ():
-        for module in program.modules.values():
+        for module in program.modules.unchanged.values():
             replace_tensors(module, new)
 
 

@@ -222,7 +222,7 @@ class _Weight:
 def _weights(program: Program, of_target: bool) -> list[_Weight]:
     """The distinct tensors of the target's or of the draft's modules, in order of first use."""
     found: dict[tuple[object, ...], _Weight] = {}
-    for name, module in program.modules.items():
+    for name, module in program.modules.unchanged.items():
         if (name in TARGET) == of_target:
             for attribute, tensor in _attributes(module):
                 found.setdefault(_view(tensor), _Weight(tensor, [])).places.append((name, attribute))
@@ -255,7 +255,7 @@ def _view(tensor: Tensor) -> tuple[object, ...]:
 def _storages(program: Program) -> dict[tuple[torch.device, int], int]:
     """Size in bytes of every storage the program's modules use."""
     sizes: dict[tuple[torch.device, int], int] = {}
-    for module in program.modules.values():
+    for module in program.modules.unchanged.values():
         for _, tensor in _attributes(module):
             storage = tensor.untyped_storage()
             sizes[storage.device, storage.data_ptr()] = storage.nbytes()

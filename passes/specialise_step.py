@@ -152,7 +152,7 @@ def _removable(program: Program, node: fx.Node, count: int) -> bool:
     if node.op in ("placeholder", "output"):
         return False
     if node.op == "call_module":
-        return node.meta.get(SCRATCH, False) or not _writes(program.modules[str(node.target)])
+        return node.meta.get(SCRATCH, False) or not _writes(program.modules.unchanged[str(node.target)])
     late = _number(node) >= count or (node.target in ABOUT_DRAFTS and not count)
     return late or not node.is_impure()
 

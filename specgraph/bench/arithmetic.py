@@ -25,7 +25,7 @@ ATTENTION = torch.ops.specgraph.paged_attention.default
 
 def prompt_flops(program: Program, length: int) -> float:
     """The operations that a prompt of ``length`` tokens needs up to its first new token."""
-    target, projection = program.modules["target"], program.modules["lm_head"]
+    target, projection = program.modules.unchanged["target"], program.modules.unchanged["lm_head"]
     return length * _of_products(target) + _of_attention(target, length) + _of_products(projection)
 
 

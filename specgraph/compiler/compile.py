@@ -155,7 +155,7 @@ def check_complete(program: Program) -> None:
     for fact, name in (("kv_cache", "insert_kv_cache"), ("draft", "insert_draft"), ("verify", "insert_verify")):
         if fact not in program.facts:
             raise ConfigError(f"pipeline.order ends without {fact!r}, so there is nothing to decode with; add {name}.")
-    for name, module in program.modules.items():
+    for name, module in program.modules.unchanged.items():
         if recurrent_ops(module.graph):
             raise ConfigError(
                 f"pipeline.order ends without 'recurrent_state', so layers of {name} would forget what came before; "

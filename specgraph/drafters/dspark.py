@@ -162,7 +162,7 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def _inputs(step: DraftStep, module: str) -> set[str]:
-    return {node.name for node in step.program.modules[module].graph.find_nodes(op="placeholder")}
+    return {node.name for node in step.program.modules.unchanged[module].graph.find_nodes(op="placeholder")}
 
 
 def _rows(step: DraftStep, values: fx.Node, first: int, count: int, name: str) -> fx.Node:

@@ -85,7 +85,7 @@ def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, reco
 def weights_of(program: Program) -> dict[str, Tensor]:
     """The tensors that a program's modules name, by module and dotted name. ``load_stage`` takes them."""
     found = {}
-    for name, module in program.modules.items():
+    for name, module in program.modules.unchanged.items():
         for node in module.graph.nodes:
             value = get_attribute(module, node.target) if node.op == "get_attr" else None
             if isinstance(value, Tensor):

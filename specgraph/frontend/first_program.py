@@ -9,6 +9,7 @@ from torch import fx
 
 from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.drafter import Drafter
+from specgraph.ir.modules import Modules
 from specgraph.ir.program import Program
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.kernels.step import row_positions
@@ -20,7 +21,7 @@ def first_program(target: TracedModel, drafter: Drafter) -> Program:
     The inputs are ``window``, int64 ``[B, T]``, and ``start`` ``[B]``, the position of the window's first token. The
     step returns the logits ``[B, T, V]``.
     """
-    modules = {"target": target.body, "lm_head": target.head, **drafter.modules}
+    modules = Modules({"target": target.body, "lm_head": target.head, **drafter.modules})
     program = Program(fx.Graph(), modules, {}, target.info, replace(cast(Any, drafter), modules={}))
     window = program.placeholder("window", per_call("B", "T"))
     start = program.placeholder("start", Buffer(("B",)))
@@ -31,4 +32,5 @@ def first_program(target: TracedModel, drafter: Drafter) -> Program:
     program.facts = frozenset({"traced"})
     first = program.copy()
     first.mark_provenance("trace")
+    first.modules.share()
     return first

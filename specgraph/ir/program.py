@@ -13,8 +13,9 @@ from torch import Tensor, fx
 from specgraph.errors import PassError
 from specgraph.ir.compiling import compile_module
 from specgraph.ir.drafter import Drafter
-from specgraph.ir.graphs import copy_graph, copy_module, new_module
+from specgraph.ir.graphs import copy_graph, new_module
 from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.modules import Modules
 from specgraph.ir.source import render
 from specgraph.ir.state import block_sizes
 from specgraph.kernels.state import Input
@@ -26,11 +27,12 @@ class Program:
 
     ``graph`` is the graph of the step level. Its placeholders are the window and the state, which ``inputs`` describes.
     Its other nodes call functions of ``specgraph.kernels`` or ``modules``, which are graphs of the tensor level such as
-    ``target``, ``lm_head`` and ``draft``.
+    ``target``, ``lm_head`` and ``draft``. Copies of a program share modules: ``modules[name]`` gives one that may be
+    changed, and ``modules.unchanged[name]`` gives it for reading.
     """
 
     graph: fx.Graph
-    modules: dict[str, fx.GraphModule]
+    modules: Modules
     inputs: dict[str, Input]
     target: ModelInfo
     drafter: Drafter
@@ -40,19 +42,21 @@ class Program:
     captured: bool = False
     """Whether the step runs as a CUDA graph."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.modules, Modules):
+            self.modules = Modules(self.modules)
+
     def copy(self) -> Program:
         """A copy that can be rewritten freely. It shares its tensors with the original."""
-        graph = copy_graph(self.graph)
-        modules = {name: copy_module(module) for name, module in self.modules.items()}
-        return replace(self, graph=graph, modules=modules, inputs=dict(self.inputs))
+        return replace(self, graph=copy_graph(self.graph), modules=self.modules.copy(), inputs=dict(self.inputs))
 
     def step(self) -> fx.GraphModule:
         """The step graph as a module that can be called with the state as keyword arguments."""
-        return self._module(self.modules)
+        return self._module(self.modules.unchanged)
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights of all modules, and their constants."""
-        return itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self.modules.values())
+        return itertools.chain.from_iterable((*m.parameters(), *m.buffers()) for m in self.modules.unchanged.values())
 
     def compile_modules(self, known: Mapping[str, torch.nn.Module] | None = None) -> dict[str, torch.nn.Module]:
         """The modules of :attr:`compiled` after ``torch.compile``, by name; those that are ``known`` stay as they are.
@@ -62,18 +66,20 @@ class Program:
         """
         known = known or {}
         new = sorted(self.compiled - known.keys())
-        compiled: dict[str, Any] = {name: compile_module(self.modules[name]) for name in new}
+        compiled: dict[str, Any] = {name: compile_module(self.modules.unchanged[name]) for name in new}
         if self.target.device.type != "cpu":
             return {**known, **compiled}
         most = 2 * (self.drafter.num_speculative_tokens + 1)  # of a draft call that catches up, with its mask rows
-        return {**known, **{name: CompiledFor(most, self.modules[name], own) for name, own in compiled.items()}}
+        plain = self.modules.unchanged
+        return {**known, **{name: CompiledFor(most, plain[name], own) for name, own in compiled.items()}}
 
     def executable(self, compiled: Mapping[str, torch.nn.Module] | None = None) -> fx.GraphModule:
         """The step as it runs: like :meth:`step`, but the modules of :attr:`compiled` go through ``torch.compile``.
 
         ``compiled`` is an earlier result of :meth:`compile_modules` for the same modules, which is then used again.
         """
-        return self._module({**self.modules, **(self.compile_modules() if compiled is None else compiled)})
+        own = self.compile_modules() if compiled is None else compiled
+        return self._module({**self.modules.unchanged, **own})
 
     def _module(self, modules: Mapping[str, torch.nn.Module]) -> fx.GraphModule:
         root = torch.nn.Module()
@@ -116,7 +122,7 @@ class Program:
         module becomes an input named ``<owner>_<name>``.
         """
         bound: dict[str, fx.Node] = {}
-        for node in self.modules[module].graph.find_nodes(op="placeholder"):
+        for node in self.modules.unchanged[module].graph.find_nodes(op="placeholder"):
             if "state" in node.meta:
                 name = node.name if node.meta.get("shared") else f"{owner}_{node.name}"
                 bound[node.name] = self.placeholder(name, node.meta["state"])
@@ -158,7 +164,8 @@ class Program:
 
     def mark_provenance(self, name: str) -> None:
         """Note ``name``, the pass that made it, on every node that has no such note yet."""
-        for graph in (self.graph, *(module.graph for module in self.modules.values())):
+        changed = self.modules.where(lambda graph: any("pass_name" not in node.meta for node in graph.nodes))
+        for graph in (self.graph, *(module.graph for _, module in changed)):
             for node in graph.nodes:
                 node.meta.setdefault("pass_name", name)
 
@@ -187,7 +194,7 @@ class Program:
 
     def num_nodes(self) -> dict[str, int]:
         """The number of nodes of the step graph (``step``) and of every module."""
-        counts = {name: len(module.graph.nodes) for name, module in self.modules.items()}
+        counts = {name: len(module.graph.nodes) for name, module in self.modules.unchanged.items()}
         return {"step": len(self.graph.nodes), **counts}
 
     def print_readable(self, module: str = "step") -> str:

@@ -66,9 +66,12 @@ def propagate(program: ProgramView) -> None:
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env, static_shapes=True) as mode, torch.no_grad():
         run = _Run(program, mode)
-        run.step()
-        for name in program.modules.keys() - run.named:
-            run.uncalled(name)
+        try:
+            run.step()
+            for name in program.modules.keys() - run.named:
+                run.uncalled(name)
+        finally:
+            run.write()  # of a wrong graph, what is known up to the node that fails
 
 
 def describe(value: Any) -> str:
@@ -155,6 +158,7 @@ class _Run:
         self.program = program
         self.mode = mode
         self.named: set[str] = set()
+        self._written: dict[str, list[dict[str, Any]]] = {}
         self._results: dict[tuple[str, str], Any] = {}
         self._fingerprints: dict[str, Hashable] = {}
 
@@ -165,10 +169,21 @@ class _Run:
 
     def uncalled(self, name: str) -> None:
         """A module that nothing calls yet, if its inputs are known."""
-        graph = self.program.modules[name].graph
-        known = {n.name: self._known(n) for n in graph.nodes if n.op == "placeholder"}
+        module = self.program.modules.unchanged[name]
+        known = {n.name: self._known(n) for n in module.graph.nodes if n.op == "placeholder"}
         if all(value is not _MISSING for value in known.values()):
-            self.graph(name, graph, self.program.modules[name], known, write=True)
+            self.graph(name, module.graph, module, known, write=True)
+
+    def write(self) -> None:
+        """Write what is known of every node. A module whose nodes say it already may be shared, and stays so."""
+        for name, written in self._written.items():
+            graph = self.program.graph if name == "step" else self.program.modules.unchanged[name].graph
+            if all(_described(node) == meta for node, meta in zip(graph.nodes, written, strict=False)):
+                continue
+            graph = self.program.graph if name == "step" else self.program.modules[name].graph
+            for node, meta in zip(graph.nodes, written, strict=False):
+                node.meta.pop("outputs", None)
+                node.meta.update(meta)
 
     def allocate(self, spec: Input) -> Any:
         """Fake tensors for an input of the step graph."""
@@ -180,6 +195,9 @@ class _Run:
     ) -> Any:
         """Run one graph; returns what it returns."""
         values: dict[fx.Node, Any] = {}
+        written: list[dict[str, Any]] = []
+        if write:
+            self._written[name] = written
         for node in graph.nodes:
             try:
                 values[node] = value = self._node(node, values, root, inputs)
@@ -189,11 +207,9 @@ class _Run:
                 text = f"{name}: {node.name} = {called(node)} fails: {_reason(error)}"
                 raise VerificationError(text, name) from error
             if write:
-                node.meta["shape"] = describe(value)
-                node.meta["bytes"] = describe_bytes(value)
-                node.meta.pop("outputs", None)
+                written.append({"shape": describe(value), "bytes": describe_bytes(value)})
                 if isinstance(value, tuple | list) and node.op != "output":
-                    node.meta["outputs"] = len(value)
+                    written[-1]["outputs"] = len(value)
         return value
 
     def _node(
@@ -240,7 +256,7 @@ class _Run:
 
     def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call of a module of the program, run once for equal shapes."""
-        module = self.program.modules[name]
+        module = self.program.modules.unchanged[name]
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         signature = str(layouts_of(inputs))
@@ -252,18 +268,15 @@ class _Run:
 
     def _called_with(self, name: str, signature: str, inputs: dict[str, Any]) -> Any:
         """What a module returns, which is known if an equal one was run before."""
-        module, first = self.program.modules[name], name not in self.named
+        module, first = self.program.modules.unchanged[name], name not in self.named
         self.named.add(name)
         key = (self._fingerprints[name], signature, first)
         if (known := find(key)) is None:
             result = self.graph(name, module.graph, module, allocated(inputs), write=first)
-            written = [{k: n.meta[k] for k in WRITTEN if k in n.meta} for n in module.graph.nodes if first]
-            remember(key, result, written)
+            remember(key, result, self._written[name] if first else [])
             return result
         if first:
-            for node, meta in zip(module.graph.nodes, known.meta, strict=True):
-                node.meta.pop("outputs", None)
-                node.meta.update(meta)
+            self._written[name] = known.meta
         return known.result
 
     def _known(self, node: fx.Node) -> Any:
@@ -273,6 +286,11 @@ class _Run:
         traced = node.meta.get("val")
         buffer = _buffer(traced) if isinstance(traced, Tensor) else None
         return self.allocate(buffer) if buffer is not None else _MISSING
+
+
+def _described(node: fx.Node) -> dict[str, Any]:
+    """What a node says already of what :func:`propagate` writes."""
+    return {key: node.meta[key] for key in WRITTEN if key in node.meta}
 
 
 def _buffer(traced: Tensor) -> Buffer | None:

@@ -75,12 +75,12 @@ def _graph(program: ProgramView, module: str) -> fx.Graph:
         names = ", ".join(["step", *program.modules])
         raise ConfigError(f"The program has no module {module!r}; it has {names}.")
     _ensure_shapes(program)
-    return program.graph if module == "step" else program.modules[module].graph
+    return program.graph if module == "step" else program.modules.unchanged[module].graph
 
 
 def _ensure_shapes(program: ProgramView) -> None:
     """Propagate shapes, unless every node of the step and of the modules that it calls has one already."""
-    called = [program.modules[n.target] for n in program.graph.nodes if n.op == "call_module"]
+    called = [program.modules.unchanged[str(n.target)] for n in program.graph.nodes if n.op == "call_module"]
     nodes = [n for graph in (program.graph, *(m.graph for m in called)) for n in graph.nodes]
     if any("shape" not in node.meta for node in nodes):
         try:

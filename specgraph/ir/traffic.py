@@ -139,7 +139,7 @@ def traffic(
 
 def state_size(program: Program) -> int:
     """The bytes of memory in which the target's recurrent ops keep one sequence: their states, and room for rows."""
-    ops = _recurrent_buffers(program.modules["target"])
+    ops = _recurrent_buffers(program.modules.unchanged["target"])
     return sum(_per_sequence(buffer) for buffers in ops for buffer in buffers)
 
 
@@ -150,7 +150,7 @@ def step_reads(program: Program) -> list[CallReads]:
     for node in program.graph.nodes:
         if node.op == "call_module":
             name = str(node.target)
-            found[name] = found.get(name) or reads_of(program.modules[name])
+            found[name] = found.get(name) or reads_of(program.modules.unchanged[name])
             calls.append(CallReads(node.name, name, found[name]))
     return calls
 

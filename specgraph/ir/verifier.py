@@ -26,7 +26,7 @@ def verify_program(program: Program) -> None:
 
 def lint(program: Program) -> None:
     """FX's own structural checks."""
-    for name, graph in {"step": program.graph, **{n: m.graph for n, m in program.modules.items()}}.items():
+    for name, graph in {"step": program.graph, **{n: m.graph for n, m in program.modules.unchanged.items()}}.items():
         try:
             graph.lint()
         except (RuntimeError, AttributeError) as error:
@@ -38,7 +38,7 @@ def check_calls(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op != "call_module":
             continue
-        module = program.modules.get(node.target)
+        module = program.modules.unchanged.get(str(node.target))
         if module is None:
             raise VerificationError(f"step: {node.name} calls {node.target!r}, which is not a module of the program.")
         wanted = [n.name for n in module.graph.nodes if n.op == "placeholder"]
@@ -56,7 +56,7 @@ def check_levels(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op in ("get_attr", "call_method"):
             raise VerificationError(f"step: {node.name} is a {node.op}; state and weights enter as inputs and modules.")
-    for name, module in program.modules.items():
+    for name, module in program.modules.unchanged.items():
         for node in module.graph.nodes:
             if node.op == "call_module":
                 raise VerificationError(f"{name}: {node.name} calls a module; tensor-level graphs are flat.")

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import fx
 
 from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.modules import Modules
 from specgraph.kernels.state import Input
 
 
@@ -17,7 +18,7 @@ class ProgramView(Protocol):
     @property
     def graph(self) -> fx.Graph: ...
     @property
-    def modules(self) -> Mapping[str, fx.GraphModule]: ...
+    def modules(self) -> Modules: ...
     @property
     def inputs(self) -> Mapping[str, Input]: ...
     @property

@@ -329,7 +329,7 @@ class Engine:
         self._num_ended += 1
         self._decoding.discard(sequence)
         self._prefill.drop(sequence.row)
-        if sequence.started:
+        if sequence.started and self.pages.reuses:
             self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
         self.pages.give_back(sequence.reserved)
         del self._running[sequence.row]

@@ -69,7 +69,7 @@ class PagePool:
         ``lookahead``: how many tokens behind it a row may depend on. ``reuse``: whether pages are shared at all.
         ``weights``: what else decides about the rows of a page.
         """
-        self.count, self.block_size, self.lookahead, self._reuse = count, block_size, max(1, lookahead), reuse
+        self.count, self.block_size, self.lookahead, self.reuses = count, block_size, max(1, lookahead), reuse
         self._weights = [tensor for tensor in weights if not tensor.is_inference()]
         """Tensors made in inference mode do not count how often they are written."""
         self._free = list(range(count - 1, -1, -1))
@@ -172,7 +172,7 @@ class PagePool:
         There is one at least, since the last token of a prompt must be run.
         """
         behind = self.lookahead
-        if not self._reuse or tokens.numel() < self.block_size + behind:
+        if not self.reuses or tokens.numel() < self.block_size + behind:
             return []
         # Bytes are cut, and not tensors, because that is done three times for every sequence.
         every, width = tokens.numpy().tobytes(), tokens.element_size()

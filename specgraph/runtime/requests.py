@@ -127,8 +127,11 @@ def read_prompts(
     if isinstance(input_ids, Tensor) and input_ids.dim() == 2:
         ids = _integers(_on_host("input_ids", input_ids))
         mask = _mask(ids, attention_mask, pad_id, eos_ids)
-        left = [int(row.long().argmax()) if row.any() else 0 for row in mask]
-        return Prompts([*ids], [row[keep] for row, keep in zip(ids, mask, strict=True)], left)
+        # There may be thousands of rows, and each op on a single one takes microseconds.
+        left = (mask.long().argmax(1) * mask.any(1)).tolist() if mask.shape[1] else [0] * len(mask)
+        whole = bool(mask.all())
+        rows = [*ids.clone()] if whole else [row[keep] for row, keep in zip(ids, mask, strict=True)]
+        return Prompts([*ids], rows, left)
     if isinstance(input_ids, Tensor):
         raise InputError(f"input_ids must be [B, S] or a list of 1-D tensors, not a tensor of {input_ids.dim()} dims.")
     if not isinstance(input_ids, Sequence) or isinstance(input_ids, str):

@@ -151,7 +151,8 @@ def _describe(tensor: Tensor) -> dict[str, object]:
 
 def _read(program: Program) -> frozenset[int]:
     """The ids of the tensors that the modules of a program read."""
-    nodes = ((module, node) for module in program.modules.values() for node in module.graph.find_nodes(op="get_attr"))
+    modules = program.modules.unchanged.values()
+    nodes = ((module, node) for module in modules for node in module.graph.find_nodes(op="get_attr"))
     return frozenset(id(get_attribute(module, str(node.target))) for module, node in nodes)
 
 
