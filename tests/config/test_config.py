@@ -154,7 +154,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "the same key twice": ({"draft.parallel": True, "draft": {"parallel": True}}, "draft.parallel is given twice; "),
     "unknown choice": ({"draft": "ngrm"}, "There is no draft=ngrm (did you mean 'ngram'?); draft is one of "),
     "unknown preset": ("stric", "Unknown preset 'stric' (did you mean 'strict'?); there are "),
-    "no such file": ("missing.yaml", "There is no configuration file 'missing.yaml'."),
+    "no such file": ("missing.yaml", "There is no configuration file 'missing.yaml'; give a YAML file, or a "
+                     "preset's name."),
     "not a configuration": (3, "A configuration is a mapping, a YAML path or a preset name, not int."),
     "out of range": ({"draft": {"num_speculative_tokens": 0}}, "draft.num_speculative_tokens must be at least 1, "
                      "got 0."),
