@@ -10,20 +10,18 @@ which buffers that form asks for and what its arguments are. A module's signatur
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import specgraph.kernels.recurrent.conv
 import specgraph.kernels.recurrent.delta_rule
 import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops and their forms with a state)
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.program import Program
-from specgraph.kernels.recurrent.last_rows import slots_for
-from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer, Recurrent
+from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.insert_kv_cache import STATE
 from specgraph.passes.module_state import add_inputs, bind_target, operands, take_buffers
@@ -98,7 +96,7 @@ def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) ->
         with graph.inserting_before(node):
             state = take_buffers(graph, given["states"], len(buffers), form.names, number)
             new = graph.call_function(form.op, form.arguments(node.args, state, span), dict(node.kwargs))
-        buffers += _buffers(form, operands(node), unsettled)
+        buffers += form.buffers(operands(node), unsettled)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     given["states"].meta["state"] = tuple(buffers)
@@ -107,12 +105,3 @@ def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) ->
     graph.lint()
     module.recompile()
     return buffers
-
-
-def _buffers(form: Recurrent, given: Sequence[Tensor], unsettled: int) -> list[Buffer]:
-    """The buffers of one op. Those of rows, which grow with ``unsettled``, say how many settled rows they hold."""
-    found = []
-    for least, more, buffer in zip(*(form.buffers(given, n) for n in (0, 1, unsettled)), strict=True):
-        rows = None if least.shape == more.shape else int(least.shape[1]) - slots_for(0, 0)
-        found.append(replace(buffer, settled_rows=rows))
-    return found

@@ -22,7 +22,7 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CachedConv, CausalConv
 from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
-from specgraph.kernels.recurrent.last_rows import slots_for
+from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.span import check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
@@ -92,8 +92,7 @@ CACHED_CONV = declare(
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """The inputs that the first row of the next call reads, and those that may turn out not to belong there."""
     x, weight = operands[:2]
-    size = slots_for(int(weight.shape[1]) - 1, unsettled)
-    return (Buffer(("B", size, int(x.shape[1])), x.dtype, indexed=True),)
+    return (row_buffer(int(weight.shape[1]) - 1, unsettled, int(x.shape[1]), dtype=x.dtype),)
 
 
 RECURRENT[torch.ops.specgraph.causal_conv.default] = Recurrent(

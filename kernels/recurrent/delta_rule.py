@@ -38,7 +38,7 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
-from specgraph.kernels.recurrent.last_rows import slots_for
+from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
@@ -227,10 +227,10 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
     _, k, v = operands[:3]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
-    dtype, rows = exact(v.dtype), slots_for(CHUNK - 1, unsettled)
-    shapes = (((heads, size, width), dtype), ((rows, groups, size), k.dtype), ((rows, heads, width), dtype),
-              ((rows, heads), dtype), ((rows, heads, CHUNK), dtype))  # fmt: skip
-    return tuple(Buffer(("B", *shape), kind, indexed=True) for shape, kind in shapes)
+    dtype = exact(v.dtype)
+    rows = (((groups, size), k.dtype), ((heads, width), dtype), ((heads,), dtype), ((heads, CHUNK), dtype))
+    caches = (row_buffer(CHUNK - 1, unsettled, *shape, dtype=kind) for shape, kind in rows)
+    return Buffer(("B", heads, size, width), dtype, indexed=True), *caches
 
 
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(

@@ -6,9 +6,12 @@ rows than a step that decodes, the two may share a place in the cache, and then 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from specgraph.kernels.state import Buffer
 
 _BLOCK = 1024
 
@@ -62,3 +65,8 @@ def most_in_place(slots: int, known: int) -> int:
 def slots_for(known: int, unsettled: int) -> int:
     """The size of a cache for which :func:`most_in_place` are the rows of a step that decodes."""
     return known + 1 + 2 * unsettled
+
+
+def row_buffer(known: int, unsettled: int, *shape: int, dtype: torch.dtype) -> Buffer:
+    """A cache ``[B, R, *shape]`` of the last rows: ``known`` that are settled, and room for those that are not."""
+    return Buffer(("B", slots_for(known, unsettled), *shape), dtype, indexed=True, settled_rows=known)

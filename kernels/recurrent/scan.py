@@ -25,7 +25,7 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan
-from specgraph.kernels.recurrent.last_rows import slots_for
+from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.scan_triton import anchored_scan_triton
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
@@ -120,9 +120,9 @@ ANCHORED_SCAN = declare(
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
     x, _, a = operands[:3]
-    channels, size, rows = int(a.shape[0]), int(a.shape[1]), slots_for(CHUNK - 1, unsettled)
-    shapes = ((channels, size), (rows, channels), (rows, channels), (rows, size))
-    return tuple(Buffer(("B", *shape), x.dtype, indexed=True) for shape in shapes)
+    channels, size = int(a.shape[0]), int(a.shape[1])
+    rows = (row_buffer(CHUNK - 1, unsettled, width, dtype=x.dtype) for width in (channels, channels, size))
+    return Buffer(("B", channels, size), x.dtype, indexed=True), *rows
 
 
 RECURRENT[torch.ops.specgraph.selective_scan.default] = Recurrent(
