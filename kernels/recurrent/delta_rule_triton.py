@@ -86,9 +86,12 @@ def _prepare_kernel(
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
     NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (B, chunks, H), from the chunk on in which the state stands."""
+    """The grid is (B, chunks, H), from the chunk on in which the state stands.
+
+    If ``STORE``, ``all_keys`` and ``all_inverse`` are the caches; else they are by the rows of the call, behind
+    ``BEHIND`` lines for rows that are known, as ``scores`` and ``weights`` always are.
+    """
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     row, begin, before, count, _ = row_span(span, entry)
     begin, before, count = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32)
@@ -125,17 +128,17 @@ def _prepare_kernel(
         tl.store(weight + _KEPT * HEADS, length * tl.exp(last - sums), mask=real)
         tl.store(weight + _LEFT * HEADS, left, mask=real)
         decay = _decay(sums, lane) * length[None, :]
-        seen = decay * asked[:, None] * tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION)
+        seen = decay * asked[:, None] * tl.dot(tile_q, tl.trans(tile_k), input_precision=_PRECISION)
 
         if STORE:
             tl.store(gates + base * HEADS + head + slot * HEADS, log, mask=new)
-            place, line, real = base, slot, new
+            place, stored, real = base, slot, new
         else:
-            place = lines
-        tl.store(all_keys + (place * groups + group) * KEY + line[:, None] * (groups * KEY) + key[None, :], tile_k,
+            place, stored = lines, line
+        tl.store(all_keys + (place * groups + group) * KEY + stored[:, None] * (groups * KEY) + key[None, :], tile_k,
                  mask=(real & (head % GROUP == 0))[:, None] & inside[None, :])  # fmt: skip
         if rate is not None:
-            mixed = decay * length[:, None] * tl.dot(tile_k, tl.trans(tile_k), input_precision=PRECISION)
+            mixed = decay * length[:, None] * tl.dot(tile_k, tl.trans(tile_k), input_precision=_PRECISION)
             mixed = tl.where(lane[None, :] < lane[:, None], own_rate[:, None] * mixed, 0.0)
             old = inverse + (base * HEADS + head) * CHUNK + slot[:, None] * (HEADS * CHUNK) + lane[None, :]
             solved = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
@@ -145,10 +148,10 @@ def _prepare_kernel(
                 factors = tl.sum(tl.where((lane == i)[None, :], tl.trans(mixed), 0.0), 1)
                 solution = tl.where(lane == i, 1.0, -tl.sum(factors[:, None] * solved, 0))
                 solved = tl.where((lane == i)[:, None], solution[None, :], solved)
-            row_of = line[:, None] * (HEADS * CHUNK) + lane[None, :]
+            row_of = stored[:, None] * (HEADS * CHUNK) + lane[None, :]
             tl.store(all_inverse + (place * HEADS + head) * CHUNK + row_of, solved, mask=real[:, None])
-            seen = tl.dot(seen, solved, input_precision=PRECISION)
-        row_of = (t + BEHIND)[:, None] * (HEADS * CHUNK) + lane[None, :]
+            seen = tl.dot(seen, solved, input_precision=_PRECISION)
+        row_of = line[:, None] * (HEADS * CHUNK) + lane[None, :]
         tl.store(scores + (lines * HEADS + head) * CHUNK + row_of, seen, mask=new[:, None])
 
 
@@ -157,7 +160,7 @@ def _chunk(
     first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights, begin, count, column,
     q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Output and errors of the new rows of a chunk behind the state ``current``.
 
@@ -193,14 +196,14 @@ def _chunk(
     if rate is not None:
         own_error = own_rate[:, None] * own_error - holding[:, None] * _product(tile_k, current)
     error = tl.where((t < 0)[:, None], error, own_error)
-    result = reading[:, None] * _product(tile_q, current) + tl.dot(seen, error, input_precision=PRECISION)
+    result = reading[:, None] * _product(tile_q, current) + tl.dot(seen, error, input_precision=_PRECISION)
     tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=new[:, None] & own[None, :])  # fmt: skip
     tl.store(all_errors + stored[:, None] * (HEADS * VALUE) + column[None, :], error,
              mask=(new & (position >= begin + count - SLOTS))[:, None] & own[None, :])  # fmt: skip
     update = error
     if rate is not None:
-        update = tl.dot(solved, error, input_precision=PRECISION)
+        update = tl.dot(solved, error, input_precision=_PRECISION)
     return left, tile_k, keeping[:, None] * update
 
 
@@ -210,7 +213,7 @@ def _carry_kernel(
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
     BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
     entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -246,7 +249,6 @@ def _carry_kernel(
             left, tile_k, update = _chunk(
                 first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-                PRECISION,
             )  # fmt: skip
             current = current * left + _product(tl.trans(tile_k), update, CHAINED=True)
             tl.store(tile, current, mask=both & (first + CHUNK == kept))
@@ -254,7 +256,6 @@ def _carry_kernel(
             _chunk(
                 full, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-                PRECISION,
             )  # fmt: skip
 
 
@@ -276,20 +277,20 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     # New rows are stored where they are cached, or apart if there they would replace what is still read.
     caches = given.keys, given.errors, given.inverse
     stored = caches if in_place else tuple(cache.new_empty(*lines, *cache.shape[2:]) for cache in caches)
+    keys, errors, inverse = stored
     options: dict[str, Any] = {
         "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "BEHIND": behind, "STORE": in_place,
-        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "PRECISION": _PRECISION.value,
-        "enable_fp_fusion": False,
+        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False,
     }  # fmt: skip
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
-        q, k, gate, rate, given.keys, given.gates, given.inverse, stored[0], stored[2], scores, weights, given.span,
+        q, k, gate, rate, given.keys, given.gates, given.inverse, keys, inverse, scores, weights, given.span,
         given.scale, rows, *q.stride()[:3], *k.stride()[:3], NORMALISE=given.normalise, EPSILON=EPSILON, **options,
         num_warps=_PREPARING,
     )  # fmt: skip
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, q, v, rate, given.state, given.errors, *stored, scores, weights, given.span, rows, *q.stride()[:3],
-        *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
+        out, q, v, rate, given.state, given.errors, keys, errors, inverse, scores, weights, given.span, rows,
+        *q.stride()[:3], *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
         num_warps=_WARPS[in_place],
     )  # fmt: skip
     if not in_place:
