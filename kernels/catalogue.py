@@ -13,6 +13,7 @@ import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm
+import specgraph.kernels.pointwise.pointwise
 import specgraph.kernels.processors
 import specgraph.kernels.recurrent.conv
 import specgraph.kernels.recurrent.delta_rule

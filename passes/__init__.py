@@ -8,6 +8,7 @@ from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.few_rows import FewRows
 from specgraph.passes.fuse_norm import FuseNorm
+from specgraph.passes.fuse_pointwise import FusePointwise
 from specgraph.passes.fuse_rotary_cache import FuseRotaryCache
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
@@ -27,7 +28,7 @@ PASSES: dict[str, type[Pass]] = {
     for cls in (
         ExposeFeatures, InsertKVCache, InsertRecurrentState, InsertDraft, ParallelDraft, LookupFirst, InsertVerify,
         FuseVerify, InsertProcessors, FuseStep, ShareWeights, FuseNorm, MergeLinears, FuseRotaryCache, LowerKernels,
-        FewRows, CompileRemainder, CaptureCudaGraph,
+        FusePointwise, FewRows, CompileRemainder, CaptureCudaGraph,
     )
 }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Chains of functions of single elements, in one kernel."""

@@ -1,0 +1,166 @@
+"""Writes the kernel of a pointwise program, and launches it.
+
+The source is Triton as one would write it by hand for this program: a load for every input, a line for every function,
+a store for every result. :func:`source` returns it.
+
+Elements are computed in float32, without contracting a product with a sum, and rounded after every function to the
+dtype that PyTorch gives its result. So an element has the same bits whatever the shape of the inputs and of the tiles.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.pointwise.program import FUNCTIONS, evaluate, like
+
+COMPUTED = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
+"""The dtypes that the kernel computes, and their names in it."""
+_SMALL, _LARGE = 256, 1024
+_ENOUGH = 256
+"""With so many tiles of the larger size a GPU is busy. Fewer elements are cut into smaller tiles."""
+
+
+@triton.jit
+def _softplus(x):
+    """``log(1 + exp(x))`` as PyTorch computes it, with a threshold of 20.
+
+    ``log(1 + y)`` of a small ``y`` loses what the rounding of ``1 + y`` loses; ``y / (1 + y - 1)`` gives it back.
+    """
+    y = tl.exp(tl.where(x > 20.0, 20.0, x))
+    rounded = 1.0 + y
+    lost = rounded - 1.0
+    small = lost == 0.0
+    log = tl.where(small, y, tl.log(rounded) * tl.div_rn(y, tl.where(small, 1.0, lost)))
+    return tl.where(x > 20.0, x, log)
+
+
+_FORMS = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "tl.div_rn({}, {})", "neg": "-{}",
+    "exp": "tl.exp({})", "relu": "tl.where({0} < 0.0, 0.0, {0})", "sigmoid": "1.0 / (1.0 + tl.exp(-{}))",
+    "silu": "{0} / (1.0 + tl.exp(-{0}))", "softplus": "_softplus({})", "float32": "{}", "bfloat16": "{}",
+    "float16": "{}",
+}  # fmt: skip
+"""How each function is written in float32."""
+
+
+class _Value(NamedTuple):
+    """A value in the source: its name, and an element of its dtype."""
+
+    name: str
+    element: Tensor
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What the source depends on of an input: its dtype and dimensions, and those left when neighbours are joined."""
+
+    dtype: torch.dtype
+    dims: int
+    joined: int
+
+
+def source(program: str, inputs: Sequence[_Input]) -> str:
+    """The kernel of ``program`` in Triton."""
+    lines, values = list[str](), list[_Value]()
+    for index, given in enumerate(inputs):
+        lines += _load(index, given.joined)
+        values.append(_Value(f"x{index}", like(given.dtype, given.dims)))
+    results = evaluate(program, values, functools.partial(_write, lines))
+    lines += [f"tl.store(out{i} + at, {result.name}, mask=inside)" for i, result in enumerate(results)]
+    outs = [f"out{i}" for i in range(len(results))]
+    parameters = [name for i, given in enumerate(inputs) for name in (f"p{i}", *_strides(i, given.joined))]
+    return "\n    ".join([
+        f"def pointwise({', '.join([*outs, *parameters, 'total'])}, "
+        "WIDE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):",
+        f'"""{program}"""',
+        "if PDL:",
+        "    tl.extra.cuda.gdc_launch_dependents()",
+        "    tl.extra.cuda.gdc_wait()",
+        "tile = tl.program_id(0)",
+        "if WIDE:",
+        "    tile = tile.to(tl.int64)",
+        "at = tile * BLOCK + tl.arange(0, BLOCK)",
+        "inside = at < total",
+        *lines,
+        "",
+    ])  # fmt: skip
+
+
+def _strides(index: int, dims: int) -> list[str]:
+    """The parameters that say where an input's elements are: strides, and the sizes of all dimensions but the first."""
+    return [f"s{index}_{d}" for d in range(dims)] + [f"n{index}_{d}" for d in range(1, dims)]
+
+
+def _load(index: int, dims: int) -> list[str]:
+    """The lines that load an input's elements, as float32."""
+    terms, place = [], "at"
+    for d in range(dims - 1, 0, -1):
+        terms.append(f"{place} % n{index}_{d} * s{index}_{d}")
+        place = f"({place} // n{index}_{d})"
+    terms += [f"{place} * s{index}_0"] if dims else ["at * 0"]
+    return [f"x{index} = tl.load(p{index} + ({' + '.join(terms)}), mask=inside).to(tl.float32)"]
+
+
+def _write(lines: list[str], function: str, *values: Any) -> _Value:
+    """Append the line that computes a function, and what rounds its result."""
+    element = FUNCTIONS[function](*(v.element if isinstance(v, _Value) else v for v in values))
+    names = [v.name if isinstance(v, _Value) else repr(float(v)) for v in values]
+    text, name = _FORMS[function].format(*names), f"t{len(lines)}"
+    rounded = text if element.dtype == torch.float32 else f"({text}).to({COMPUTED[element.dtype]}).to(tl.float32)"
+    lines.append(f"{name} = {rounded}")
+    return _Value(name, element)
+
+
+@functools.cache
+def _compiled(program: str, inputs: tuple[_Input, ...]) -> Any:
+    """The kernel as a function of Triton's, which reads its source from Python's own cache of lines."""
+    text = source(program, inputs)
+    name = f"specgraph_pointwise_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "_softplus": _softplus}
+    exec(compile(text, name, "exec"), names)
+    return triton.jit(names["pointwise"])
+
+
+def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> None:
+    """Compute ``program`` of ``inputs`` into ``outs``, which are contiguous and not empty."""
+    shape, total = outs[0].shape, outs[0].numel()
+    places = [_joined(x.expand(shape)) for x in inputs]
+    kernel = _compiled(program, tuple(_Input(x.dtype, x.dim(), len(p)) for x, p in zip(inputs, places, strict=True)))
+    arguments = list[Any](outs)
+    for x, place in zip(inputs, places, strict=True):
+        arguments += [x, *(stride for _, stride in place), *(size for size, _ in place[1:])]
+    farthest = max(sum((size - 1) * stride for size, stride in place) for place in places)
+    block, warps = (_LARGE, 8) if total >= _ENOUGH * _LARGE else (_SMALL, 2)
+    pdl = supports_pdl(outs[0].device)
+    kernel[triton.cdiv(total, block),](
+        *arguments, total, WIDE=max(total + block, farthest) >= 1 << 31, BLOCK=block, PDL=pdl, num_warps=warps,
+        enable_fp_fusion=False, **launch_options(pdl),
+    )  # fmt: skip
+
+
+def _joined(x: Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides from the outermost dimension to the innermost; neighbours that are one run are joined."""
+    joined: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if size == 1:
+            continue
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = (joined[-1][0] * size, stride)
+        else:
+            joined.append((size, stride))
+    return joined

@@ -1,0 +1,258 @@
+"""Functions of single elements become ``specgraph::pointwise`` ops, each of which is one kernel.
+
+What is left of a layer after the other passes are chains such as ``silu(float32(z)) * norm`` and the gates of recurrent
+layers. PyTorch launches a kernel for every function. Here a function takes in those before it whose results nothing
+else reads, as far as their shapes broadcast to its own, and the copies that only reshape. Two such chains of one shape
+share a kernel if nothing reads the first before the second is known.
+
+A dump shows what an op computes as an expression. The rounding of every function stays.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+import specgraph.kernels.pointwise.pointwise  # noqa: F401  (registers the op)
+from specgraph.ir.program import Program
+from specgraph.kernels.pointwise.program import DTYPES
+from specgraph.passes.base import LoweringPass, PassResult
+from specgraph.passes.patterns import CASTS, aten, dtype_of, erase_unused, keep_meta, only_user, producer
+
+POINTWISE = torch.ops.specgraph.pointwise.default
+FORMS = {
+    aten.add.Tensor: "({} + {})", aten.sub.Tensor: "({} - {})", aten.mul.Tensor: "({} * {})",
+    aten.div.Tensor: "({} / {})", aten.neg.default: "(-{})", aten.exp.default: "exp({})",
+    aten.relu.default: "relu({})", aten.sigmoid.default: "sigmoid({})", aten.silu.default: "silu({})",
+    aten.softplus.default: "softplus({})",
+}  # fmt: skip
+"""The functions that are joined, and how a program writes each."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+MOST_INPUTS = 12
+"""The most inputs of one op, so that a kernel does not run out of registers."""
+
+
+@dataclass(frozen=True)
+class FusePointwise(LoweringPass):
+    """Options: ``enabled``."""
+
+    name: ClassVar[str] = "fuse_pointwise"
+    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+
+    def apply(self, program: Program) -> PassResult:
+        """Replace every function of elements in the modules; chains that can be computed together share an op."""
+        ops = functions = 0
+        for _, module in program.modules.where(lambda graph: any(map(_is_function, graph.nodes))):
+            chains = list(_chains(module.graph))
+            functions += sum(len(chain.nodes) for chain in chains)
+            # From the last to the first: a chain whose end is replaced may be an input of those behind it.
+            for group in reversed(list(_together(module.graph, chains))):
+                _insert(module.graph, group)
+                ops += 1
+            module.recompile()
+        return PassResult(ops, notes=(f"{functions} functions of elements are {ops} x pointwise",) if ops else ())
+
+
+@dataclass
+class _Chain:
+    """A function and those that it takes in.
+
+    Attributes:
+        end: the function whose result is read by others.
+        nodes: all functions, ``end`` among them.
+        inputs: what is read, in order and each once.
+        text: the expression, with ``{}`` and the index of an input for each.
+        source: if a copy that only reshapes is left out, what it copies; all is computed in the shape of that.
+    """
+
+    end: fx.Node
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    text: str
+    source: fx.Node | None = None
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a node is a function of single elements of floating-point tensors that a program can write."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor) or not _floats(node):
+        return False
+    if node.target in CASTS:
+        plain = node.target is aten.to.dtype or set(node.kwargs) == {"dtype"}
+        return plain and len(node.args) == (2 if node.target is aten.to.dtype else 1) and dtype_of(node) in _NAMES
+    return node.target in FORMS and not node.kwargs and len(node.args) == FORMS[node.target].count("{}")
+
+
+def _floats(node: fx.Node) -> bool:
+    """Whether a node computes a floating-point tensor from such tensors and from numbers, all on one device."""
+    values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
+    if not all(isinstance(v, Tensor) and v.dtype in _NAMES for v in values):
+        return False
+    numbers = all(isinstance(a, fx.Node | torch.dtype) or _is_number(a) for a in node.args)
+    return numbers and len(values) > 1 and len({v.device for v in values}) == 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _chains(graph: fx.Graph) -> Iterator[_Chain]:
+    """Every function of the graph in a chain, from the last to the first, and then in the order of the graph."""
+    chains, taken = list[_Chain](), set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if node not in taken and _is_function(node):
+            chain = _chain(node)
+            taken.update(chain.nodes)
+            chains.append(chain)
+    yield from reversed(chains)
+
+
+def _chain(end: fx.Node) -> _Chain:
+    chain = _Chain(end, [], [], "")
+    chain.text = _text(chain, end)
+    _leave_out_copies(chain)
+    return chain
+
+
+def _text(chain: _Chain, node: fx.Node) -> str:
+    """The expression of a node, whose functions and inputs are appended to those of the chain."""
+    chain.nodes.append(node)
+    if node.target in CASTS:
+        return f"{_NAMES[node.meta['val'].dtype]}({_operand(chain, node.args[0])})"
+    return FORMS[node.target].format(*(_operand(chain, arg) for arg in node.args))
+
+
+def _operand(chain: _Chain, value: Any) -> str:
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    room = len(chain.inputs) + len(value.all_input_nodes) <= MOST_INPUTS
+    if room and only_user(value) and _is_function(value) and _broadcasts(value.meta["val"], chain.end.meta["val"]):
+        return _text(chain, value)
+    if value not in chain.inputs:
+        chain.inputs.append(value)
+    return f"{{{chain.inputs.index(value)}}}"
+
+
+def _broadcasts(value: Tensor, whole: Tensor) -> bool:
+    """Whether a value can be computed element by element in the shape of the whole."""
+    ours, theirs = value.shape, whole.shape
+    same = zip(reversed(ours), reversed(theirs), strict=False)
+    return len(ours) <= len(theirs) and all(_same(a, 1) or _same(a, b) for a, b in same)
+
+
+def _same(size: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, without asking symbols for more than they tell."""
+    return str(size) == str(other)
+
+
+def _leave_out_copies(chain: _Chain) -> None:
+    """Read what a reshape copies, and compute in its shape. Other inputs become views of that shape, or broadcast."""
+    shape = chain.end.meta["val"].shape
+    sources = [source for value in chain.inputs if (source := _copied(value, shape)) is not None]
+    for source in sources:
+        inner = source.meta["val"].shape
+        small = [v.meta["val"].shape for v in chain.inputs if not _equal(v.meta["val"].shape, shape)]
+        known = {str(size) for size in inner}
+        unknown = [size for size in shape if not isinstance(size, int) and str(size) not in known]
+        # Numbers per channel stay where they are if the last dimension does.
+        if len(unknown) <= 1 and all(_equal(s, inner[-1:]) and _equal(s, shape[-1:]) for s in small):
+            chain.source = source
+            return
+
+
+def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
+    """What ``value`` is a copy of, if it only brings that into ``shape`` and nothing else reads it."""
+    reshape = producer(value, *RESHAPES)
+    if reshape is None or only_user(reshape) is None or not _equal(value.meta["val"].shape, shape):
+        return None
+    source = reshape.args[0]
+    clone = source if isinstance(source, fx.Node) and source.target is aten.clone.default else None
+    if clone is not None and only_user(clone) is not None:
+        source = clone.args[0]
+    elif reshape.target is not aten.reshape.default:
+        return None  # a view, which copies nothing
+    known = isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor) and source.meta["val"].dim() > 0
+    return source if known else None  # type: ignore[return-value]
+
+
+def _equal(shape: Any, other: Any) -> bool:
+    return len(shape) == len(other) and all(map(_same, shape, other))
+
+
+def _together(graph: fx.Graph, chains: list[_Chain]) -> Iterator[list[_Chain]]:
+    """Chains in groups that one op computes: of one shape, and none read before the last is known."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    group: list[_Chain] = []
+    for chain in chains:
+        if group and not (_alike(group[0], chain) and _fits([*group, chain], order)):
+            yield group
+            group = []
+        group.append(chain)
+    if group:
+        yield group
+
+
+def _alike(chain: _Chain, other: _Chain) -> bool:
+    plain = chain.source is None and other.source is None
+    return plain and _equal(chain.end.meta["val"].shape, other.end.meta["val"].shape)
+
+
+def _fits(group: list[_Chain], order: dict[fx.Node, int]) -> bool:
+    last = order[group[-1].end]
+    early = min(order[user] for chain in group[:-1] for user in chain.end.users)
+    return early > last and len({value for chain in group for value in chain.inputs}) <= MOST_INPUTS
+
+
+def _insert(graph: fx.Graph, group: list[_Chain]) -> None:
+    """Put one op in place of the functions of a group."""
+    last = group[-1].end
+    with graph.inserting_before(last):
+        inputs = list(dict.fromkeys(value for chain in group for value in chain.inputs))
+        texts = [_numbered(chain, inputs) for chain in group]
+        source, shape = group[0].source, last.meta["val"].shape
+        given = inputs if source is None else _reshaped(graph, inputs, source, shape)
+        joined = graph.create_node("call_function", POINTWISE, (given, ", ".join(texts)), {}, name="pointwise")
+        results = [graph.call_function(operator.getitem, (joined, index)) for index in range(len(group))]
+        if source is not None:
+            sizes = _sizes(graph, shape, source)
+            results = [graph.call_function(aten.view.default, (result, sizes)) for result in results]
+    for chain, result in zip(group, results, strict=True):
+        chain.end.replace_all_uses_with(keep_meta(result, chain.end))
+    for chain in group:
+        erase_unused(graph, chain.end)
+
+
+def _numbered(chain: _Chain, inputs: list[fx.Node]) -> str:
+    """The expression of a chain, with the op's inputs and with no more brackets than it needs."""
+    text = chain.text.format(*(f"x{inputs.index(value)}" for value in chain.inputs))
+    return ast.unparse(ast.parse(text, mode="eval"))
+
+
+def _reshaped(graph: fx.Graph, inputs: list[fx.Node], source: fx.Node, shape: torch.Size) -> list[fx.Node]:
+    """Inputs as an op reads them that computes in the shape of ``source``: what they copy, or views of that shape."""
+    inner = source.meta["val"].shape
+    sizes, given = _sizes(graph, inner, source), list[fx.Node]()
+    for value in inputs:
+        copied = _copied(value, shape)
+        if copied is not None and _equal(copied.meta["val"].shape, inner):
+            given.append(copied)
+        elif _equal(value.meta["val"].shape, shape):
+            given.append(graph.call_function(aten.reshape.default, (value, sizes)))
+        else:
+            given.append(value)
+    return given
+
+
+def _sizes(graph: fx.Graph, shape: Any, source: fx.Node) -> list[Any]:
+    """``shape`` as arguments of a view: numbers, sizes of ``source``, and -1 for a size that is neither."""
+    known = [str(size) for size in source.meta["val"].shape]
+    return [size if isinstance(size, int) else
+            graph.call_function(aten.sym_size.int, (source, known.index(str(size)))) if str(size) in known else -1
+            for size in shape]  # fmt: skip

@@ -1,0 +1,120 @@
+"""Chains of functions of elements become one op each, wherever their shapes and those who read them allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specgraph.frontend.tracing import trace
+from specgraph.passes.fuse_pointwise import FusePointwise
+from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.insert_recurrent_state import InsertRecurrentState
+from tests.compiler.test_pipeline import first, last
+from tests.decoding import compiled
+from tests.models import make_model, ragged_prompts
+from tests.passes.test_lower_kernels import LOWERING, run_both, targets
+
+X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Written(nn.Module):
+    """A function of a tensor ``[3, 4, 6]``, with a few weights."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.low = nn.Parameter(torch.linspace(-2, 2, 6).bfloat16())
+        self.matrix = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self, x)
+        return out
+
+
+def fused(function: Any, x: Tensor = X) -> list[str]:
+    """The programs after the pass, in order; what is computed stays the same bit for bit."""
+    program, expected, actual = run_both(Written(function), x, [FusePointwise()])
+    assert torch.equal(actual, expected) and actual.stride() == expected.stride()
+    ops = [n for n in program.modules["toy"].graph.nodes if str(n.target) == "specgraph.pointwise.default"]
+    return [str(n.args[1]) for n in ops]
+
+
+CHAINS = {
+    "gates": (lambda m, x: -m.scale.float().exp() * nn.functional.softplus(x.bfloat16().float() + m.scale),
+              ["-exp(x0) * softplus(float32(bfloat16(x1)) + x0)"]),
+    "rounding stays": (lambda m, x: ((x.bfloat16() * m.low).float() * 1.5).sigmoid(),
+                       ["sigmoid(float32(bfloat16(x0) * x1) * 1.5)"]),
+    "what two read is computed once": (lambda m, x: (y := x.exp()) * torch.cumsum(y, 1), ["exp(x0)", "x0 * x1"]),
+    "a number per row": (lambda m, x: x * x[..., :1].sigmoid(), ["x0 * sigmoid(x1)"]),
+    "a larger shape than its reader's": (lambda m, x: x.exp()[..., :1] * m.scale[:1], ["exp(x0)", "x0 * x1"]),
+    "a product of matrices between": (lambda m, x: (x.relu() @ m.matrix).neg(), ["relu(x0)", "-x0"]),
+    "two of one shape": (lambda m, x: torch.cat([x.sigmoid(), x * m.scale], 1), ["sigmoid(x0), x0 * x1"]),
+    "two, one behind the other": (lambda m, x: torch.cat([y := x.sigmoid(), y.cumsum(1) * m.scale], 1),
+                                  ["sigmoid(x0)", "x0 * x1"]),
+    "two, one behind a view of the other": (lambda m, x: torch.cat([y := x.sigmoid(), y.mT.mT * m.scale], 1),
+                                            ["sigmoid(x0)", "x0 * x1"]),
+    "two of other shapes": (lambda m, x: torch.cat([x.sigmoid(), x[:, :2] * m.scale], 1), ["sigmoid(x0)", "x0 * x1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHAINS)
+def test_chains(what: str) -> None:
+    function, programs = CHAINS[what]
+    assert fused(function) == programs
+
+
+COPIES = {
+    "a copy of columns": (lambda m, x: x[..., :4].reshape(-1, 4) * x[..., 2:].contiguous().view(-1, 4).exp(), 1),
+    "with a number per channel": (lambda m, x: x[..., :4].reshape(-1, 4) * m.scale[:4], 1),
+    "other channels": (lambda m, x: x[..., :4].reshape(-1, 8) * m.matrix.view(-1)[:8], 0),
+    "read twice": (lambda m, x: (y := x[..., :4].reshape(-1, 4)) * y.cumsum(0), 0),
+    "a view": (lambda m, x: x.view(-1, 6) * m.scale, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_copies_that_only_reshape_are_left_out(what: str) -> None:
+    function, left_out = COPIES[what]
+    program, expected, actual = run_both(Written(function), X, [FusePointwise()])
+    assert torch.equal(actual, expected)
+    (op,) = [n for n in program.modules["toy"].graph.nodes if str(n.target) == "specgraph.pointwise.default"]
+    assert (op.meta.get("val") is None) and len(op.args[0]) in (1, 2)
+    inputs = [n.meta["val"].shape for n in op.args[0] if "val" in n.meta]
+    assert any(len(shape) == 3 for shape in inputs) == bool(left_out)
+
+
+def test_what_is_no_function_of_floating_point_elements_stays() -> None:
+    def counted(m: Written, x: Tensor) -> Tensor:
+        return (x > 0).long() * 3 + torch.arange(6) - 1
+
+    assert fused(counted) == []
+    assert fused(lambda m, x: torch.add(x, m.scale, alpha=2)) == []
+    assert fused(lambda m, x: nn.functional.softplus(x, beta=2.0)) == []
+    assert fused(lambda m, x: x * float("inf")) == []
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "falcon_h1", "granite", "gemma2"])
+def test_a_model_computes_the_same_bits(architecture: str) -> None:
+    model, prompts = make_model(architecture), ragged_prompts((3, 9))
+    decoder = compiled(model, k=2, lowering={"name": "gpu"})
+    assert targets(decoder.stages["fuse_pointwise"])["specgraph.pointwise"] > 0
+    plain = compiled(model, k=2, lowering={"name": "gpu"}, passes={"fuse_pointwise": {"enabled": False}})
+    outs = [d.generate(prompts, max_new_tokens=10, temperature=1.0, seed=1) for d in (decoder, plain)]
+    assert all(map(torch.equal, outs[0].new_tokens, outs[1].new_tokens))
+
+
+def test_a_gated_delta_layer_keeps_two_ops_beside_its_norm() -> None:
+    model = make_model("qwen3_5_text", dtype=torch.bfloat16)
+    passes = [InsertKVCache(4), InsertRecurrentState(), *LOWERING, FusePointwise()]
+    program = last(first(target=trace(model)), passes)
+    counts = targets(program)
+    layers = counts["specgraph.anchored_delta_rule"]
+    programs = [n.args[1] for n in program.modules["target"].graph.nodes if "pointwise" in str(n.target)]
+    gates = "sigmoid(x0), -exp(float32(x1)) * softplus(float32(x2) + x3)"
+    assert layers > 0 and programs.count(gates) == layers
+    assert programs.count("bfloat16(x0 * silu(float32(x1)))") == layers
+    assert not {"aten.softplus", "aten.silu", "aten.exp", "aten.sigmoid", "aten.mul.Tensor"} & set(counts)
