@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CachedConv
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
@@ -22,9 +23,12 @@ _ROWS, _TILE = 16, {True: 512, False: 1024}
 def _cached_conv_kernel(
     out, x, weight, bias, inputs, span, rows, outer, inner,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, blocks of rows, blocks of channels)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     row, begin, _, count, _ = row_span(span, b)
     # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
@@ -66,11 +70,11 @@ def cached_conv_triton(given: CachedConv) -> Tensor:
     in_place = rows <= most_in_place(slots, width - 1)
     together = min(_ROWS, triton.next_power_of_2(rows))
     block = min(_TILE[in_place] // together, triton.next_power_of_2(channels))
-    bias = None if given.bias is None else given.bias.contiguous()
+    bias, pdl = None if given.bias is None else given.bias.contiguous(), supports_pdl(out.device)
     _cached_conv_kernel[batch, triton.cdiv(rows, together), triton.cdiv(channels, block)](
         out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0), x.stride(1),
         CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place, ROWS=together,
-        BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        BLOCK=block, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     if not in_place:
         store_last_rows(given.inputs, x, given.span)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
+from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
@@ -86,12 +87,16 @@ def _prepare_kernel(
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
     NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
     If ``STORE``, ``all_keys`` and ``all_inverse`` are the caches; else they are by the rows of the call, behind
     ``BEHIND`` lines for rows that are known, as ``scores`` and ``weights`` always are.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # behind the wait, for what the second kernel reads ahead of its own
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     row, begin, before, count, _ = row_span(span, entry)
     begin, before, count = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32)
@@ -213,7 +218,7 @@ def _carry_kernel(
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
     BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
     entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -224,6 +229,13 @@ def _carry_kernel(
     own, group = column < VALUE, head // GROUP
     groups: tl.constexpr = HEADS // GROUP
     out += (entry * rows * HEADS + head) * VALUE
+    # No kernel of the step has written the state, so it is loaded while the first kernel still runs.
+    tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
+    both = (key < KEY)[:, None] & own[None, :]
+    current = tl.load(tile, mask=both & (count > 0), other=0, cache_modifier=".cg")
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for padding in range(loop_bound(count), loop_bound(rows)):
         nothing = tl.zeros([BLOCK], out.dtype.element_ty)
         tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
@@ -240,9 +252,6 @@ def _carry_kernel(
         weights += lines * (_WEIGHTS * HEADS) + head
         errors += (row * SLOTS * HEADS + head) * VALUE
         all_errors += (place * HEADS + head) * VALUE
-        tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
-        both = (key < KEY)[:, None] & own[None, :]
-        current = tl.load(tile, mask=both, other=0)
         full = (begin + count) // CHUNK * CHUNK
         kept = (begin + settled) // CHUNK * CHUNK
         for first in tl.range(loop_bound(before // CHUNK * CHUNK), loop_bound(full), CHUNK, num_stages=STAGES):
@@ -266,7 +275,7 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
     rate = None if given.rate is None else given.rate.contiguous()
     gate = given.gate.contiguous()
-    out = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device)
+    out, pdl = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device), supports_pdl(v.device)
     unsettled = most_in_place(slots, CHUNK - 1) - 1
     in_place, behind = rows <= unsettled + 1, CHUNK - 1 + unsettled
     # The rows of a call, behind as many as may be known since the boundary.
@@ -280,7 +289,8 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     keys, errors, inverse = stored
     options: dict[str, Any] = {
         "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "BEHIND": behind, "STORE": in_place,
-        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False,
+        "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl,
+        **launch_options(pdl),
     }  # fmt: skip
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
         q, k, gate, rate, given.keys, given.gates, given.inverse, keys, inverse, scores, weights, given.span,

@@ -23,9 +23,14 @@ def by_row(x: Tensor) -> Tensor:
 
 @triton.jit
 def row_span(span, b):
-    """Of sequence ``b``: its row of the state, its first position, where it was settled, its rows, the settled ones."""
-    first = span + b * 5
-    return tl.load(first), tl.load(first + 1), tl.load(first + 2), tl.load(first + 3), tl.load(first + 4)
+    """Of sequence ``b``: its row of the state, its first position, where it was settled, its rows, the settled ones.
+
+    They are not read from the L1 cache, so that a kernel may read them before it waits for the one before it.
+    """
+    at = span + b * 5
+    row, begin = tl.load(at, cache_modifier=".cg"), tl.load(at + 1, cache_modifier=".cg")
+    before, count = tl.load(at + 2, cache_modifier=".cg"), tl.load(at + 3, cache_modifier=".cg")
+    return row, begin, before, count, tl.load(at + 4, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["outer", "inner", "size"])
