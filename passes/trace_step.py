@@ -1,8 +1,10 @@
-"""A variant of the step that also says how probable every draft was, under the target and under the drafter.
+"""A variant of the step that also says how probable drafts were, and the token that the target chose by itself.
 
 For the drafts that a step verifies, the op ``score`` gives their probabilities under the target: those that the rule
-compares, or at temperature 1 for a greedy sequence. For the drafts that it makes, the same op gives the probabilities
-that they were drawn with. Both travel to the host with the other results of the step, so nothing waits for it.
+compares, or at temperature 1 for a greedy sequence. A second call of it does the same for the tokens that the step
+emits, since the token in the place of a rejected draft has the same row of logits. For the drafts that the step makes,
+the op gives the probabilities that they were drawn with. All of them travel to the host with the other results of the
+step, so nothing waits for it.
 
 The decoder applies this pass to the steps of requests that ask for a trace.
 """
@@ -26,6 +28,8 @@ from specgraph.passes.pause_step import last_processor
 from specgraph.passes.process_drafts import DRAWS, LOGITS
 from specgraph.passes.score_rows import PROCESSING, SCORE
 
+EMITTED = 4
+"""Which argument of ``advance_`` are the emitted tokens; the next one is their number."""
 NUM_EMITTED = 3
 """Which argument of a function that draws drafts is the number of emitted tokens."""
 
@@ -48,17 +52,18 @@ class TraceStep(Pass):
         with program.graph.inserting_before(advance):
             if "temperature" in sampling:
                 sampling["temperature"] = tracer.call(step.trace_temperature, sampling["temperature"])
-            verified = tracer.verified()
+            verified, last = tracer.verified(), tracer.last_emitted(advance)
             draws = [node for node in program.graph.nodes if node.target in DRAWS]
             groups = [*_together(draws)]
             tokens = [tracer.side_by_side(group) for group in groups]
             drawn = [tracer.drawn(*both) for both in zip(groups, tokens, strict=True)]
             drafts: Any = advance.args[6]
-            traced = tracer.call(step.trace_columns, verified, tokens, drawn, list(drafts), count=_count(program))
+            traced = tracer.call(step.trace_columns, verified, last, tokens, drawn, list(drafts), count=_count(program))
         traced.name = "traced"
         (results,) = program.graph.output_node().args
         program.set_output(*results, traced)  # type: ignore[misc]
-        return PassResult(1 + len(draws), notes=(f"the drafts that are verified, and {len(draws)} draws",))
+        note = f"the drafts that are verified, the token behind them, and {len(draws)} draws"
+        return PassResult(2 + len(draws), notes=(note,))
 
 
 def _count(program: Program) -> int:
@@ -90,6 +95,15 @@ class _Tracer:
         drafts = self.call(step.verified_drafts, self.program.input("window"), logits)
         rows = [gathered(self.program, name) for name in ("num_rows", "num_forced")]
         return self._score(logits, drafts, self.call(step.num_verified, *rows, drafts))
+
+    def last_emitted(self, advance: fx.Node) -> fx.Node:
+        """The log-probability ``[B, 1]`` of the last token that the step emits and hands to ``advance``."""
+        logits = last_processor(self.program.one("logits"))
+        emitted, num_emitted = advance.args[EMITTED], advance.args[EMITTED + 1]
+        forced = gathered(self.program, "num_forced")
+        tokens = self.call(step.emitted_tokens, emitted, forced, logits)
+        count = self.call(step.num_emitted_rows, emitted, num_emitted, forced, tokens)
+        return self.call(step.last_logprob, self._score(logits, tokens, count), count)
 
     def drawn(self, draws: Sequence[fx.Node], tokens: fx.Node) -> fx.Node:
         """The log-probabilities ``[B, R]`` with which ``draws``, which share a vocabulary, have drawn ``tokens``."""

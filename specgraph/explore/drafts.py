@@ -59,7 +59,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class TraceStep:
-    """What a step did for a sequence, as :class:`~specgraph.runtime.trace.TracedStep` describes it, with texts."""
+    """What a step did for a sequence, as :class:`~specgraph.runtime.trace.TracedStep` describes it, with texts.
+
+    ``own`` is the probability of the target's own token. Traces of earlier versions do not have it.
+    """
 
     step: int
     sequence: int
@@ -69,6 +72,7 @@ class TraceStep:
     drafts: tuple[Draft, ...]
     tokens: tuple[int, ...]
     texts: tuple[str, ...] | None
+    own: float | None
 
 
 @dataclass(frozen=True)
@@ -170,12 +174,12 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _step(record: Mapping[str, Any]) -> TraceStep:
-    tokens, texts = tuple(int(token) for token in record["tokens"]), record.get("texts")
+    tokens, texts, own = tuple(int(token) for token in record["tokens"]), record.get("texts"), record.get("own")
     drafts = [_draft(draft) for draft in record["drafts"]]
     return TraceStep(
         int(record["step"]), int(record["sequence"]), int(record["position"]), float(record["seconds"]),
         bool(record["prompt"]), tuple(_judged(drafts, tokens)), tokens,
-        None if texts is None else tuple(str(text) for text in texts),
+        None if texts is None else tuple(str(text) for text in texts), None if own is None else float(own),
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def first_error(error: BaseException, before: BaseException | None = None) -> st
 
 def num_traced(width: int) -> int:
     """The columns of a trace, where a decode step has ``width`` rows."""
-    return 3 * (width - 1)
+    return 3 * (width - 1) + 1
 
 
 class TracedRow(NamedTuple):
@@ -103,11 +103,13 @@ class TracedRow(NamedTuple):
         verified: the log-probabilities under the target of the drafts that it verified.
         drafts: those that it made, -1 for none.
         drawn: the log-probabilities that these were drawn with, NaN for those that were not drawn.
+        last: the log-probability under the target of the last token that it emitted.
     """
 
     verified: list[float]
     drafts: list[int]
     drawn: list[float]
+    last: float
 
 
 @dataclass
@@ -135,7 +137,7 @@ class Results:
         columns = self.host[:count, self.host.shape[1] - num_traced(self.width) :].contiguous()
         numbers, floats = columns.tolist(), columns.view(torch.float32).tolist()
         return [
-            TracedRow(values[:drafts], own[drafts : 2 * drafts], values[2 * drafts :])
+            TracedRow(values[:drafts], own[drafts : 2 * drafts], values[2 * drafts : -1], values[-1])
             for values, own in zip(floats, numbers, strict=True)
         ]
 

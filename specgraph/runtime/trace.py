@@ -50,6 +50,8 @@ class TracedStep:
             draft is an EOS.
         seconds: from the end of the step before it to its own.
         prompt: whether it ran the rest of a prompt, so that there were no drafts.
+        own_probability: that of :attr:`own_token` under the target, in the same sense as a draft's and at the same
+            place as that of the rejected draft; None if there is no such token.
     """
 
     step: int
@@ -59,6 +61,7 @@ class TracedStep:
     tokens: tuple[int, ...]
     seconds: float
     prompt: bool = False
+    own_probability: float | None = None
 
     @property
     def rejected(self) -> TracedDraft | None:
@@ -130,9 +133,10 @@ class Trace(Sequence[TracedStep]):
     def text(self, tokenizer: Any = None, *, color: bool = True) -> str:
         """For people: a line for each step, with accepted drafts in green and the rejected one struck through in red.
 
-        Behind a rejected draft stand its probabilities under the target and under the drafter. Drafts behind it are
-        dimmed. Without ``color``, an accepted draft stands in brackets, and one that was not between tildes. Without
-        ``tokenizer``, tokens are numbers.
+        Behind a rejected draft stand its probabilities under the target and under the drafter, and behind the token
+        that the target chose instead stands that one's. Drafts behind a rejected one are dimmed. Without ``color``, an
+        accepted draft stands in brackets, and one that was not between tildes. Without ``tokenizer``, tokens are
+        numbers.
         """
         lines = [[f"sequence {sequence}"] for sequence in range(len(self.prompts))]
         for step in self._steps:
@@ -154,6 +158,7 @@ def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
     record = {
         "step": step.step, "sequence": step.sequence, "position": step.position, "seconds": step.seconds,
         "prompt": step.prompt, "drafts": drafts, "tokens": [*step.tokens],
+        "own": _known(step.own_probability),
     }  # fmt: skip
     return record if tokenizer is None else record | {"texts": [tokenizer.decode([token]) for token in step.tokens]}
 
@@ -177,7 +182,8 @@ def _line(step: TracedStep, tokenizer: Any, *, color: bool) -> str:
             behind = True
     own = step.own_token
     if own is not None:
-        parts.append(_shown(own, tokenizer))
+        instead = step.own_probability if step.rejected is not None else None
+        parts.append(_shown(own, tokenizer) + ("" if instead is None else f" (target {instead:.2g})"))
     return f"{step.step:6d} {1e3 * step.seconds:8.2f} ms  {' '.join(parts)}"
 
 
@@ -223,15 +229,15 @@ class Tracer:
         made = self._made.get(number) if output.decoding else None
         drafts = [] if made is None else [*zip(made.drafts[: step.drafts], made.drawn, strict=False)]
         ended = output.finish_reason in ("eos", "stop")  # behind which nothing is emitted, so also no token of its own
+        judged = tuple(
+            TracedDraft(token, _is_accepted(place, token, tokens, ended=ended), math.exp(traced.verified[place]),
+                        _probability(drawn))
+            for place, (token, drawn) in enumerate(drafts)
+        )  # fmt: skip
         self.trace.append(
             TracedStep(
-                self._number, number, self._lengths[number],
-                tuple(
-                    TracedDraft(token, _is_accepted(place, token, tokens, ended=ended),
-                                math.exp(traced.verified[place]), _probability(drawn))
-                    for place, (token, drawn) in enumerate(drafts)
-                ),
-                tokens, step.seconds, not output.decoding,
+                self._number, number, self._lengths[number], judged, tokens, step.seconds, not output.decoding,
+                own_probability(judged, tokens, traced.last),
             )
         )  # fmt: skip
         self._lengths[number] += len(tokens)
@@ -241,6 +247,17 @@ def _is_accepted(place: int, token: int, emitted: Sequence[int], *, ended: bool)
     """Whether a step emitted a draft: the last token that it emits is the target's own, unless it ends a sequence."""
     last = len(emitted) - 1
     return place < last or (place == last and ended and emitted[last] == token)
+
+
+def own_probability(drafts: Sequence[TracedDraft], emitted: Sequence[int], last: float) -> float | None:
+    """The probability of the token that the target chose by itself; ``last`` is the log of that of the step's last one.
+
+    Where the host has cut what the step emitted, that is of another token. The last one that is left is then a draft.
+    """
+    place = len(emitted) - 1
+    if place < len(drafts) and drafts[place].token == emitted[place]:
+        return None if drafts[place].accepted else drafts[place].target_probability
+    return math.exp(last)
 
 
 def _probability(logprob: float) -> float | None:

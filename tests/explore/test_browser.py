@@ -51,6 +51,13 @@ def cells(page: Browser, selector: str) -> list[list[str]]:
     return list(page.run(f"{rows}.map((row) => [...row.cells].map((cell) => cell.textContent))"))
 
 
+def percent(value: float) -> str:
+    """A probability as the page writes it."""
+    if value < 0.001:
+        return f"{100 * value:.1e} %".replace("e-0", "e-")
+    return f"{100 * value:.{0 if value >= 0.1 else 1}f} %"
+
+
 def steps_with(made: Made, verdict: str) -> list[tuple[int, int, dict[str, Any]]]:
     """The places of the drafts of which this became, as a link names them, with their steps."""
     return [
@@ -139,7 +146,24 @@ def test_a_token_of_the_target_says_what_it_is_and_where(page: Browser, made: Ma
     page.point(f'#text [data-step="{step["step"]}"] .own', click=True)
     place = len(step["tokens"]) - 1
     assert f"Token {step['tokens'][place]}." in page.text("#why")
+    assert f"Under the target, its probability was {percent(step['own'])}." in page.text("#why")
     assert f"text position {step['position'] + place}." in page.text("#why")
+
+
+def test_a_rejected_draft_says_how_probable_the_token_was_that_the_target_chose_instead(
+    page: Browser, made: Made
+) -> None:
+    index, place, step = next(found for found in steps_with(made, "rejected") if found[2]["sequence"] == 0)
+    page.run("chooseSequence(0)")
+    page.point(f'[data-draft="{index}.{place}"]')
+    page.wait("!document.querySelector('#tip').hidden")
+    draft = step["drafts"][place]
+    assert f"Under the target, the probability of this token was {percent(draft['target'])}." in page.text("#tip")
+    assert f"With the drafter, its probability was {percent(draft['draft'])}." in page.text("#tip")
+    assert f"\u201d, which the target chose instead, had {percent(step['own'])} under the target." in page.text("#tip")
+    page.run(f"DATA.trace.steps[{index}].own = null")  # as in a trace of an earlier version
+    page.point(f'[data-draft="{index}.{place}"]', click=True)
+    assert "instead" not in page.text("#why") and "null" not in page.text("#why")
 
 
 def test_what_a_pass_did_is_listed_and_leads_to_the_nodes(page: Browser, made: Made) -> None:

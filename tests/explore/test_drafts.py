@@ -96,6 +96,14 @@ def test_a_trace_of_another_decoder_is_refused_by_what_differs(key: str, value: 
         check_same(read_trace(written(tmp_path, [(5, True)], [5, 11])), Dump(record, []), path)
 
 
+def test_a_trace_of_an_earlier_version_says_nothing_of_the_targets_own_token(made: Made, tmp_path: Path) -> None:
+    path = written(tmp_path, [(5, False)], [9])
+    assert read_trace(path).steps[0].own is None
+    about, step = path.read_text().splitlines()
+    path.write_text(f"{about}\n{json.dumps(json.loads(step) | {'own': 0.25})}\n")
+    assert read_trace(path).steps[0].own == 0.25
+
+
 def test_a_trace_without_texts_has_ids(made: Made, tmp_path: Path) -> None:
     assert made.out.trace is not None
     trace = read_trace(made.out.trace.save(tmp_path / "trace.jsonl"))

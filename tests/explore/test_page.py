@@ -115,6 +115,7 @@ def test_drafts_are_those_of_the_trace(made: Made) -> None:
     assert made.out.trace is not None
     for shown, step in zip(data["steps"], made.out.trace, strict=True):
         assert shown["tokens"] == [*step.tokens] and shown["seconds"] == step.seconds
+        assert shown["own"] == step.own_probability
         assert [(d["token"], d["verdict"] == "accepted", d["target"], d["draft"]) for d in shown["drafts"]] == [
             (d.token, d.accepted, d.target_probability, d.draft_probability) for d in step.drafts
         ]

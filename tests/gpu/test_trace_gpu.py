@@ -29,7 +29,8 @@ def test_a_trace_changes_no_bit(kind: str, k: int, temperature: float) -> None:
 
 
 def test_probabilities_are_those_that_score_gives() -> None:
-    """Of drafts that were accepted, in float32 beside the op that generate's own log-probabilities come from."""
+    """Of accepted drafts and of the target's own tokens, in float32 beside the op that generate's log-probabilities
+    come from."""
     given = prompts()[:COUNT]
     out = decoder("eagle3", 3).generate(given, temperature=1.0, trace=True, **OPTIONS)
     assert out.logprobs is not None
@@ -41,6 +42,9 @@ def test_probabilities_are_those_that_score_gives() -> None:
                 if draft.accepted:
                     compared += 1
                     assert math.log(draft.target_probability) == pytest.approx(float(logprobs[first + place]), abs=1e-4)
+            if step.own_probability is not None:
+                own = float(logprobs[first + len(step.tokens) - 1])
+                assert math.log(step.own_probability) == pytest.approx(own, abs=1e-4)
     assert compared > 200
 
 

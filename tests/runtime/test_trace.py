@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from specgraph import InputError
-from specgraph.runtime.trace import Trace, TracedStep
+from specgraph.runtime.trace import Trace, TracedDraft, TracedStep, own_probability
 from tests.decoding import compiled
 from tests.drafters.test_matrix import DRAFTERS, PROMPTS, decoder, heads_exported_once
 from tests.models import ragged_prompts, shared_model
@@ -64,6 +66,10 @@ def test_probabilities_are_those_of_the_models_themselves(rule: str, model: Any,
             assert traced.target_probability == pytest.approx(target, rel=1e-5, abs=1e-9), (step, place)
             assert traced.draft_probability == pytest.approx(own, rel=1e-5, abs=1e-9), (step, place)
             known.append(traced.token)
+        known = [*tokens[step.sequence], *step.tokens]
+        assert step.own_token == known.pop() and step.own_probability == pytest.approx(
+            float(probabilities(model, known, step.sequence)[step.own_token]), rel=1e-5, abs=1e-9
+        )
         tokens[step.sequence] += step.tokens
     assert tokens == [[*a.tolist(), *b.tolist()] for a, b in zip(SHORT, out.new_tokens, strict=True)]
 
@@ -71,6 +77,9 @@ def test_probabilities_are_those_of_the_models_themselves(rule: str, model: Any,
 def check(out: Any, prompts: list[Any]) -> Trace:
     """The trace tells the same story as the tokens and the statistics."""
     trace: Trace = out.trace
+    for step in trace:
+        own = step.own_probability
+        assert (own is None) == (step.own_token is None) and (own is None or 0 < own <= 1 + 1e-6)
     for number, (prompt, new) in enumerate(zip(prompts, out.new_tokens, strict=True)):
         steps = trace.of(number)
         assert [token for step in steps for token in step.tokens] == new.tolist()
@@ -108,6 +117,10 @@ def test_every_rule_is_traced(rule: str) -> None:
     rejected = [step.rejected for step in trace if step.rejected is not None]
     if rule == "probabilistic":  # it rejects only what the target thinks less probable than the drafter does
         assert rejected and all(r.target_probability < r.draft_probability for r in rejected)  # type: ignore[operator]
+    if rule == "strict":  # a greedy target's own token is the most probable one
+        greedy = check(tested.generate(PROMPTS, trace=True, max_new_tokens=12), PROMPTS)
+        instead = [(step.own_probability, step.rejected) for step in greedy if step.rejected is not None]
+        assert instead and all(own is not None and own >= draft.target_probability for own, draft in instead)
 
 
 def test_drafts_that_were_looked_up_were_not_drawn(model: Any, draft: Any) -> None:
@@ -162,6 +175,8 @@ def test_steps_that_wait_for_the_host_are_traced(model: Any, draft: Any) -> None
     trace = check(out, SHORT)
     even = [draft for step in trace for draft in step.drafts if draft.token % 2 == 0]
     assert even and all(draft.target_probability == 0 and not draft.accepted for draft in even)
+    chosen = [step for step in trace if step.own_token is not None]
+    assert all(step.own_token % 2 and step.own_probability > 0 for step in chosen)  # type: ignore[operator]
 
 
 class Words:
@@ -181,6 +196,7 @@ def test_lines_say_all_of_it(model: Any, draft: Any, tmp_path: Path) -> None:
         assert (line["sequence"], line["tokens"]) == (step.sequence, [*step.tokens])
         assert line["texts"] == [f" w{token}" for token in step.tokens]
         assert [d["accepted"] for d in line["drafts"]] == [d.accepted for d in step.drafts]
+        assert line["own"] == step.own_probability
     assert all(json.dumps(line) for line in steps) and "NaN" not in "".join(lines)
     kept = pickle.loads(pickle.dumps(out)).trace
     assert [*kept] == [*out.trace]
@@ -194,6 +210,8 @@ def test_text_shows_accepted_and_rejected_drafts(model: Any, draft: Any) -> None
     assert rejected is not None and rejected.draft_probability is not None
     assert f"[·w{accepted.token}]" in plain and f"\033[32m·w{accepted.token}\033[0m" in colored
     why = f"(target {rejected.target_probability:.2g}, draft {rejected.draft_probability:.2g})"
+    instead = f"·w{step.own_token} (target {step.own_probability:.2g})"
+    assert instead in plain and instead in colored and plain.count("(target") == 2 * plain.count("~ (target")
     assert f"~·w{rejected.token}~ {why}" in plain and f"\033[31;9m·w{rejected.token}\033[0m {why}" in colored
     assert plain.startswith("sequence 0\n") and "\nsequence 1\n" in plain and "\033" not in plain
     assert str(out.trace).startswith(f"Trace({len(out.trace)} steps of 2 sequences")
@@ -216,4 +234,13 @@ def test_what_is_no_flag_is_refused(model: Any) -> None:
 
 def test_a_step_without_drafts_says_nothing_of_drafts() -> None:
     step = TracedStep(0, 0, 3, (), (7,), 0.1)
-    assert step.rejected is None and step.num_accepted == 0 and step.own_token == 7
+    assert step.rejected is None and step.num_accepted == 0 and step.own_token == 7 and step.own_probability is None
+
+
+@pytest.mark.parametrize(("cut", "own"), [((5, 6, 8), 0.9), ((5, 6), 0.25), ((5,), None)])
+def test_the_probability_of_a_token_that_the_host_has_cut_off_is_not_taken(cut: tuple[int, ...], own: Any) -> None:
+    """The step emitted 5, 6 and 8. At its limit of tokens, the host may take fewer."""
+    drafts = tuple(TracedDraft(token, place < 1, 0.25, None) for place, token in enumerate((5, 6)))
+    if len(cut) == 3:
+        drafts = tuple(replace(draft, accepted=True) for draft in drafts)
+    assert own_probability(drafts, cut, math.log(0.9)) == (None if own is None else pytest.approx(own))

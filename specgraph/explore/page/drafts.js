@@ -69,6 +69,11 @@ function shownToken(token, text) {
   return text === null || text === undefined ? String(token) + " " : visibleToken(text);
 }
 
+/** A token that a step emitted. */
+function emittedToken(step, place) {
+  return shownToken(step.tokens[place], step.texts && step.texts[place]);
+}
+
 function draftSpan(step, index, draft, place) {
   const span = el("bdi", { class: `token ${draft.verdict}`, tabindex: "-1", role: "button", "data-draft": `${index}.${place}` },
     draft.verdict === "accepted" ? withBreaks(shownToken(draft.token, draft.text)) : shownToken(draft.token, draft.text));
@@ -77,9 +82,10 @@ function draftSpan(step, index, draft, place) {
 }
 
 function ownSpan(step, index, place) {
-  const span = el("bdi", { class: "token own", tabindex: "-1" }, withBreaks(shownToken(step.tokens[place], step.texts && step.texts[place])));
-  const explain = () => [el("strong", {}, "The target's own token: ", el("bdi", {}, shownToken(step.tokens[place], step.texts && step.texts[place]))),
+  const span = el("bdi", { class: "token own", tabindex: "-1" }, withBreaks(emittedToken(step, place)));
+  const explain = () => [el("strong", {}, "The target's own token: ", el("bdi", {}, emittedToken(step, place))),
     step.prompt ? el("div", {}, "It follows the prompt; no draft was verified.") : null,
+    step.own === null ? null : el("div", {}, `Under the target, its probability was ${percent(step.own)}.`),
     el("div", { class: "hint" }, `Token ${step.tokens[place]}. ${whereOf(step, place)}`), timeOf(step)];
   span.addEventListener("click", () => keep(span, explain()));
   return tip.of(span, explain);
@@ -103,15 +109,22 @@ function explainDraft(step, draft, place) {
   return [
     el("strong", {}, `Draft ${place + 1} of ${step.drafts.length} was ${VERDICTS[draft.verdict]}: `, el("bdi", {}, shownToken(draft.token, draft.text))),
     el("p", { class: "reason" }, reasonOf(step, draft)),
-    el("div", {}, `Under the target, the probability of this token was ${known(draft.target)}. ${drawn}`),
+    el("div", {}, `Under the target, the probability of this token was ${known(draft.target)}. ${drawn}`, insteadOf(step, draft)),
     el("div", { class: "hint" }, `Token ${draft.token}. ${whereOf(step, place)}`),
   ];
+}
+
+/** How probable the token was that the target chose in the place of a rejected draft, if the trace says so. */
+function insteadOf(step, draft) {
+  if (draft.verdict !== "rejected" || step.own === null) return null;
+  return [" \u201c", el("bdi", { class: "quoted" }, emittedToken(step, step.tokens.length - 1).trim()),
+    `\u201d, which the target chose instead, had ${percent(step.own)} under the target.`];
 }
 
 function reasonOf(step, draft) {
   const accepted = step.drafts.filter((other) => other.verdict === "accepted").length;
   const place = draft.verdict === "accepted" ? step.drafts.indexOf(draft) : accepted;
-  const own = place < step.tokens.length ? shownToken(step.tokens[place], step.texts && step.texts[place]).trim() : "";
+  const own = place < step.tokens.length ? emittedToken(step, place).trim() : "";
   const ratio = draft.target === null ? "not known" : percent(Math.min(1, draft.target / (draft.draft === null ? 1 : draft.draft)));
   const parts = DATA.trace.why[draft.verdict].split(/(\{\w+\})/);
   const values = { "{own}": () => ["\u201c", el("bdi", { class: "quoted" }, own), "\u201d"], "{ratio}": () => ratio, "{rule}": () => String(DATA.trace.about.rule) };
