@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PassError,
         SpecgraphError,
         SpecgraphWarning,
+        UnknownStageError,
         UnsupportedModelError,
         VerificationError,
     )
@@ -48,6 +49,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamChunk",
+    "UnknownStageError",
     "UnsupportedModelError",
     "VerificationError",
     "attach",

@@ -37,6 +37,12 @@ class InputError(SpecgraphError, ValueError):
     """An argument of a call of a decoder or a session is unknown, out of range or not supported."""
 
 
+class UnknownStageError(SpecgraphError, KeyError):
+    """``decoder.stages`` has no stage of this name."""
+
+    __str__ = Exception.__str__  # that of KeyError gives the representation of the text
+
+
 class BusyError(SpecgraphError):
     """A session has as many waiting sequences as it takes; try again when some of them have ended."""
 

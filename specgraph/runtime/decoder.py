@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from specgraph.config import Config
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
+from specgraph.ir.stages import Stages
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report, report_record
@@ -50,7 +51,8 @@ class SpeculativeDecoder:
     and the graphs of the largest request are kept for the next; requests side by side bring their own.)
 
     Attributes:
-        stages: the program after every pass, by name; ``trace`` is the first. Every kind of request that was met adds
+        stages: the program after every pass, by name; ``trace`` is the first. An unknown name is a ``KeyError`` that
+            says which there are. Every kind of request that was met adds
             those of the passes that make its step, such as ``specialise_step`` and ``pack_rows``.
         config: the configuration it was compiled with.
         model: the target.
@@ -67,7 +69,7 @@ class SpeculativeDecoder:
         notes: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.stages = dict(stages)
+        self.stages = Stages(stages)
         self.config, self.model = config, model
         self._reports = list(reports)
         self._notes = list(notes)
