@@ -21,6 +21,7 @@ PASSED_ON = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalt
 FIELDS = dict.fromkeys(PASSED_ON, object) | {
     "model": str, "messages": list, "stream": bool, "stream_options": dict, "max_tokens": int, "logprobs": bool,
     "max_completion_tokens": int, "stop": str | list, "response_format": dict, "return_token_ids": bool, "user": str,
+    "n": int,
 }  # fmt: skip
 WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list", dict: "an object",
          str | list: "a text or a list of texts"}  # fmt: skip
@@ -61,11 +62,28 @@ async def read_body(request: Request) -> dict[str, Any]:
     return body
 
 
-def options(body: dict[str, Any], longest: int) -> dict[str, Any]:
+def options(body: dict[str, Any], prompt: Sequence[int], longest: int) -> dict[str, Any]:
     """The arguments of ``submit``. What a request leaves out is what the model's generation_config says."""
-    count = next((body[name] for name in LIMITS if name in body), longest)
+    if body.get("n", 1) != 1:
+        raise FieldError("n", f"n is 1 here, not {body['n']}; send a request for each answer, with a seed of its own.")
+    count = _count(body, len(prompt), longest)
     own = {"max_new_tokens": count, "stop_strings": body.get("stop"), "json_schema": _schema(body)}
     return own | {name: body[name] for name in PASSED_ON & body.keys()}
+
+
+def _count(body: dict[str, Any], known: int, longest: int) -> int:
+    """How many tokens may follow a prompt of ``known`` tokens. A client cannot compile a decoder of longer sequences,
+    so it is told how much there is room for."""
+    room = longest - known
+    limit = next((name for name in LIMITS if name in body), None)
+    count: int = room if limit is None else body[limit]
+    if room < 1:
+        said = f"The messages have {known} tokens, but with the answer there may be at most {longest}"
+        raise FieldError("messages", f"{said}; shorten the messages.")
+    if limit is not None and count > room:
+        said = f"{limit}={count} and the {known} tokens of the messages are more than {longest}, the most there may be"
+        raise FieldError(limit, f"{said}; set {limit} to {room} or less, or shorten the messages.")
+    return count
 
 
 def _schema(body: dict[str, Any]) -> Any:

@@ -88,7 +88,7 @@ class Endpoint:
         from specgraph.runtime.text import encode_chats
 
         (prompt,) = encode_chats(self.tokenizer, [body["messages"]])
-        events = self.session.follow(prompt, **options(body, self.decoder.max_length))
+        events = self.session.follow(prompt, **options(body, prompt, self.decoder.max_length))
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(contextlib.aclosing(events))
             first = await anext(events)  # an error up to here has a status of its own

@@ -120,12 +120,21 @@ def _check_messages(messages: Any) -> None:
         )
     for message in messages:
         content, role = message["content"], message["role"]
+        if other := _other_part(content):
+            raise InputError(f"A message has a part of type {other!r}, but only text is decoded here; leave it out.")
         unsaid = content is None and bool(message.get("tool_calls"))
         if not isinstance(role, str) or not (isinstance(content, str) or unsaid or _is_text_parts(content)):
             raise InputError(
                 'A message has a role, which is a text, and a content, which is a text or a list of {"type": "text", '
                 f'"text": "..."}}; this is {message!r:.80}.'
             )
+
+
+def _other_part(content: Any) -> str | None:
+    """The type of the first part of a content that is no text, such as ``image_url``."""
+    parts = content if isinstance(content, list | tuple) else []
+    types = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    return next((kind for kind in types if isinstance(kind, str) and kind != "text"), None)
 
 
 def _is_text_parts(content: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from tests.docs.blocks import blocks_of
-from tests.serving.conftest import EXAMPLES, KEY, ROWS, WAITING, Alone, Server
+from tests.serving.conftest import CONFIG, EXAMPLES, KEY, ROWS, WAITING, Alone, Server
 
 QUESTIONS = [
     json.loads(line)["question"][:90] for line in (EXAMPLES / "data" / "gsm8k_test_200.jsonl").open().readlines()[:16]
@@ -66,7 +67,7 @@ async def streamed(client: openai.AsyncOpenAI, place: int) -> dict[str, Any]:
 async def leave(client: openai.AsyncOpenAI, place: int) -> None:
     """Begin a long answer, and close the connection in the middle: after some chunks, or before the first."""
     request = client.chat.completions.create(
-        model="tiny", messages=messages(place), max_tokens=240, stream=True, extra_body={"regex": "[a-z ]{999}"}
+        model="tiny", messages=messages(place), max_tokens=200, stream=True, extra_body={"regex": "[a-z ]{999}"}
     )
     with contextlib.suppress(asyncio.TimeoutError):
         stream = await asyncio.wait_for(request, 1.0 if place % 2 else None)
@@ -177,14 +178,18 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
     (lambda s: post(s, b"[" * 100_000), 400, "The body is no JSON object: ", None),
     (lambda s: post(s, b"{}"), 400, "The request has no messages.", "messages"),
     (lambda s: post(s, b" " * (2 << 20)), 413, "The body has more than 1048576 bytes; send less.", None),
-    (lambda s: post(s, fields(messages=LONG)), 400, "but max_length is 256; shorten it", "messages"),
+    (lambda s: post(s, fields(messages=LONG)), 400, " tokens, but with the answer there may be at most 256",
+     "messages"),
     (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages", "messages"),
     (lambda s: post(s, fields(messages=[MESSAGE])), 400, "A conversation is a list of messages", "messages"),
     (lambda s: post(s, fields(messages="hello")), 400, "messages is a list, not 'hello'.", "messages"),
     (lambda s: post(s, fields(max_tokens="many")), 400, "max_tokens is an integer, not 'many'.", "max_tokens"),
     (lambda s: post(s, fields(stream="yes")), 400, "stream is true or false, not 'yes'.", "stream"),
     (lambda s: post(s, fields(max_tokens=-1)), 400, "max_tokens must be an integer of at least 0", "max_tokens"),
-    (lambda s: post(s, fields(max_tokens=10**6)), 400, "max_tokens=1000000 is more than the decoder's", "max_tokens"),
+    (lambda s: post(s, fields(max_tokens=10**6)), 400, "max_tokens=1000000 and the ", "max_tokens"),
+    (lambda s: post(s, fields(n=2)), 400, "n is 1 here, not 2; send a request for each answer", "n"),
+    (lambda s: post(s, fields(n=0)), 400, "n is 1 here, not 0", "n"),
+    (lambda s: post(s, fields(n=True)), 400, "n is an integer, not True.", "n"),
     (lambda s: post(s, fields(max_completion_tokens=-1)), 400, "max_completion_tokens must", "max_completion_tokens"),
     (lambda s: post(s, fields(temperature=-1)), 400, "temperature must be 0 or more, got -1", "temperature"),
     (lambda s: post(s, fields(temperature=math.nan)), 400, "temperature must be", "temperature"),
@@ -210,6 +215,46 @@ def test_errors_are_sentences_and_the_server_goes_on(server: Server) -> None:
         with pytest.raises(openai.AuthenticationError, match="The API key is wrong"):
             models.list()
     all_free(server)
+
+
+def test_a_client_is_told_what_a_client_can_do(server: Server, alone: Alone) -> None:
+    """Answers fit where the sentence says so, and a client that always sends ``n=1`` gets one."""
+    known = len(alone.tokenizer(f"Question: {QUESTIONS[0]}\nAnswer:")["input_ids"])
+    room = CONFIG["max_length"] - known
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        create = functools.partial(client.chat.completions.create, model="tiny", messages=messages(0))
+        for limit in ("max_tokens", "max_completion_tokens"):
+            with pytest.raises(openai.BadRequestError) as error:
+                create(**{limit: room + 1})
+            assert error.value.param == limit and error.value.body["message"] == (  # type: ignore[index]
+                f"{limit}={room + 1} and the {known} tokens of the messages are more than 256, the most there may be; "
+                f"set {limit} to {room} or less, or shorten the messages."
+            )
+        longest = {"extra_body": {"regex": "[a-z ]{999}"}, "seed": 1}
+        full = create(n=1, max_tokens=room, **longest)
+        assert full.usage.completion_tokens == room and full.usage.total_tokens == 256
+        assert create(**longest).choices[0].message.content == full.choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match="n is 1 here, not 3"):
+            create(n=3)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://example.org/pens.png"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+    ],
+)
+def test_what_is_no_text_is_refused_by_name(part: Any, server: Server) -> None:
+    text = {"type": "text", "text": QUESTIONS[0]}
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client,
+        pytest.raises(openai.BadRequestError) as error,
+    ):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [text, part]}])
+    assert error.value.param == "messages" and error.value.body["message"] == (  # type: ignore[index]
+        f"A message has a part of type {part['type']!r}, but only text is decoded here; leave it out."
+    )
 
 
 def test_more_than_may_wait_are_refused(server: Server) -> None:
