@@ -1,7 +1,7 @@
 """Decode real questions with the shipped models, by transformers and by specgraph, and show what happened.
 
-On a CPU with a C++ compiler, specgraph compiles in the first request, which takes some tens of seconds for each draft
-once. ``TORCH_COMPILE_DISABLE=1`` leaves that out.
+On a CPU with a C++ compiler, specgraph compiles in the first request, which takes minutes for all drafts, once.
+``TORCH_COMPILE_DISABLE=1`` leaves that out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,20 @@ def ours(decoder: SpeculativeDecoder) -> Decode:
     return lambda prompt, count: decoder.generate([prompt], max_new_tokens=count).new_tokens[0]
 
 
+def say_if_it_takes_long(decoder: SpeculativeDecoder) -> None:
+    """Say it before anything is compiled. Later runs find what was compiled in Inductor's cache."""
+    if decoder.config.lowering.remainder == "inductor":
+        print(
+            "The first run compiles for minutes, and later ones for less. TORCH_COMPILE_DISABLE=1 make demo leaves "
+            "that out and decodes more slowly.",
+            file=sys.stderr,
+        )
+
+
 def measure(decoders: dict[str, Decode], prompts: list[Tensor]) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
     """Tokens per second, and the tokens. Decoders take turns on each question, and the best of a few rounds counts."""
-    for name, decode in decoders.items():
-        print(f"warming up: {name}", file=sys.stderr)
+    for place, (name, decode) in enumerate(decoders.items(), 1):
+        print(f"warming up {place} of {len(decoders)}: {name}", file=sys.stderr)
         decode(prompts[0], 8)  # compiles, which no measurement includes
     best: dict[tuple[str, int], float] = {}
     tokens: dict[str, list[Tensor]] = {name: [*prompts] for name in decoders}  # replaced in the first round
@@ -71,6 +81,7 @@ def main() -> None:
 
     decoders = {"transformers": transformers(target), "transformers, draft": transformers(target, draft)}
     last = specgraph.compile_speculative(target, "none")
+    say_if_it_takes_long(last)
     decoders["specgraph"] = ours(last)
     for name in ("ngram", "draft", "eagle3", "peagle"):
         last = specgraph.compile_speculative(target, draft=None if name == "ngram" else MODELS / name)

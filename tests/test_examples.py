@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from specgraph.config.lowering import DISABLED, compiler
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("quickstart", "batch_with_draft_model", "own_pass", "read_a_dump")
@@ -21,6 +24,22 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
                           text=True, timeout=300, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which(compiler()) is None, reason="there is no C++ compiler")
+def test_the_demo_says_before_it_compiles_that_this_takes_minutes(tmp_path: Path) -> None:
+    """The demo is ended as soon as it has said so, or has begun with what takes long."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", DISABLED: "0"}
+    command, before = [sys.executable, EXAMPLES / "demo.py"], ""
+    said = "The first run compiles for minutes, and later ones for less. TORCH_COMPILE_DISABLE=1 make demo"
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE) as demo:
+        assert demo.stderr is not None
+        for line in demo.stderr:
+            before += line
+            if said in line or "warming up" in line:
+                break
+        demo.kill()
+    assert said in before and "warming up" not in before, before
 
 
 def test_make_runs_the_same_examples() -> None:
