@@ -1,8 +1,8 @@
 """Rotary embeddings in front of ``paged_attention`` and the attention become one op, ``rotary_attention``.
 
 That op rotates queries and keys, writes keys and values to the cache, and attends. The pass recognises the rotation of
-transformers' llama, ``x * cos + rotate_half(x) * sin`` over the whole head. Other rotations (partial, interleaved) stay
-as they are and are reported as near misses.
+transformers' llama, ``x * cos + rotate_half(x) * sin``, of a whole head or of its first values. Other rotations
+(interleaved ones, and those of the last values) stay as they are and are reported as near misses.
 
 The ops of a block drafter, ``paged_block_attention`` and ``write_context``, take the angles themselves: they get the
 values before the rotation, and ``cos`` and ``sin``.
@@ -102,7 +102,28 @@ def _give_angles(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _unrotated(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """``x``, ``cos`` and ``sin`` of ``x * cos + rotate_half(x) * sin``; the latter two are ``[B, T, D]``."""
+    """``x``, ``cos`` and ``sin`` of the rotation of the first ``n`` values of every head; the latter are ``[B, T, n]``.
+
+    Where a head has more values, the rotated ones and the others are joined again.
+    """
+    joined = producer(value, aten.cat.default)
+    if joined is None:
+        return _rotation(value)
+    parts: Any = joined.args[0]
+    if not _joins_two(joined) or producer(parts[0], aten.add.Tensor) is None:
+        raise Mismatch(f"{joined.name} does not begin with rotated values")
+    first, cos, sin = _rotation(parts[0])
+    rotated, others = _columns(first), _columns(parts[1])
+    if rotated is None or others is None or rotated[0] is not others[0]:
+        raise Mismatch(f"{joined.name} does not join rotated values and others of the same heads")
+    x, begin, width = rotated
+    if begin != 0 or others[1:] != (width, x.meta["val"].shape[-1]):
+        raise Mismatch(f"{joined.name} does not put the values of a head back in their places")
+    return x, cos, sin
+
+
+def _rotation(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """``x``, ``cos`` and ``sin`` of ``x * cos + rotate_half(x) * sin``; the latter two are as wide as ``x``."""
     total = producer(value, aten.add.Tensor)
     if total is None:
         raise Mismatch(f"{value} is not rotated")
@@ -112,35 +133,55 @@ def _unrotated(value: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
             x = _halves(half)
             if straight is not None and x is not None and x in straight.args:
                 cos = straight.args[1] if straight.args[0] is x else straight.args[0]
-                return x, _per_row(cos), _per_row(sin)
-    raise Mismatch(f"{total.name} is not the rotation of whole heads by halves")
+                return x, _per_row(cos, x), _per_row(sin, x)
+    raise Mismatch(f"{total.name} is not a rotation by halves")
 
 
 def _halves(cat: fx.Node) -> fx.Node | None:
-    """``x`` if the node is ``cat([-x[..., D/2:], x[..., :D/2]], -1)``, which is ``rotate_half(x)``; else None."""
-    parts = cat.args[0]
-    if not isinstance(parts, list | tuple) or len(parts) != 2:
+    """``x`` if the node is ``cat([-x[..., n/2:], x[..., :n/2]], -1)``, which is ``rotate_half(x)``; else None."""
+    if not _joins_two(cat):
         return None
+    parts: Any = cat.args[0]
     negated = producer(parts[0], aten.neg.default)
-    upper = producer(negated.args[0], aten.slice.Tensor) if negated is not None else None
-    lower = producer(parts[1], aten.slice.Tensor)
-    if upper is None or lower is None or upper.args[0] is not lower.args[0]:
+    upper, lower = _columns(negated.args[0] if negated is not None else None), _columns(parts[1])
+    if upper is None or lower is None or upper[0] is not lower[0]:
         return None
-    if cat.args[1:] not in ((-1,), (3,)) or any(len(s.args) != 4 or s.args[1] not in (-1, 3) for s in (upper, lower)):
-        return None
-    x = upper.args[0]
-    if not isinstance(x, fx.Node) or "val" not in x.meta:
-        return None
+    x = upper[0]
     size = x.meta["val"].shape[-1]
-    whole = lower.args[2] == 0 and lower.args[3] == upper.args[2] == size // 2 and upper.args[3] >= size
+    whole = lower[1:] == (0, size // 2) and upper[1:] == (size // 2, size)
     return x if whole and size % 2 == 0 else None
 
 
-def _per_row(angles: Any) -> fx.Node:
-    """The node of shape ``[B, T, D]`` from which ``angles`` ``[B, 1, T, D]`` was made."""
+def _joins_two(cat: fx.Node) -> bool:
+    """Whether the node joins two tensors along the last of four dimensions."""
+    parts = cat.args[0]
+    return isinstance(parts, list | tuple) and len(parts) == 2 and cat.args[1:] in ((-1,), (3,))
+
+
+def _columns(value: Any) -> tuple[fx.Node, int, int] | None:
+    """``x``, ``begin`` and ``end`` of ``x[..., begin:end]``, where ``x`` has four dimensions; else None."""
+    node = producer(value, aten.slice.Tensor, aten.alias.default)
+    if node is None:
+        return None
+    # Tracing writes a slice that takes every element as an alias.
+    x, *bounds = node.args if node.target is aten.slice.Tensor else (*node.args, -1, 0, sys.maxsize)
+    if not isinstance(x, fx.Node) or "val" not in x.meta or len(bounds) != 3 or bounds[0] not in (-1, 3):
+        return None
+    begin, end = bounds[1:]
+    if not isinstance(begin, int) or not isinstance(end, int):
+        return None
+    first, past, _ = slice(begin, end).indices(x.meta["val"].shape[-1])
+    return x, first, past
+
+
+def _per_row(angles: Any, x: fx.Node) -> fx.Node:
+    """The node of shape ``[B, T, n]`` from which ``angles`` ``[B, 1, T, n]`` was made, for ``x`` ``[B, H, T, n]``."""
     node = producer(angles, aten.unsqueeze.default)
     if node is None or node.args[1] != 1 or not isinstance(node.args[0], fx.Node):
         raise Mismatch(f"{angles} does not give every head the same angles")
+    value: Any = node.args[0].meta.get("val")
+    if value is None or value.dim() != 3 or value.shape[-1] != x.meta["val"].shape[-1]:
+        raise Mismatch(f"{angles} does not have an angle for each value that is rotated")
     return node.args[0]
 
 

@@ -70,9 +70,10 @@ class PagedAttention:
 
 @dataclass(slots=True)
 class RotaryAttention:
-    """:class:`PagedAttention` of rotated ``q`` and ``k``; ``cos`` and ``sin`` are ``[B or 1, T, D]``.
+    """:class:`PagedAttention` of rotated ``q`` and ``k``; ``cos`` and ``sin`` are ``[B or 1, T, n]``.
 
-    ``D`` is even. The cache holds rotated keys.
+    The first ``n`` values of a head are rotated, and the others are taken as they are; ``n`` is even and at most ``D``.
+    The cache holds rotated keys.
     """
 
     q: Tensor
@@ -134,17 +135,24 @@ def check_paged(given: PagedAttention | RotaryAttention) -> None:
 
 
 def check_rotary(given: RotaryAttention) -> None:
-    """Refuse heads without halves, and angles that do not fit."""
-    q = given.q
-    require(q.shape[3] % 2 == 0, lambda: f"a head of {q.shape[3]} has no halves to rotate")
-    check_angles("cos", given.cos, q)
-    check_angles("sin", given.sin, q)
+    """Refuse angles that do not fit the heads or each other."""
+    check_angles(given.cos, given.sin, given.q)
 
 
-def check_angles(name: str, angles: Tensor, q: Tensor) -> None:
-    """Refuse angles that do not fit rows ``q`` ``[B, H, T, D]``."""
-    require(angles.dim() == 3, lambda: f"{name} must be [B, T, D]")
-    require(angles.shape[1:] == (q.shape[2], q.shape[3]), lambda: f"{name} must agree with q in T and D")
+def check_angles(cos: Tensor, sin: Tensor, q: Tensor) -> None:
+    """Refuse angles that do not fit rows ``q`` ``[B, H, T, D]`` or each other."""
+    _check_angles("cos", cos, q)
+    _check_angles("sin", sin, q)
+    widths = (cos.shape[2], sin.shape[2])
+    require(widths[0] == widths[1], lambda: f"cos and sin must be for the same values of a head, not for {widths}")
+
+
+def _check_angles(name: str, angles: Tensor, q: Tensor) -> None:
+    require(angles.dim() == 3, lambda: f"{name} must be [B, T, n]")
+    width, dim = angles.shape[2], q.shape[3]
+    fits = width % 2 == 0 and 0 < width <= dim
+    require(fits, lambda: f"{name} must be for an even number of values of a head of {dim}, not for {width}")
+    require(angles.shape[1] == q.shape[2], lambda: f"{name} must agree with q in T")
     require(angles.shape[0] in (1, q.shape[0]), lambda: f"{name} must be for B sequences or for one")
 
 

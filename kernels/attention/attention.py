@@ -11,7 +11,8 @@ A soft cap, attention sinks and a sliding window are options.
 - ``specgraph::attention`` replaces a model's attention layers while the model is traced. Rows attend to each other.
 - ``specgraph::paged_attention`` is what the pass ``insert_kv_cache`` makes of it. It first writes the new keys and
   values into their cache slots and then attends over the pages of each sequence.
-- ``specgraph::rotary_attention`` does the same after rotating queries and keys (rotary embedding).
+- ``specgraph::rotary_attention`` does the same after rotating queries and keys (rotary embedding), or the first
+  values of each of their heads.
 
 All three share :func:`attend`, the plain-PyTorch definition that the kernels are tested against. The Triton kernels of
 the paged ops are in :mod:`specgraph.kernels.attention.paged`, which also says how they divide the work and why the bits
@@ -151,15 +152,18 @@ def _paged_attention(given: PagedAttention) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding by halves: ``x * cos + cat(-x[D/2:], x[:D/2]) * sin``, in float32 or wider, rounded once.
+    """Rotary embedding by halves: ``x * cos + cat(-x[n/2:], x[:n/2]) * sin``, in float32 or wider, rounded once.
 
-    Takes ``x`` ``[B, H, T, D]``, and ``cos`` and ``sin`` ``[B or 1, T, D]``. Source: Su et al. 2021, arXiv 2104.09864,
-    in the layout of llama in transformers.
+    Takes ``x`` ``[B, H, T, D]``, and ``cos`` and ``sin`` ``[B or 1, T, n]``. Only the first ``n`` values of a head are
+    rotated, and the others are taken as they are. Source: Su et al. 2021, arXiv 2104.09864, in the layout of llama in
+    transformers; of a part of a head, in that of GPT-NeoX.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    lower, upper = x.to(exact).chunk(2, -1)
-    rotated_halves = torch.cat([-upper, lower], -1)
-    return (x.to(exact) * cos.to(exact).unsqueeze(1) + rotated_halves * sin.to(exact).unsqueeze(1)).to(x.dtype)
+    part, rest = x.tensor_split([cos.shape[2]], -1)
+    lower, upper = part.to(exact).chunk(2, -1)
+    halves = torch.cat([-upper, lower], -1)
+    turned = (part.to(exact) * cos.to(exact).unsqueeze(1) + halves * sin.to(exact).unsqueeze(1)).to(x.dtype)
+    return turned if rest.shape[3] == 0 else torch.cat([turned, rest], -1)
 
 
 def rotary_attention_reference(given: RotaryAttention) -> Tensor:

@@ -26,7 +26,8 @@ class WriteContext:
         k, v: the rows.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]`` and ``[..., Dv]``, written in place.
         slots: int64 ``[B, T]``; rows with ``PADDING_SLOT`` are not written.
-        cos, sin: ``[B or 1, T, D]``, by which keys are rotated first; None writes them as they are.
+        cos, sin: ``[B or 1, T, n]``, by which the first ``n`` values of keys are rotated first; None writes keys as
+            they are.
     """
 
     k: Tensor
@@ -73,7 +74,8 @@ class PagedBlockAttention:
         block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
         positions: int64 ``[B, T]``, absolute and consecutive. What lies at the first one or behind it is not read.
         sinks, scale, window, causal, anchored: as in :class:`BlockAttention`.
-        cos, sin: ``[B or 1, T, D]``, by which queries and keys of the block are rotated first; None leaves them.
+        cos, sin: ``[B or 1, T, n]``, by which the first ``n`` values of queries and keys of the block are rotated
+            first; None leaves them.
     """
 
     q: Tensor
@@ -107,5 +109,4 @@ def check_block_caches(given: WriteContext | PagedBlockAttention) -> None:
     cos, sin = given.cos, given.sin
     require((cos is None) == (sin is None), lambda: "cos and sin must both be given, or neither of them")
     if cos is not None and sin is not None:
-        check_angles("cos", cos, given.k)
-        check_angles("sin", sin, given.k)
+        check_angles(cos, sin, given.k)

@@ -208,8 +208,8 @@ def write_context_triton(given: WriteContext) -> None:
     cos, sin, *angle_strides = paged.angles_of(_angles(given))
     write_cache_kernel[(triton.cdiv(rows, WRITTEN_ROWS), batch * groups)](
         k, v, cos, sin, *caches, given.slots.contiguous(), *k.stride()[:3], *v.stride()[:3], *angle_strides,
-        *_cache_strides(given), rows, HEADS=groups, **paged.widths(k, v), ROWS=WRITTEN_ROWS, ROTARY=cos is not None,
-        PDL=pdl, **_launch(pdl),
+        *_cache_strides(given), rows, HEADS=groups, **paged.widths(k, v), ROWS=WRITTEN_ROWS,
+        ROTARY=paged.rotated_width(cos), PDL=pdl, **_launch(pdl),
     )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def paged_block_attention_triton(given: PagedBlockAttention, *, tiling: Tiling |
         HEADS=groups, GROUP=heads // groups, **sizes, BLOCK_SIZE=block_size, PIECE=tiling.piece, RUN=tiling.run,
         BLOCK_K=tiling.block_keys, BLOCK_R=tile_rows, NEW=max(16, triton.next_power_of_2(rows)),
         WINDOW=given.window or 0, CAUSAL=given.causal, ANCHORED=given.anchored, SINKS=given.sinks is not None,
-        ROTARY=cos is not None, SPLIT=split > 1, OFFSET=paged.offset_type(*caches),
+        ROTARY=paged.rotated_width(cos), SPLIT=split > 1, OFFSET=paged.offset_type(*caches),
         STAGES=tiling.num_stages or paged.num_stages(tiling.block_keys, sizes, q.dtype),
         PAGES=paged.pages_of(tiling.piece, block_size), PDL=pdl, **_launch(pdl),
     )  # fmt: skip

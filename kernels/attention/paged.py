@@ -122,9 +122,9 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     slots, block_table, positions = (x.contiguous() for x in (given.slots, given.block_table, given.positions))
     sizes = {**widths(k, v), "HEADS": groups}
     pdl = supports_pdl(q.device)
-    modes = {"ROTARY": angles is not None, "PDL": pdl}
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, **launch_options(pdl)}
     cos, sin, *angle_strides = angles_of(angles)
+    modes = {"ROTARY": rotated_width(cos), "PDL": pdl}
     caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
@@ -216,13 +216,18 @@ def _extent(x: Tensor) -> int:
 
 
 def angles_of(angles: tuple[Tensor, Tensor] | None) -> tuple[Any, ...]:
-    """``cos`` and ``sin`` ``[B or 1, T, D]`` and their strides per sequence and per row."""
+    """``cos`` and ``sin`` ``[B or 1, T, n]`` and their strides per sequence and per row."""
     if angles is None:
         return None, None, 0, 0
     cos, sin = angles
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+
+
+def rotated_width(cos: Tensor | None) -> int:
+    """How many values of a head are rotated: the width of ``cos`` ``[B or 1, T, n]``, and none without it."""
+    return 0 if cos is None else cos.shape[2]
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:

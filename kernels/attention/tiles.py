@@ -90,16 +90,20 @@ def visible_range(position, real, WINDOW: tl.constexpr):
 def load_rows(x, dim, cos, sin, angles, mask, D: tl.constexpr, ROTARY: tl.constexpr):
     """Load the elements ``dim`` of the heads at ``x``.
 
-    If ``ROTARY``, rotate them in float32 and round to their dtype.
+    The first ``ROTARY`` of the ``D`` elements of a head are rotated in float32 and rounded to their dtype. The others
+    are taken as they are, and so are all of them if ``ROTARY`` is 0.
     """
     values = tl.load(x, mask=mask, other=0.0)
-    if ROTARY:
-        lower = dim < D // 2
-        other = tl.load(x + tl.where(lower, D // 2, -(D // 2)), mask=mask, other=0.0).to(tl.float32)
+    if ROTARY > 0:
+        if ROTARY < D:
+            mask = mask & (dim < ROTARY)
+        lower = dim < ROTARY // 2
+        other = tl.load(x + tl.where(lower, ROTARY // 2, -(ROTARY // 2)), mask=mask, other=0.0).to(tl.float32)
         c = tl.load(cos + angles, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
-        rotated = tl.where(lower, -other, other) * s
-        values = tl.fma(values.to(tl.float32), c, rotated).to(values.dtype)
+        turned = tl.where(lower, -other, other) * s
+        rotated = tl.fma(values.to(tl.float32), c, turned).to(values.dtype)
+        values = tl.where(mask, rotated, values) if ROTARY < D else rotated
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -291,22 +292,24 @@ def paged_arguments(seed: int = 0) -> tuple[Tensor, ...]:
     return q, k, v, k_cache, v_cache, slots, table, torch.arange(3).expand(2, 3).contiguous()
 
 
-def rotary_arguments(sequences: int = 2) -> tuple[Tensor, ...]:
-    angles = randn(sequences, 3, DIM // 2, seed=4)
+def rotary_arguments(sequences: int = 2, width: int = DIM) -> tuple[Tensor, ...]:
+    angles = randn(sequences, 3, width // 2, seed=4)
     angles = torch.cat([angles, angles], -1)
     q, k, v, *rest = paged_arguments()
     return q, k, v, angles.cos(), angles.sin(), *rest
 
 
+@pytest.mark.parametrize("width", [2, 4, DIM])
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_rotation_comes_before_the_cache(sequences: int):
-    q, k, v, cos, sin, *rest = rotary_arguments(sequences)
+def test_rotation_comes_before_the_cache(sequences: int, width: int):
+    q, k, v, cos, sin, *rest = rotary_arguments(sequences, width)
     out = rotary_attention(q, k, v, cos, sin, *rest, scale=0.4)
 
     def turned(x: Tensor) -> Tensor:
-        lower, upper = x.split(DIM // 2, -1)
-        y = torch.complex(lower, upper) * torch.complex(cos, sin)[:, None, :, : DIM // 2]
-        return torch.cat([y.real, y.imag], -1)
+        half = width // 2
+        lower, upper, others = x.split([half, half, DIM - width], -1)
+        y = torch.complex(lower, upper) * torch.complex(cos, sin)[:, None, :, :half]
+        return torch.cat([y.real, y.imag, others], -1)
 
     _, _, _, *fresh = paged_arguments()
     expected = PAGED_ATTENTION.form("reference")(turned(q), turned(k), v, *fresh, scale=0.4)
@@ -315,10 +318,11 @@ def test_rotation_comes_before_the_cache(sequences: int):
     assert torch.equal(rest[1], fresh[1])
 
 
-def test_rotation_is_that_of_transformers():
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    q, k, _, cos, sin, *_ = rotary_arguments()
+@pytest.mark.parametrize(("source", "width"), [("llama", DIM), ("gpt_neox", 4)])
+def test_rotation_is_that_of_transformers(source: str, width: int):
+    modeling = importlib.import_module(f"transformers.models.{source}.modeling_{source}")
+    apply_rotary_pos_emb = modeling.apply_rotary_pos_emb
+    q, k, _, cos, sin, *_ = rotary_arguments(width=width)
     for found, wanted in zip(
         (rotate(q, cos, sin), rotate(k, cos, sin)), apply_rotary_pos_emb(q, k, cos, sin), strict=True
     ):
@@ -374,10 +378,13 @@ def test_fake_tensors_refuse_sinks_that_are_not_one_per_head():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put(3, 2, DIM), r"cos must be \[B, T, D\]"),
-        (put(4, 2, 3, DIM // 2), "sin must agree with q in T and D"),
+        (put(3, 2, DIM), r"cos must be \[B, T, n\]"),
+        (put(4, 2, 2, DIM), "sin must agree with q in T"),
+        (put(4, 2, 3, DIM - 2), r"must be for the same values of a head, not for \(6, 4\)"),
         (put(3, 3, 3, DIM), "cos must be for B sequences or for one"),
-        (put(0, 2, HEADS, 3, 7), "a head of 7 has no halves to rotate"),
+        (put(3, 2, 3, 5), "cos must be for an even number of values of a head of 6, not for 5"),
+        (put(4, 2, 3, 8), "sin must be for an even number of values of a head of 6, not for 8"),
+        (put(3, 2, 3, 0), "cos must be for an even number of values of a head of 6, not for 0"),
     ],
 )
 def test_fake_tensors_refuse_wrong_angles(change: Change, message: str):

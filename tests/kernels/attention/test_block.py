@@ -48,7 +48,8 @@ class Case:
     value_dim: int = 16
     block_size: int = 8
     spare_pages: int = 3
-    rotary: bool = False
+    rotary: bool | int = False
+    """How many values of a head are rotated; True is all."""
 
     def __post_init__(self) -> None:
         self.length = max(self.starts) + self.rows
@@ -58,8 +59,9 @@ class Case:
         counts = (self.heads, self.groups, self.groups)
         parts = zip(merged.split(sizes, -1), counts, strict=True)
         self.q, self.k, self.v = (x.unflatten(2, (count, -1)).transpose(1, 2) for x, count in parts)
-        angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
-        angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
+        self.turned = self.dim if self.rotary is True else int(self.rotary)
+        angles = torch.rand(batch, self.length, self.turned // 2, generator=random) * 6.3
+        angles = torch.cat([angles, angles], -1)
         self.cos, self.sin = (x.to(self.dtype).to(DEVICE) for x in (angles.cos(), angles.sin()))
         pages = -(-self.length // self.block_size)
         order = torch.randperm(batch * pages, generator=random).reshape(batch, pages)
@@ -100,11 +102,12 @@ class Case:
         return out
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Rotated in float64: pairs ``(i, i + D/2)`` as complex numbers; then rounded as the cache rounds."""
-        half = self.dim // 2
+        """Rotated in float64: pairs ``(i, i + n/2)`` as complex numbers; then rounded as the cache rounds."""
+        half = self.turned // 2
+        lower, upper, others = x.double().split([half, half, self.dim - self.turned], -1)
         rotation = torch.complex(self.cos[..., :half].double(), self.sin[..., :half].double()).unsqueeze(1)
-        y = torch.complex(x[..., :half].double(), x[..., half:].double()) * rotation
-        return torch.cat([y.real, y.imag], -1).to(self.dtype).double()
+        y = torch.complex(lower, upper) * rotation
+        return torch.cat([y.real, y.imag, others], -1).to(self.dtype).double()
 
     def expected(
         self, *, sinks: Tensor | None = None, window: int | None = None, causal: bool = False, anchored: bool = False
@@ -144,6 +147,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ragged": ({"starts": (0, 70, 31), "rows": 8, "rotary": True}, {}),
     "causal": ({"starts": (40, 3), "rows": 5}, {"causal": True}),
     "window": ({"starts": (80, 5), "rows": 8, "rotary": True}, {"window": 5}),
+    "a part of a head": ({"starts": (40, 3), "rows": 5, "rotary": 6, "dim": 24}, {}),
     "causal window": ({"starts": (80, 0), "rows": 4}, {"window": 20, "causal": True}),
     "window of one": ({"starts": (33,), "rows": 4}, {"window": 1}),
     "anchored window": ({"starts": (64, 5), "rows": 8}, {"window": 33, "anchored": True}),
@@ -188,8 +192,8 @@ def test_a_block_has_the_same_bits_in_any_company_and_division(dtype: torch.dtyp
     assert all(torch.equal(case.run(of=b, **options)[0], wanted[b]) for b in range(3))
 
 
-@pytest.mark.parametrize("rotary", [False, True], ids=["as they are", "rotated"])
-def test_context_rows_are_written_to_their_slots_and_nowhere_else(rotary: bool) -> None:
+@pytest.mark.parametrize("rotary", [False, True, 6], ids=["as they are", "rotated", "partly rotated"])
+def test_context_rows_are_written_to_their_slots_and_nowhere_else(rotary: bool | int) -> None:
     case = Case((6, 0, 19), 2, torch.float16, rotary=rotary, value_dim=12)
     for form in ("reference", "triton"):
         for cache, whole in zip(case.write(form), (case.rotated(case.k), case.v), strict=True):

@@ -55,7 +55,8 @@ class Case:
     value_dim: int = 16
     block_size: int = 8
     spare_pages: int = 3
-    rotary: bool = False
+    rotary: bool | int = False
+    """How many values of a head are rotated; True is all."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,8 +67,9 @@ class Case:
         self.sizes = sizes
         self.op = tuned(ROTARY_ATTENTION if self.rotary else PAGED_ATTENTION)
         self.merged = merged.to(DEVICE)
-        angles = torch.rand(batch, self.length, self.dim // 2, generator=random) * 6.3
-        angles = torch.cat([angles, angles], -1) if self.rotary else torch.zeros(batch, self.length, self.dim)
+        self.turned = self.dim if self.rotary is True else int(self.rotary)
+        angles = torch.rand(batch, self.length, self.turned // 2, generator=random) * 6.3
+        angles = torch.cat([angles, angles], -1)
         self.cos, self.sin = angles.cos().to(self.dtype).to(DEVICE), angles.sin().to(self.dtype).to(DEVICE)
         pages = -(-self.length // self.block_size)
         order = torch.randperm(batch * pages + 2, generator=random)[: batch * pages].reshape(batch, pages)
@@ -92,11 +94,12 @@ class Case:
         return [x.unflatten(2, (count, -1)).transpose(1, 2) for x, count in zip(parts, counts, strict=True)]
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Rotated in float64: pairs ``(i, i + D/2)`` as complex numbers."""
-        half = self.dim // 2
+        """Rotated in float64: pairs ``(i, i + n/2)`` of the first ``n`` values as complex numbers."""
+        half = self.turned // 2
+        lower, upper, others = x.double().split([half, half, self.dim - self.turned], -1)
         rotation = torch.complex(self.cos[..., :half].double(), self.sin[..., :half].double()).unsqueeze(1)
-        y = torch.complex(x[..., :half].double(), x[..., half:].double()) * rotation
-        return torch.cat([y.real, y.imag], -1)
+        y = torch.complex(lower, upper) * rotation
+        return torch.cat([y.real, y.imag, others], -1)
 
     def run(
         self, tiling: Tiling = SMALL, *, first: int = 0, count: int | None = None, of: int | None = None,
@@ -120,7 +123,7 @@ class Case:
     ) -> Tensor:
         width = front_padding + count
         merged = torch.full((len(chosen), width, sum(self.sizes)), NAN, dtype=self.dtype, device=DEVICE)
-        cos, sin = (x.new_ones(len(chosen), width, self.dim) for x in (self.cos, self.sin))
+        cos, sin = (x.new_ones(len(chosen), width, self.turned) for x in (self.cos, self.sin))
         slots = torch.full((len(chosen), width), PADDING_SLOT, device=DEVICE)
         starts = torch.tensor([self.starts[b] for b in chosen], device=DEVICE)
         positions = starts.unsqueeze(1) + first - front_padding + torch.arange(width, device=DEVICE)
@@ -181,6 +184,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "three heads each": ({"starts": (30, 3), "counts": (25, 5), "heads": 6}, {}),
     "eight heads each": ({"starts": (30,), "counts": (5,), "heads": 8, "groups": 1, "rotary": True}, {}),
     "wide": ({"starts": (11, 0), "counts": (40, 17), "rotary": True, "dim": 20}, {}),
+    "a part of a head": ({"starts": (70, 3), "counts": (4, 18), "rotary": 4}, {}),
+    "a part of an odd head": ({"starts": (30, 0), "counts": (5, 9), "rotary": 6, "dim": 11, "groups": 1}, {}),
     "pages of 5": ({"starts": (35,), "counts": (7,), "block_size": 5}, {}),
     "all": (
         {"starts": (50, 3), "counts": (6, 4), "heads": 8, "value_dim": 24, "rotary": True},
@@ -261,7 +266,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, tiling: Tili
 def test_the_kernel_for_many_rows_gives_the_bits_of_that_for_few(block_keys: int, options: dict[str, Any]):
     """Contexts of several runs, of one piece and of none; pages that no block ends with; padding."""
     tiling = Tiling(piece=128, block_keys=block_keys, run=2)
-    for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1}, {"block_size": 5}):
+    for changes in ({"rotary": True}, {"dim": 24, "value_dim": 40, "groups": 1, "rotary": 6}, {"block_size": 5}):
         case = Case((300, 130, 0), (21, 3, 17), torch.float16, **changes)
         found = case.run(dataclasses.replace(tiling, prefill=True), **options)
         assert torch.equal(found, case.run(dataclasses.replace(tiling, prefill=False), **options)), changes
