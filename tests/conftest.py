@@ -7,11 +7,10 @@ Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen 
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,11 +20,18 @@ if not torch.cuda.is_available():
 # Tests compile hundreds of decoders for a few tokens each. Those that are about torch.compile switch it on.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
+# Their exports are kept (see below). Imported later, they would have no part in it.
 import specgraph.compiler.compile
+import specgraph.drafters.dflash
 import specgraph.drafters.draft_model
+import specgraph.drafters.dspark
+import specgraph.drafters.medusa
 import specgraph.drafters.mtp_graphs
-import specgraph.drafters.shifted
+import specgraph.drafters.shifted  # noqa: F401
 import tests.interpreter
+import tests.traces
+from specgraph.frontend.tracing import export_hooked, trace
+from specgraph.ir.graphs import export_module
 
 torch.set_num_threads(1)
 
@@ -53,19 +59,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-def _once_per_object(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By the first argument, which goes with the same further ones in every call."""
-    cache: dict[int, tuple[object, Any]] = {}
-
-    @functools.wraps(function)
-    def cached(argument: object, *rest: object) -> Any:
-        if id(argument) not in cache:
-            cache[id(argument)] = (argument, function(argument, *rest))
-        return cache[id(argument)][1]
-
-    return cached
-
-
 @pytest.fixture
 def torch_compile() -> Iterator[None]:
     """``torch.compile`` compiles, whatever the environment variable above says."""
@@ -73,19 +66,24 @@ def torch_compile() -> Iterator[None]:
         yield
 
 
-_TRACE = _once_per_object(specgraph.compiler.compile.trace)
-_EXPORT = _once_per_object(specgraph.drafters.shifted.export_shifted)
-_EXPORT_MODULE = _once_per_object(specgraph.drafters.mtp_graphs.export)
+ABOUT_TRACING = ("test_tracing.py", "test_masks.py", "test_threads.py", "test_origins.py", "test_traces.py")
+"""Files that are about tracing, where every model is traced anew."""
+
+_KEPT = {f.__name__: (f, tests.traces.kept(f)) for f in (trace, export_module, export_hooked)}
 
 
-@pytest.fixture(scope="module")
-def cached_traces() -> Iterator[None]:
-    """Trace every model and head once per session, in the files that ask for it: it is most of a compilation, and has
-    tests of its own.
-    """
+@pytest.fixture(scope="module", autouse=True)
+def cached_traces(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Trace equal models and heads once per session: it is most of a compilation, and has tests of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(specgraph.compiler.compile, "trace", _TRACE)
-        patch.setattr(specgraph.drafters.draft_model, "trace", _TRACE)
-        patch.setattr(specgraph.drafters.shifted, "export_shifted", _EXPORT)
-        patch.setattr(specgraph.drafters.mtp_graphs, "export", _EXPORT_MODULE)
+        for module in () if request.path.name in ABOUT_TRACING else [*sys.modules.values()]:
+            # Where the functions are defined they stay, so that whoever imports them later gets them as they are.
+            name = getattr(module, "__name__", "")
+            if not name.startswith(("specgraph.", "tests.")) or name.startswith(
+                ("specgraph.frontend.", "specgraph.ir.")
+            ):
+                continue
+            for attribute, (function, kept) in _KEPT.items():
+                if vars(module).get(attribute) is function:
+                    patch.setattr(module, attribute, kept)
         yield
