@@ -1,4 +1,5 @@
-"""``numerics: bitwise`` at the shapes of Llama-3-8B, bf16, random weights: up to 576 rows, contexts of several pieces.
+"""``numerics: bitwise`` at the shapes of Llama-3-8B and Qwen3.5-9B, bf16, random weights: up to 576 rows, contexts of
+several pieces and prompts of several chunks.
 
 Random logits lie close together, so that any difference between two sums shows in the tokens soon. Random heads are
 hardly ever right; n-gram drafts are, where a sequence repeats itself.
@@ -24,9 +25,12 @@ SEQUENCES, NEW_TOKENS = 64, 96
 Found = list[tuple[Tensor, Tensor]]
 
 
-@functools.cache
-def target() -> PreTrainedModel:
-    return random_target("llama-3-8b-shape", torch.device("cuda"), torch.bfloat16)
+LLAMA, QWEN = "llama-3-8b-shape", "qwen3.5-9b-shape"
+
+
+@functools.lru_cache(maxsize=1)
+def target(shape: str) -> PreTrainedModel:
+    return random_target(shape, torch.device("cuda"), torch.bfloat16)
 
 
 def prompts() -> list[Tensor]:
@@ -37,14 +41,14 @@ def prompts() -> list[Tensor]:
 
 
 @functools.lru_cache(maxsize=2)
-def decoder(kind: str, k: int = 1) -> SpeculativeDecoder:
+def decoder(shape: str, kind: str, k: int = 1) -> SpeculativeDecoder:
     """The two last ones are kept: all their caches would not fit beside each other."""
     gc.collect()
-    given = {"draft": {"kind": "mtp", "num_modules": 3}} if kind == "mtp" else kind
-    head = random_head(target(), load_config(given).draft) if kind in ("eagle3", "peagle", "mtp") else None
+    given = {"draft": {"kind": "mtp", "num_modules": 3 if shape == LLAMA else 1}} if kind == "mtp" else kind
+    head = random_head(target(shape), load_config(given).draft) if kind in ("eagle3", "peagle", "mtp") else None
     draft: dict[str, Any] = {"num_speculative_tokens": k} | ({} if head else {"kind": kind})
     config = {"draft": draft, "debug": {"self_check": False}, "max_length": 1024}
-    return specgraph.compile_speculative(target(), config, draft=head)
+    return specgraph.compile_speculative(target(shape), config, draft=head)
 
 
 def run(compiled: SpeculativeDecoder, rows: list[int], temperature: float) -> Found:
@@ -57,24 +61,31 @@ def run(compiled: SpeculativeDecoder, rows: list[int], temperature: float) -> Fo
 
 
 @functools.cache
-def plain(temperature: float) -> Found:
-    return run(decoder("none"), list(range(SEQUENCES)), temperature)
+def plain(shape: str, temperature: float) -> Found:
+    return run(decoder(shape, "none"), list(range(SEQUENCES)), temperature)
+
+
+CASES = [
+    ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("eagle3", 3, [63]), ("eagle3", 3, list(range(32))),
+    ("eagle3", 8, list(range(SEQUENCES))), ("peagle", 7, [1]), ("peagle", 7, list(range(SEQUENCES))),
+    ("ngram", 4, list(range(SEQUENCES))), ("mtp", 3, list(range(SEQUENCES))), ("mtp", 7, list(range(24, 32))),
+    ("mtp", 5, [62]),
+    *(("eagle3", k, list(range(8 * k - 8, 8 * k))) for k in (1, 2, 4, 5, 6, 7)),
+]  # fmt: skip
+RECURRENT = [
+    ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("ngram", 4, list(range(SEQUENCES))), ("ngram", 7, [63]),
+    ("eagle3", 1, list(range(SEQUENCES))), ("eagle3", 3, [62]), ("eagle3", 7, list(range(8, 24))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("kind", "k", "rows"),
-    [
-        ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("eagle3", 3, [63]), ("eagle3", 3, list(range(32))),
-        ("eagle3", 8, list(range(SEQUENCES))), ("peagle", 7, [1]), ("peagle", 7, list(range(SEQUENCES))),
-        ("ngram", 4, list(range(SEQUENCES))), ("mtp", 3, list(range(SEQUENCES))), ("mtp", 7, list(range(24, 32))),
-        ("mtp", 5, [62]),
-        *(("eagle3", k, list(range(8 * k - 8, 8 * k))) for k in (1, 2, 4, 5, 6, 7)),
-    ],
+    ("shape", "kind", "k", "rows"),
+    [*((LLAMA, *case) for case in CASES), *((QWEN, *case) for case in RECURRENT)],
     ids=lambda value: f"batch {len(value)}" if isinstance(value, list) else None,
-)  # fmt: skip
-def test_speculation_changes_no_bit(kind: str, k: int, rows: list[int], temperature: float) -> None:
-    found, expected = run(decoder(kind, k), rows, temperature), plain(temperature)
+)
+def test_speculation_changes_no_bit(shape: str, kind: str, k: int, rows: list[int], temperature: float) -> None:
+    found, expected = run(decoder(shape, kind, k), rows, temperature), plain(shape, temperature)
     tokens = [row for row, (a, _) in zip(rows, found, strict=True) if not torch.equal(a, expected[row][0])]
     values = [row for row, (_, a) in zip(rows, found, strict=True) if not torch.equal(a, expected[row][1])]
     assert not tokens and not values, f"tokens differ in {tokens}, log-probabilities in {values} of {len(rows)}"
@@ -83,8 +94,11 @@ def test_speculation_changes_no_bit(kind: str, k: int, rows: list[int], temperat
 
 @pytest.mark.parametrize("rows", [[5], list(range(40, 48))])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_given_tokens_are_scored_with_the_bits_that_they_were_drawn_with(rows: list[int], temperature: float) -> None:
-    expected = [plain(temperature)[row] for row in rows]
+@pytest.mark.parametrize("shape", [LLAMA, QWEN])
+def test_given_tokens_are_scored_with_the_bits_that_they_were_drawn_with(
+    shape: str, rows: list[int], temperature: float
+) -> None:
+    expected = [plain(shape, temperature)[row] for row in rows]
     given = [torch.cat([prompts()[row], tokens]) for row, (tokens, _) in zip(rows, expected, strict=True)]
-    scored = decoder("ngram", 4).score(given, start=[len(prompts()[row]) for row in rows])
+    scored = decoder(shape, "ngram", 4).score(given, start=[len(prompts()[row]) for row in rows])
     assert all(torch.equal(a, b) for a, (_, b) in zip(scored.logprobs, expected, strict=True))
