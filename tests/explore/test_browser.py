@@ -192,7 +192,7 @@ def test_a_node_of_the_drawing_can_be_clicked(page: Browser) -> None:
     page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # the drawing notes it
     box = "document.querySelector('#canvas').getBoundingClientRect()"
     x, y = page.run(f"[{box}.x, {box}.y]")
-    at = page.run("drawing.nodes('.call_module').first().renderedPosition()")
+    at = page.run("drawing.nodes('.call_module').filter(isInView).first().renderedPosition()")
     page.click(x + at["x"], y + at["y"])
     arrive(page, "node=")
     assert page.text("#node h3") == page.run("drawing.nodes('.chosen').id()")
@@ -261,11 +261,27 @@ def test_numbers_are_those_of_the_trace(page: Browser, made: Made) -> None:
     assert page.run("document.querySelector('#plot canvas').width") > 500
 
 
+def test_a_large_drawing_starts_readable_at_what_the_pass_touched(page: Browser, made: Made) -> None:
+    """And one click fits all of it, and another one goes back."""
+    for stage in ("insert_draft", "insert_verify", "fuse_verify"):
+        go(page, f"#stage={stage}&graph=step")
+        assert page.run("drawing.zoom()") == 1 and page.run("drawing.nodes()[0].numericStyle('font-size')") >= 11
+        touched = "drawing.nodes('.added, .moved, .changed').sort((a, b) => a.position('y') - b.position('y'))"
+        assert page.run(f"{touched}.length > 0 && isInView({touched}[0])")
+        start = page.run("drawing.pan()")
+        assert not page.run("drawing.nodes().every(isInView)")
+        page.point("#fit", click=True)
+        assert page.run("drawing.nodes().every(isInView)") and page.run("drawing.zoom()") < 1
+        page.point("#readable", click=True)
+        assert page.run("drawing.zoom()") == 1 and page.run("drawing.pan()") == start
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1200, True), (800, False), (600, False), (500, False), (360, True)])
 def test_it_fits_narrow_windows_and_dark_ones(width: int, dark: bool, page: Browser, made: Made) -> None:
     page.open(f"{made.page.as_uri()}#stage=index_rows&graph=target", width=width, dark=dark)
     assert page.run("document.documentElement.scrollWidth") <= width
-    for table in ("stage-list", "node-table"):
+    page.run("document.querySelectorAll('#time details').forEach((box) => { box.open = true })")
+    for table in ("stage-list", "node-table", "times"):
         box = f"document.querySelector('#{table}').parentElement"
         assert page.run(f"{box}.scrollWidth <= {box}.clientWidth") and len(cells(page, f"#{table}")) > 10
     shown = page.run("document.querySelector('#node-table tbody td:nth-child(4)').getBoundingClientRect().toJSON()")

@@ -3,6 +3,7 @@
 
 cytoscape.use(cytoscapeDagre);
 const MOST_DRAWN = 80; // More nodes than this take dagre some seconds, so a part of the graph is chosen by default.
+const READABLE = 1, MARGIN = 16; // The zoom at which labels have 11 pixels, and pixels around the drawing.
 let drawing = null;
 
 /** Whether a node is left out by default: an input, a weight, an item of a tuple, a size, or what gathers the state. */
@@ -81,7 +82,8 @@ function drawTools(place, views, view, choose) {
     pick("Show", "pick-view", views, view, "view"),
     el("label", {}, el("input", { type: "checkbox", id: "pick-inputs", checked: place.inputs, change: (event) => choose({ inputs: event.target.checked }) }),
       " inputs, weights, sizes and items of tuples"),
-    el("button", { type: "button", click: () => drawing && drawing.fit(undefined, 20) }, "Fit"));
+    el("button", { type: "button", id: "fit", title: "shows the whole drawing", click: () => drawing && drawing.fit(undefined, MARGIN) }, "Fit"),
+    el("button", { type: "button", id: "readable", title: "shows labels in a size to be read", click: () => drawing && startReadable() }, "100 %"));
   fill(byId("legend"), "Colours: ", ["added", "moved", "changed"].map((kind) => el("span", { class: "swatch " + kind }, SAID[kind].toLowerCase())),
     el("span", { class: "swatch same" }, "as before"), " Drag to move, scroll to zoom, click a node for details.");
 }
@@ -133,7 +135,7 @@ function layOut(stage, graph, shown, names) {
   }
   drawing = cytoscape({
     container: byId("canvas"), elements, style: looks(), minZoom: 0.05, maxZoom: 3,
-    layout: { name: "dagre", rankDir: "TB", nodeSep: 18, rankSep: 34, edgeSep: 6, animate: false, fit: true, padding: 20 },
+    layout: { name: "dagre", rankDir: "TB", nodeSep: 18, rankSep: 34, edgeSep: 6, animate: false, fit: true, padding: MARGIN },
   });
   listen(stage, graph);
 }
@@ -161,12 +163,19 @@ function listen(stage, graph) {
   drawing.on("mouseout", "node", () => tip.hide());
 }
 
-/** A tall graph that was fitted is too small to read: it starts at its top, at a readable size. */
+/** A graph that was fitted may be too small to read: then it starts at a readable size, at the first node that the pass touched. */
 function startReadable() {
-  if (drawing.zoom() >= 0.6) return;
-  drawing.zoom(0.6);
-  const box = drawing.elements().boundingBox();
-  drawing.pan({ x: drawing.width() / 2 - 0.6 * (box.x1 + box.w / 2), y: 16 - 0.6 * box.y1 });
+  if (drawing.zoom() >= READABLE) return;
+  const touched = drawing.nodes(".added, .moved, .changed").min((node) => node.position("y")).ele;
+  const box = drawing.elements().boundingBox(), at = touched ? touched.position() : { x: box.x1 + box.w / 2, y: box.y1 };
+  drawing.viewport({ zoom: READABLE, pan: {
+    x: shift(at.x, box.x1, box.x2, drawing.width(), 0.5), y: shift(at.y, box.y1, box.y2, drawing.height(), 0.3) } });
+}
+
+/** How far to move a drawing from `low` to `high`, so that `at` is at a share of the room and none of the room stays empty. */
+function shift(at, low, high, room, share) {
+  const first = MARGIN - READABLE * low, last = room - MARGIN - READABLE * high;
+  return last > first ? (first + last) / 2 : Math.min(first, Math.max(last, share * room - READABLE * at));
 }
 
 /** The label of a node, and the size of its box. */

@@ -38,10 +38,13 @@ function outside(times) {
   return rows.length ? el("p", { class: "hint" }, `${plural(rows.length, "step")} took longer than the plot shows: ${named}. The first step of each kind prepares what it runs.`) : null;
 }
 
+/** Of the bytes that steps read, those kinds that this decoder has. */
 function timesTable(times) {
-  return table(el("table", { id: "times" }), ["step #", "sequences #", "tokens #", "ms #", "limit ms #", "weights of the target #", "of the draft #", "keys and values #", "recurrent state #"],
+  const kinds = Object.entries({ target: "weights of the target #", draft: "weights of the draft #", cache: "keys and values #", state: "recurrent state #" })
+    .filter(([part]) => times.rows.some((row) => row.bytes && row.bytes[part]));
+  return table(el("table", { id: "times", class: "stacked headed" }), ["step #", "sequences #", "tokens #", "ms #", "limit ms #", ...kinds.map(([, name]) => name)],
     times.rows.map((row) => [String(row.step), String(row.sequences), String(row.tokens), number(row.ms, 3), row.prompt ? "prompt" : number(row.limit_ms, 4),
-      ...["target", "draft", "cache", "state"].map((part) => (row.bytes ? bytes(row.bytes[part]) : ""))]));
+      ...kinds.map(([part]) => (row.bytes ? bytes(row.bytes[part]) : ""))]));
 }
 
 /** What the calls of one step read, as the dump says it. */
