@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from specgraph.config import Config
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
-from specgraph.ir.stages import Stages
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report, report_record
@@ -31,6 +30,7 @@ from specgraph.runtime.requests import Batch, EosIds, Limits, Request, read_logp
 from specgraph.runtime.runner import Runners
 from specgraph.runtime.score import Cuts, ScoreOutput, Scoring, read_scoring
 from specgraph.runtime.session import Giving, Session
+from specgraph.runtime.stages import Stages
 from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
 from specgraph.runtime.stopping import Criterion, Stopping
