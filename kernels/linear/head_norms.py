@@ -55,8 +55,9 @@ def rms_norms_reference(given: RmsNorms) -> list[Tensor]:
 
 @triton.jit
 def _rms_norms_kernel(
-    outs, inputs, weights, HEADS: tl.constexpr, STRIDES: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    outs, inputs, weights, HEADS: tl.constexpr, STRIDES: tl.constexpr, APART: tl.constexpr, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row per program. The grid is (rows, heads of all inputs)."""
     if PDL:
@@ -69,7 +70,7 @@ def _rms_norms_kernel(
     for i in tl.static_range(len(inputs)):
         if (head >= begin) & (head < begin + HEADS[i]):
             # The product with the constant ALIGNMENT tells the compiler what divides it.
-            x = inputs[i] + (row * STRIDES[i] + (head - begin) * (WIDTH // ALIGNMENT)) * ALIGNMENT
+            x = inputs[i] + (row * STRIDES[i] + (head - begin) * APART[i]) * ALIGNMENT
             normed = rms_norm_row(x, weights[i], EPS, OFFSET, WIDTH, BLOCK, EXACT)
             out = outs[i] + (row * HEADS[i] + head - begin) * WIDTH + column
             tl.store(out, normed.to(outs[i].dtype.element_ty), mask=column < WIDTH)
@@ -87,7 +88,8 @@ def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
     heads, block, pdl = tuple(x.shape[2] for x in inputs), triton.next_power_of_2(width), supports_pdl(outs[0].device)
     _rms_norms_kernel[(batch * rows, sum(heads))](
         tuple(outs), tuple(inputs), tuple(aligned(weight) for weight in given.weights), HEADS=heads,
-        STRIDES=tuple(x.stride(1) // alignment for x in inputs), EPS=given.eps, OFFSET=given.offset, WIDTH=width,
+        STRIDES=tuple(x.stride(1) // alignment for x in inputs),
+        APART=tuple(x.stride(2) // alignment for x in inputs), EPS=given.eps, OFFSET=given.offset, WIDTH=width,
         BLOCK=block, ALIGNMENT=alignment, EXACT=tl.float64 if outs[0].dtype == torch.float64 else tl.float32, PDL=pdl,
         num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
     )  # fmt: skip
@@ -95,13 +97,13 @@ def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
 
 
 def _heads(x: Tensor, alignment: int) -> Tensor:
-    """``x`` ``[B, T, heads, D]``, or a copy, with heads side by side and rows at one distance from each other.
+    """``x`` ``[B, T, heads, D]``, or a copy, with rows at one distance from each other, as heads are.
 
-    Rows begin at multiples of ``alignment``, so that kernels may assume it of all inputs.
+    Between the heads may be others, such as gates. All begin at multiples of ``alignment``, so that kernels may assume
+    it of all inputs.
     """
-    rows, _, width = x.shape[1:]
-    dense = x.stride(3) == 1 and x.stride(2) == width and (len(x) == 1 or x.stride(0) == rows * x.stride(1))
-    placed = x.stride(1) % alignment == 0 and (alignment == 1 or x.data_ptr() % 16 == 0)
+    dense = x.stride(3) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    placed = x.stride(1) % alignment == x.stride(2) % alignment == 0 and (alignment == 1 or x.data_ptr() % 16 == 0)
     return x if dense and placed else x.clone(memory_format=torch.contiguous_format)
 
 

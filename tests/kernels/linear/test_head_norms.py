@@ -62,15 +62,19 @@ def test_what_does_not_belong_to_a_head_is_not_read() -> None:
     assert not any(out.isnan().any() for out in RMS_NORMS.form("triton")(inputs, weights_of(inputs), eps=EPS))
 
 
-def test_the_heads_of_a_merged_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = projected(16, torch.bfloat16)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_heads_of_a_merged_projection_are_not_copied(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = projected(32 if gated else 16, torch.bfloat16)
+    if gated:  # behind the queries of a head stands its gate
+        inputs = [x[..., :16] for x in inputs]
     weights = weights_of(inputs)
+    expected = one_by_one("triton", inputs, weights)
 
     def copied(x: Tensor, **options: object) -> Tensor:
         raise AssertionError(f"a copy of {tuple(x.shape)}")
 
     monkeypatch.setattr(Tensor, "clone", copied)
-    RMS_NORMS.form("triton")(inputs, weights, eps=EPS)
+    assert all(map(torch.equal, RMS_NORMS.form("triton")(inputs, weights, eps=EPS), expected))
 
 
 def test_the_op_is_registered_as_it_behaves() -> None:
