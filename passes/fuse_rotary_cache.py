@@ -8,7 +8,8 @@ The ops of a block drafter, ``paged_block_attention`` and ``write_context``, tak
 values before the rotation, and ``cos`` and ``sin``.
 
 The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
-``rotary_angles``, even if the rotation that reads them was not recognised.
+``rotary_angles``, even if the rotation that reads them was not recognised. Where a model computes them for several
+equal rows of positions, as Qwen3.5 does, they are first read from one row (:mod:`specgraph.passes.repeated`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import fx
 import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
+from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
@@ -40,6 +42,7 @@ from specgraph.passes.patterns import (
     replace,
     rewrite,
 )
+from specgraph.passes.repeated import has_scatters, read_once
 
 PAGED = torch.ops.specgraph.paged_attention.default
 ROTATING = {torch.ops.specgraph.paged_block_attention.default: 2, torch.ops.specgraph.write_context.default: 1}
@@ -59,6 +62,7 @@ class FuseRotaryCache(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""
+        left_out = sum(_read_once(module) for _, module in program.modules.where(_has_angles_of_rows))
         attention = rewrite(program, PAGED, _fuse)
         blocks = [rewrite(program, op, _give_angles) for op in ROTATING]
         angles = rewrite(program, aten.cos.default, _fuse_angles)
@@ -66,8 +70,20 @@ class FuseRotaryCache(LoweringPass):
         names = ("rotary_attention", *(f"rotation in {op._opname}" for op in ROTATING), "rotary_angles")
         notes = tuple(f"{part.matches} x {name}" for part, name in zip(parts, names, strict=True)
                       if part.matches or part in (attention, angles))  # fmt: skip
+        notes += (f"{left_out} x scatter of equal values left out",) if left_out else ()
         misses = tuple(miss for part in parts for miss in part.near_misses)
         return PassResult(sum(part.matches for part in parts), near_misses=misses, notes=notes)
+
+
+def _has_angles_of_rows(graph: fx.Graph) -> bool:
+    """Whether cosines are computed, and something is written to places of tensors."""
+    return any(calls(graph, aten.cos.default)) and has_scatters(graph)
+
+
+def _read_once(module: fx.GraphModule) -> int:
+    left_out = read_once(module.graph)
+    module.recompile()
+    return left_out
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
@@ -202,11 +218,11 @@ def _fuse_angles(graph: fx.Graph, cos: fx.Node) -> None:
     if not isinstance(source, fx.Node) or len(sines) != 1 or cos.kwargs:
         raise Mismatch(f"{cos.name} has no sine of the same angles")
     angles = _angles(source)
-    (end, scaling), (sine_end, sine_scaling) = _scaled(cos), _scaled(sines[0])
+    (end, *form), (sine_end, *sine_form) = (_scaled(node, angles.layout) for node in (cos, sines[0]))
     dtype = dtype_of(end)
-    if scaling != sine_scaling or dtype is None or dtype != dtype_of(sine_end):
-        raise Mismatch(f"{end.name} and {sine_end.name} are scaled or rounded differently")
-    options: dict[str, Any] = {"dtype": dtype, "scaling": scaling, "layout": angles.layout}
+    if form != sine_form or dtype is None or dtype != dtype_of(sine_end):
+        raise Mismatch(f"{end.name} and {sine_end.name} are scaled, repeated or rounded differently")
+    options: dict[str, Any] = {"dtype": dtype, **dict(zip(("scaling", "layout"), form, strict=True))}
     if angles.max_position is not None:
         options["max_position"] = angles.max_position
     with graph.inserting_before(source.next):
@@ -221,19 +237,9 @@ def _fuse_angles(graph: fx.Graph, cos: fx.Node) -> None:
 
 def _angles(source: fx.Node) -> _Angles:
     """Read ``source``, the argument of a cosine, from its end upward."""
-    joined = producer(source, aten.cat.default)
-    repeated = producer(source, aten.repeat_interleave.self_int)
-    product: Any = source
-    layout = "once"
-    if joined is not None:
-        parts: Any = joined.args[0]
-        if len(parts) != 2 or parts[0] is not parts[1] or joined.args[1:] not in ((-1,), (2,)):
-            raise Mismatch(f"{joined.name} does not repeat the angles")
-        product, layout = parts[0], "halves"
-    elif repeated is not None:
-        if repeated.args[1] != 2 or repeated.args[2:] not in ((-1,), (2,)):
-            raise Mismatch(f"{repeated.name} does not repeat the angles in pairs")
-        product, layout = repeated.args[0], "pairs"
+    product, layout = _layout(source)
+    if layout is None:
+        raise Mismatch(f"{source.name} does not repeat the angles in halves or in pairs")
     turned = producer(product, aten.transpose.int)
     factors = producer(turned.args[0] if turned is not None else product, aten.mul.Tensor, aten.matmul.default)
     if factors is None:
@@ -255,6 +261,19 @@ def _angles(source: fx.Node) -> _Angles:
     if table.device != value.device:
         raise Mismatch(f"{frequencies.name} is on another device")
     return _Angles(positions, limit, frequencies, value.dtype, layout)
+
+
+def _layout(node: fx.Node) -> tuple[Any, str | None]:
+    """What the node repeats along the last of three dimensions, and in which layout; None in another one."""
+    joined, repeated = producer(node, aten.cat.default), producer(node, aten.repeat_interleave.self_int)
+    if joined is not None:
+        parts: Any = joined.args[0]
+        twice = len(parts) == 2 and parts[0] is parts[1] and joined.args[1:] in ((-1,), (2,))
+        return parts[0], "halves" if twice else None
+    if repeated is not None:
+        twice = repeated.args[1] == 2 and repeated.args[2:] in ((-1,), (2,))
+        return repeated.args[0], "pairs" if twice else None
+    return node, "once"
 
 
 def _root(value: Any, dtype: torch.dtype | None) -> fx.Node:
@@ -288,16 +307,23 @@ def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:
     return (source, limit) if known else (positions, None)  # type: ignore[return-value]
 
 
-def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
-    """Follow a multiplication with a number and a cast, as long as nothing else reads the values in between."""
+def _scaled(node: fx.Node, layout: str) -> tuple[fx.Node, float, str]:
+    """Follow a multiplication with a number, a repetition and a cast, where nothing else reads the values in between.
+
+    ``layout`` is that of the argument of the cosine, and the one that is returned is that of the result. Repeating
+    cosines gives the cosines of repeated angles.
+    """
     end, scaling = node, 1.0
     user = only_user(end)
     if user is not None and user.target is aten.mul.Tensor and isinstance(user.args[1], int | float):
         end, scaling = user, float(user.args[1])
     user = only_user(end)
+    if user is not None and layout == "once" and (repeated := _layout(user)[1]) not in (None, "once"):
+        end, layout = user, str(repeated)
+    user = only_user(end)
     if user is not None and user.target in CASTS and user.args[0] is end and not _moves(user):
         end = user
-    return end, scaling
+    return end, scaling, layout
 
 
 def _moves(cast: fx.Node) -> bool:

@@ -147,6 +147,7 @@ def test_models_that_rotate_a_part_of_each_head(architecture: str) -> None:
     verify_program(program)
     counts = targets(program)
     assert counts["specgraph.rotary_attention"] == MODELS[architecture] and not counts["specgraph.paged_attention"]
+    assert counts["specgraph.rotary_angles"] > 0 and not counts["aten.cos"]
 
 
 @pytest.mark.parametrize("architecture", ["glm4", "cohere"])
@@ -156,7 +157,7 @@ def test_interleaved_rotations_are_left_and_named(architecture: str) -> None:
     assert len(reasons) == 2 and all("is not a rotation by halves" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "phi", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "glm4_moe", "qwen3_next", "qwen3_5_text"])
 def test_a_lowered_decoder_gives_the_tokens_of_the_plain_one(architecture: str) -> None:
     model, prompts = make_model(architecture, dtype=torch.float64), ragged_prompts((3, 9))
     eager, lowered = (compiled(model, k=2, lowering={"name": name}) for name in ("eager", "gpu"))

@@ -66,17 +66,64 @@ def test_every_spelling_becomes_one_op_of_the_same_bits(spelled, layout, dtype: 
         assert a.dtype == dtype and torch.equal(a, b)
 
 
+class Repeated(Angles):
+    """Cosine and sine that are repeated after they are computed and scaled."""
+
+    def __init__(
+        self, cos: Callable[[Tensor], Tensor], sin: Callable[[Tensor], Tensor], angles: Callable[..., Tensor] = product
+    ) -> None:
+        super().__init__(angles, torch.bfloat16, 1.25)
+        self.cos, self.sin = cos, sin
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self.angles(x, self.inv_freq)
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return self.cos(cos).to(self.dtype), self.sin(sin).to(self.dtype)
+
+
+@pytest.mark.parametrize("layout", [twice, pairs])
+def test_repeating_cosines_is_repeating_angles(layout: Callable[[Tensor], Tensor]):
+    program, expected, actual = run_both(Repeated(layout, layout), POSITIONS, [FuseRotaryCache(), LowerKernels()])
+    counts = targets(program, "toy")
+    assert counts.pop("specgraph.rotary_angles") == 1 and set(counts) == {"<built-in function getitem>"}
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize(
+    "repeat", [lambda x: twice(twice(x)), lambda x: torch.cat((x, -x), -1), lambda x: torch.cat((x, x), 1)],
+    ids=["twice as often", "negated", "more rows"],
+)  # fmt: skip
+def test_other_repetitions_are_computed_as_they_stand(repeat: Callable[[Tensor], Tensor]):
+    program, expected, actual = run_both(Repeated(repeat, repeat), POSITIONS, [FuseRotaryCache()])
+    counts = targets(program, "toy")
+    assert counts["specgraph.rotary_angles"] == 1 and counts["aten.cat"] >= 2
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("sin", [pairs, lambda sin: sin], ids=["pairs", "once"])
+def test_cosine_and_sine_must_be_repeated_alike(sin: Callable[[Tensor], Tensor]):
+    _, reports = run_passes(toy(Repeated(twice, sin).eval(), POSITIONS), [FuseRotaryCache()])
+    (miss,) = reports[0].result.near_misses
+    assert "are scaled, repeated or rounded differently" in miss.reason
+
+
 @pytest.mark.parametrize(
     ("angles", "reason"),
     [
         (lambda x, f: twice(product(x, f) + 1), "the argument of the cosine, is not a product of positions"),
-        (lambda x, f: torch.cat((product(x, f), product(x, 2 * f)), -1), "does not repeat the angles"),
+        (
+            lambda x, f: torch.cat((product(x, f), product(x, 2 * f)), -1),
+            "not repeat the angles in halves or in pairs",
+        ),
         (lambda x, f: twice(product(x, f)[:, 1:]), "the argument of the cosine, is not a product"),
         (lambda x, f: product(x, f.bfloat16().float()), "rounds what the angles are computed from"),
         (lambda x, f: product(x.unsqueeze(0), f), "not the product of positions"),
         (lambda x, f: product(x[0], f), "not the product of positions"),
         (lambda x, f: x.unsqueeze(-1).bfloat16() * f.bfloat16(), "rounds the angles to torch.bfloat16"),
-        (lambda x, f: torch.repeat_interleave(product(x, f), 3, dim=-1), "does not repeat the angles in pairs"),
+        (
+            lambda x, f: torch.repeat_interleave(product(x, f), 3, dim=-1),
+            "not repeat the angles in halves or in pairs",
+        ),
         (lambda x, f: x.float().unsqueeze(-1) * 2.0, "is a number"),
     ],
 )
@@ -98,4 +145,4 @@ class Unlike(Angles):
 def test_cosine_and_sine_must_be_scaled_alike():
     _, reports = run_passes(toy(Unlike(product, torch.float32, 3.0).eval(), POSITIONS), [FuseRotaryCache()])
     (miss,) = reports[0].result.near_misses
-    assert "are scaled or rounded differently" in miss.reason
+    assert "are scaled, repeated or rounded differently" in miss.reason
