@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
+from specgraph.frontend.recurrent import hooked_recurrence
 
 # A chunk shorter than the prompts, so that every test crosses a prefill border. Nothing is reused, so that what is run
 # twice is compared with itself. The self-check, the reuse of prefixes and the checks after every pass, which take half
@@ -36,6 +37,20 @@ def reference_greedy(model: PreTrainedModel, prompts: Sequence[Tensor], new_toke
     options: Mapping[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     rows = [model.generate(p.unsqueeze(0), **options)[0, p.numel() :] for p in prompts]  # type: ignore[operator]
     return list(rows)
+
+
+@torch.no_grad()
+def forward_greedy(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
+    """The greedy continuations by the model's own forward, without a cache, and with recurrent functions in float64."""
+    found = []
+    with hooked_recurrence(model):
+        for prompt in prompts:
+            sequence = prompt
+            for _ in range(new_tokens):
+                logits = model(sequence.unsqueeze(0), use_cache=False).logits
+                sequence = torch.cat([sequence, logits[0, -1:].argmax(-1)])
+            found.append(sequence[len(prompt) :])
+    return found
 
 
 def assert_same_tokens(

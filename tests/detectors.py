@@ -133,7 +133,7 @@ def check_oracle(run: Run, next_logits: NextLogits, rule: str) -> None:
 def check_slots(run: Run) -> None:
     """The target writes exactly its real rows, the draft exactly accepted rows and the drafts behind them."""
     for at, step in enumerate(run.steps):
-        per_call = 2 * run.program.target.num_layers
+        per_call = 2 * run.program.target.attention_layers
         block = [range(s, s + n) for s, n in zip(step.start, step.num_rows, strict=True)]
         assert step.slots["other"] == []
         assert [s.tolist() for s in step.slots["target"]] == [_slots(run, block, step.width)] * per_call, f"step {at}"

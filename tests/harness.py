@@ -82,7 +82,7 @@ class Step:
     """What else the drafter keeps of every sequence, by name."""
 
 
-KNOWN = ("start", "num_rows", "block_table", "max_length", "history", "draft_logits", *SAMPLING)
+KNOWN = ("start", "num_rows", "num_forced", "block_table", "max_length", "history", "draft_logits", *SAMPLING)
 """The state of sequences that is a drafter's input or that a detector of its own compares."""
 
 
@@ -175,11 +175,14 @@ def blank_state(program: Program, limits: Sequence[int], seed: int, guard: int =
 
 @dataclass
 class Move:
-    """What one sequence does in a step: the rows of its window, how many are real, and what it emits."""
+    """What one sequence does in a step: the rows of its window, how many are real, what it emits, and how many of the
+    window's tokens behind the first are known to stay, as those of a prompt are.
+    """
 
     window: list[int] = field(default_factory=lambda: [0])
     num_rows: int = 0
     emitted: list[int] = field(default_factory=list)
+    num_forced: int = 0
 
 
 class History:
@@ -206,7 +209,7 @@ class History:
         count = self._random.randint(1, len(pending))
         emitted = pending[:count]
         shown = pending[:count] if count < len(pending) else pending[:-1]
-        return Move([self.accepted[row][-1], *shown], count, emitted)
+        return Move([self.accepted[row][-1], *shown], count, emitted, count - 1)
 
     def _decode(self, row: int, drafts: list[int], room: int) -> Move:
         proposed = drafts.index(-1) if -1 in drafts else len(drafts)
@@ -263,6 +266,8 @@ def _call(
     state["start"].copy_(torch.tensor(ran[1]))
     state["num_rows"].copy_(torch.tensor(ran[2]))
     state["num_emitted"].copy_(torch.tensor(ran[3]))
+    if "num_forced" in state:  # of recurrent targets
+        state["num_forced"].copy_(torch.tensor([move.num_forced for move in moves]))
     given = {**state, "emitted": _rectangle([m.emitted for m in moves], width, -1)}
     if "path" in state:  # of drafters that ask for it
         given["path"] = _rectangle([list(range(len(m.emitted))) for m in moves], width, -1)
@@ -309,7 +314,7 @@ def fresh_start(
     state = blank_state(run.program, limits, seed=0, guard=0)
     run.options.fill(state, [row])
     other = Run(run.program, limits, state["block_table"], run.options)
-    move = Move([*tokens[:-1], 0], len(tokens) - 1, list(tokens[1:]))
+    move = Move([*tokens[:-1], 0], len(tokens) - 1, list(tokens[1:]), len(tokens) - 2)
     outputs, _, _ = _call(run.module, state, [move], [tokens[:1]])
     rows = slots_of(other, 0, range(other.real_rows(len(tokens))))
     caches = [cache.flatten(0, 1)[rows] for cache in draft_caches(state)]

@@ -179,10 +179,11 @@ def make_head(
 def exact_norms(module: torch.nn.Module) -> None:
     """Replace transformers' RMS norms, which round to float32 inside, where 1e-16 can become 6e-8.
 
-    Those of Gemma and Step scale by their weight plus one, and call their epsilon ``eps``.
+    Those of Gemma and Step scale by their weight plus one, and call their epsilon ``eps``. Those that also take a gate,
+    in recurrent layers, stay.
     """
     for name, norm in list(module.named_modules()):
-        if "RMSNorm" in type(norm).__name__:
+        if "RMSNorm" in type(norm).__name__ and "Gated" not in type(norm).__name__:
             plus_one = not hasattr(norm, "variance_epsilon")
             exact = torch.nn.RMSNorm(norm.weight.shape, norm.eps if plus_one else norm.variance_epsilon)
             exact.weight = torch.nn.Parameter(norm.weight + 1) if plus_one else norm.weight

@@ -17,7 +17,7 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.recurrent import conv_hook, delta_rule_hook, hooked_recurrence
-from tests.decoding import CONFIG, compiled
+from tests.decoding import CONFIG, compiled, forward_greedy
 from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
 
 LENGTHS = (1, 2, 40, 7)
@@ -41,16 +41,8 @@ def decoder_of(architecture: str, kind: str = "ngram", k: int = 3) -> Speculativ
 
 @functools.cache
 def own_greedy(architecture: str) -> list[Tensor]:
-    """The greedy continuations by the model's own forward, without a cache, and with recurrent functions in float64."""
-    model, found = model_of(architecture), []
-    with torch.no_grad(), hooked_recurrence(model):
-        for prompt in PROMPTS:
-            sequence = prompt
-            for _ in range(NEW):
-                logits = model(sequence.unsqueeze(0), use_cache=False).logits
-                sequence = torch.cat([sequence, logits[0, -1:].argmax(-1)])
-            found.append(sequence[len(prompt) :])
-    return found
+    """The greedy continuations by the model's own forward."""
+    return forward_greedy(model_of(architecture), PROMPTS, NEW)
 
 
 def cut(tokens: Sequence[Tensor]) -> list[list[int]]:
