@@ -49,6 +49,8 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     text.set_output_embeddings(head)
     text.generation_config = model.generation_config
     text.training = model.training
+    # Where the whole model was loaded from: its files may hold more than transformers reads, such as MTP modules.
+    text.name_or_path, text.loaded_revision = model.name_or_path, getattr(model.config, "_commit_hash", None)
     _check_same(model, text)
     return text
 

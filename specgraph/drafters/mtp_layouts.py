@@ -69,7 +69,8 @@ class Layout:
         for begins, name in self.names:
             if rest.startswith(begins):
                 return name + rest.removeprefix(begins)
-        return BLOCK + rest
+        # Where the decoder layer has a number of its own, other tensors are none of its.
+        return rest if any(name == BLOCK for _, name in self.names) else BLOCK + rest
 
 
 def num_layers(config: Mapping[str, Any]) -> int | None:
@@ -122,8 +123,8 @@ QWEN3_NEXT = Layout(
         ("fc.", "projection."), ("pre_fc_norm_embedding.", "embed_norm."), ("pre_fc_norm_hidden.", "hidden_norm."),
         ("norm.", "norm."), ("layers.0.", BLOCK),
     ),
-    MtpOptions(),
-    {**_ALL_VLLM, "target_hidden": "vLLM 0.33, SGLang and llama.cpp"},
+    MtpOptions(layer_type="full_attention"),
+    {**_ALL_VLLM, "target_hidden": "vLLM 0.33, SGLang and llama.cpp", "layer_type": "vLLM 0.33"},
 )  # fmt: skip
 MIMO = Layout(
     "mimo",

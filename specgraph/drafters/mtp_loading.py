@@ -7,7 +7,7 @@ parameters of its classes (experts are stored one by one, for example). The rest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def own_folder(model: PreTrainedModel) -> Path:
     if name and Path(name).is_dir():
         return Path(name)
     try:
-        revision = getattr(model.config, "_commit_hash", None)
+        # The configuration of a text model inside of a multimodal one does not have it.
+        revision = getattr(model, "loaded_revision", None) or getattr(model.config, "_commit_hash", None)
         found = cached_file(name, "config.json", local_files_only=True, revision=revision) if name else None
     except OSError:
         found = None
@@ -104,9 +105,9 @@ def check_modules(
     Raises:
         ConfigError: the checkpoint does not fit the target or itself; names the tensor, the expected and found shape.
     """
-    expected = {used: _expected(MtpModule(model, make_block(model, "meta", used), used, 0)) for used in set(options)}
+    like = {used: MtpModule(model, make_block(model, "meta", used), used, 0) for used in set(options)}
     for (index, stored), used in zip(modules.items(), options, strict=True):
-        _loader(checkpoint, index, stored, model, info).check_shapes(expected[used])
+        _loader(checkpoint, index, stored, model, info).check_shapes(_expected(like[used], stored))
 
 
 def load_module(
@@ -140,12 +141,19 @@ def published(modules: Iterable[MtpModule], layout: Layout, shared: Iterable[Ten
     return found
 
 
-def _published_block(module: MtpModule) -> dict[str, Tensor]:
-    """The tensors of a module's decoder layer as published checkpoints hold them."""
+def _published_block(module: MtpModule, stored: Container[str] = ()) -> dict[str, Tensor]:
+    """The tensors of a module's decoder layer as published checkpoints hold them.
+
+    Some checkpoints of a model type hold experts one by one, and some hold them as transformers does, in one tensor. So
+    a tensor that is among those ``stored`` by its name in transformers alone is taken as it is.
+    """
     block: Any = module.block
-    tensors = {name: tensor for name, tensor in block.state_dict().items() if name.startswith("layers.")}
-    reverted: dict[str, Tensor] = revert_weight_conversion(block, tensors)
-    return {BLOCK + name.removeprefix("layers.0."): tensor for name, tensor in reverted.items()}
+    own = {name: tensor for name, tensor in block.state_dict().items() if name.startswith("layers.")}
+    reverted: dict[str, Tensor] = revert_weight_conversion(block, own)
+    kept = {name: own[name] for name in own if f"block.{name}" in stored and name not in reverted}
+    if kept:
+        reverted = revert_weight_conversion(block, {name: own[name] for name in own if name not in kept})
+    return {f"block.{name}": tensor for name, tensor in (reverted | kept).items()}
 
 
 def block_settings(module: MtpModule) -> dict[str, Any]:
@@ -154,9 +162,9 @@ def block_settings(module: MtpModule) -> dict[str, Any]:
     return settings
 
 
-def _expected(module: MtpModule) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that a checkpoint must have for ``module``, as published checkpoints name them."""
-    expected = {name: tuple(tensor.shape) for name, tensor in _published_block(module).items()}
+def _expected(module: MtpModule, stored: Container[str]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that a checkpoint must have for ``module``, if it has tensors of the names ``stored``."""
+    expected = {name: tuple(tensor.shape) for name, tensor in _published_block(module, stored).items()}
     own = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     return {name: shape for name, shape in own.items() if not name.startswith(BLOCK)} | expected
 

@@ -121,7 +121,7 @@ def small() -> Iterator[str]:
         yield "small-9b-shape"
 
 
-@pytest.mark.parametrize(("draft", "k"), [("none", 0), ("ngram", 2), ("eagle3", 2)])
+@pytest.mark.parametrize(("draft", "k"), [("none", 0), ("ngram", 2), ("eagle3", 2), ("mtp", 2)])
 def test_drafts_of_the_9b_shape(
     small: str, draft: str, k: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
                    "self_attn.attention_sink_bias")],
     ),
     "qwen3_next": (
-        "qwen3", {},
+        "qwen3_5_text", {"mtp_num_hidden_layers": 1},
         ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm",
          *(f"mtp.layers.0.{name}" for name in (*BLOCK, "self_attn.q_norm", "self_attn.k_norm"))],
     ),
@@ -57,7 +57,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
                                              *BLOCK, "self_attn.q_norm", "self_attn.k_norm")],
     ),
 }  # fmt: skip
-"""Of every layout a target (DeepSeek, MiMo and Qwen3-Next have stand-ins), keys of the configuration, and the names of
+"""Of every layout a target (DeepSeek and MiMo have stand-ins), keys of the configuration, and the names of
 tensors without ``.weight`` and biases, as public loaders read them. Step's lists by layer end with those of its
 modules."""
 
@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
              "mlp_type": "dense"},
     "mimo": {"order": "hidden", "zero_first_embedding": True},
     "mimo_v2": {"family": "target", "layer_type": "sliding_attention", "mlp_type": "dense"},
-    "qwen3_next": {},
+    "qwen3_next": {"layer_type": "full_attention"},
     "speculators": {},
 }  # fmt: skip
 """How the layouts differ from chained modules that read the embedding first and normed hidden states."""

@@ -1,10 +1,11 @@
 """MTP modules in files: every published layout, what is refused, and the same numbers from implementations of others.
 
 Each layout was compared with: DeepSeek and GLM with transformers' ``MtpModel``; speculators and Qwen3-Next with the
-layers of speculators; MiMo-V2 and Step with the definition of :mod:`tests.drafters.mtp_formula` on transformers' own
-classes, and Step also with ``MtpModel``; MiMo with the definition on a stand-in target, with the options that are
-written out here. transformers has Step in a multimodal model only, which specgraph refuses; its text model with a
-projection is the target (:mod:`tests.step_text`).
+layers of speculators, and Qwen3-Next also with arithmetic that is written out
+(:mod:`tests.drafters.test_mtp_recurrent`); MiMo-V2 and Step with the definition of :mod:`tests.drafters.mtp_formula` on
+transformers' own classes, and Step also with ``MtpModel``; MiMo with the definition on a stand-in target, with the
+options that are written out here. transformers has Step in a multimodal model only, which specgraph refuses; its text
+model with a projection is the target (:mod:`tests.step_text`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,284 @@
+"""The MTP module of Qwen3-Next and Qwen3.5: their own recurrent targets, published tensors, and arithmetic written out.
+
+:mod:`tests.drafters.qwen_formula` is the oracle. It reads the tensors by the names that checkpoints have, and uses no
+class of specgraph or transformers for the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+import specgraph
+from specgraph import SpeculativeDecoder
+from specgraph.cli import main
+from specgraph.drafters.base import DraftHead
+from specgraph.drafters.mtp import MtpDraftConfig, MtpDrafter
+from specgraph.drafters.mtp_module import Mtp
+from specgraph.drafters.registry import open_checkpoint
+from specgraph.errors import ConfigError
+from tests.checkpoints.running import info
+from tests.decoding import CONFIG, assert_same_tokens, compiled, forward_greedy
+from tests.detectors import NextLogits, caught_by
+from tests.drafters.mtp_files import OPTIONS, random_modules, save_inside, tensors_of
+from tests.drafters.mtp_formula import drafted_logits, target
+from tests.drafters.qwen_formula import published_logits, split_experts
+from tests.harness import Options, Run, drafting_stage, forced_run, fresh_start, real_run
+from tests.models import exact_norms, make_model, ragged_prompts
+
+pytestmark = pytest.mark.usefixtures("cached_traces")
+
+DENSE, MOE = "qwen3_5_text", "qwen3_5_moe_text"
+LAYOUT = "qwen3_next"
+PROMPTS = ragged_prompts((3, 9, 2))
+LIMITS = (48, 41, 23)
+"""Longer than a chunk of a recurrent state, of which one sequence has three."""
+
+
+@functools.cache
+def module_of(architecture: str) -> tuple[DraftHead, Mapping[str, Tensor]]:
+    """A random module for ``target(architecture)``, computing in float64 throughout, and its published tensors."""
+    head = random_modules(target(architecture), 1, **OPTIONS[LAYOUT])
+    tensors = tensors_of(LAYOUT, head, target(architecture))
+    exact_norms(head.module)
+    return head, tensors
+
+
+@functools.cache
+def oracle() -> NextLogits:
+    return published_logits(target(DENSE), module_of(DENSE)[1])
+
+
+@functools.cache
+def decoder(k: int, rule: str = "strict", bug: str | None = None) -> SpeculativeDecoder:
+    order = ["expose_features", "insert_kv_cache", "insert_recurrent_state", "insert_draft",
+             *["plant_bug"] * (bug is not None), "insert_verify", "fuse_verify"]  # fmt: skip
+    config = {
+        **CONFIG,
+        "draft": {"kind": "mtp", "num_speculative_tokens": k},
+        "verify": {"rule": rule},
+        "pipeline": {"order": order, "verify": False},
+        "passes": {"plant_bug": {"_target_": "tests.harness.PlantBug", "bug": bug}} if bug else {},
+    }
+    return specgraph.compile_speculative(target(DENSE), config, draft=module_of(DENSE)[0])
+
+
+def tokens_of(tested: SpeculativeDecoder) -> list[list[int]]:
+    out = tested.generate(PROMPTS, max_new_tokens=24, eos_token_id=[], temperature=[0.0, 0.8, 1.3], seed=[11, -5, 7])
+    return [tokens.tolist() for tokens in out.new_tokens]
+
+
+@functools.cache
+def plain_tokens() -> list[list[int]]:
+    return tokens_of(compiled(target(DENSE), "none", 1))
+
+
+# Histories
+
+
+@pytest.mark.parametrize(("k", "rule"), [(1, "strict"), (3, "probabilistic"), (7, "strict")])
+def test_whatever_was_accepted_drafts_are_those_of_a_fresh_start_and_of_the_formula(k: int, rule: str) -> None:
+    run = forced_run(drafting_stage(decoder(k, rule)), PROMPTS, LIMITS, seed=0, steps=18)
+    assert {0, k} <= set(run.accept_counts)
+    assert caught_by(run, oracle(), rule) == set()
+
+
+def test_rejected_rows_are_never_read() -> None:
+    run = forced_run(drafting_stage(decoder(3, "probabilistic")), PROMPTS, LIMITS, seed=3, poison=True)
+    assert caught_by(run, oracle(), "probabilistic") == set()
+
+
+def test_real_decoding_passes_every_detector() -> None:
+    """With prompts of one token and longer than a chunk of a state."""
+    run = real_run(decoder(3, "probabilistic"), ragged_prompts((1, 17, 2)), (30, 41, 23))
+    assert [len(tokens) for tokens in run.steps[-1].accepted] == [30, 41, 23]
+    assert caught_by(run, oracle(), "probabilistic") == set()
+
+
+@pytest.mark.parametrize(
+    ("bug", "caught"),
+    [("window instead of emitted, shifted", {"oracle"}),
+     ("chained position off by one", {"fresh start", "oracle", "slots"}),
+     ("proposals from the row before", {"fresh start", "oracle"})],
+)  # fmt: skip
+def test_planted_bugs_are_caught_but_not_by_tokens(bug: str, caught: set[str]) -> None:
+    """One module runs no row of an earlier step again, so the row before may not be there."""
+    tested = decoder(3, bug=bug)
+    run = forced_run(drafting_stage(tested), PROMPTS, LIMITS, seed=0, steps=18)
+    assert caught_by(run, oracle(), "strict") == caught
+    assert tokens_of(tested) == plain_tokens()
+
+
+@pytest.mark.parametrize("k", [1, 7])
+def test_tokens_are_those_without_drafts(k: int) -> None:
+    assert tokens_of(decoder(k)) == plain_tokens()
+
+
+# The formula
+
+
+@pytest.mark.parametrize("architecture", [DENSE, MOE, "qwen3_next"])
+def test_the_published_formula_and_every_other_use_of_its_tensors(architecture: str) -> None:
+    head, tensors = module_of(architecture)
+    expected = published_logits(target(architecture), tensors)
+    text, drafted = ragged_prompts((9,), seed=2)[0].tolist(), [7, 40, 21]
+
+    def error(found: NextLogits, count: int) -> float:
+        given = [text], [drafted[:count]]
+        return float((found(*given) - expected(*given)).abs().max())
+
+    for count in range(4):
+        assert error(drafted_logits(target(architecture), head), count) < 1e-5  # float32 in the target's functions
+    (module,) = head.module
+    wrong = {"order": "hidden", "target_hidden": "residual", "fed_hidden": "residual", "zero_first_embedding": True}
+    for name, value in wrong.items():
+        module.options = replace(module.options, **{name: value})
+        found = drafted_logits(target(architecture), DraftHead(Mtp([module]), head.features))
+        module.options = replace(module.options, **{name: getattr(head.module.options, name)})
+        assert error(found, 2) > 1e-2, name
+
+
+# Files
+
+
+def with_experts_in_one_tensor(head: DraftHead, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts as some checkpoints of Qwen3.5 hold them."""
+    others = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    experts: Any = head.module[0].block.layers[0].mlp.experts
+    joint = {name: getattr(experts, name).detach().clone() for name in ("gate_up_proj", "down_proj")}
+    return others | {f"mtp.layers.0.mlp.experts.{name}": tensor for name, tensor in joint.items()}
+
+
+def checkpoint_of(folder: Path, architecture: str, one_tensor: bool = False, **config: Any) -> Path:
+    """A target's checkpoint with a module in it."""
+    model = make_model(architecture, dtype=torch.float64)
+    head = random_modules(model, 1)
+    save_inside(folder, LAYOUT, model, head, **({"mtp_num_hidden_layers": 1} | config))
+    if one_tensor:
+        weights = with_experts_in_one_tensor(head, load_file(folder / "model.safetensors"))
+        save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def drafts_of(tested: SpeculativeDecoder, accepted: list[int]) -> list[int]:
+    program = tested.stages["insert_draft"]
+    run = Run(program, [64], torch.zeros(1, 1), Options(temperature=(0.0,), top_k=(0,), seeds=(0,)))
+    drafts: list[int] = fresh_start(run, 0, accepted)[1].tolist()
+    return drafts
+
+
+def check_drafts(tested: SpeculativeDecoder, expected: NextLogits) -> None:
+    accepted = ragged_prompts((19,), seed=2)[0].tolist()
+    drafts = drafts_of(tested, accepted)
+    assert drafts == [int(expected([accepted], [drafts[:index]]).argmax()) for index in range(len(drafts))]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "one_tensor", "k"), [("qwen3_next", False, 1), (DENSE, False, 3), (MOE, True, 7)]
+)
+def test_draft_mtp_takes_the_module_out_of_the_targets_checkpoint(
+    architecture: str, one_tensor: bool, k: int, tmp_path: Path
+) -> None:
+    folder = checkpoint_of(tmp_path, architecture, one_tensor)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    tensors = split_experts(load_file(folder / "model.safetensors"))
+    tested = compiled(model, "mtp", k)
+    check_drafts(tested, published_logits(model, tensors))
+    found = tested.generate(PROMPTS, max_new_tokens=12, eos_token_id=[]).new_tokens
+    assert_same_tokens(model, PROMPTS, found, forward_greedy(model, PROMPTS, 12))
+
+
+@pytest.mark.parametrize("one_tensor", [False, True])
+@pytest.mark.parametrize("architecture", [MOE, "qwen3_next"])
+def test_experts_in_one_tensor_and_one_by_one(architecture: str, one_tensor: bool, tmp_path: Path) -> None:
+    model = make_model(architecture, dtype=torch.float64)
+    expected = random_modules(model, 1).module.state_dict()
+    found = open_checkpoint(checkpoint_of(tmp_path, architecture, one_tensor), "mtp")
+    assert any("experts.gate_up_proj" in name for name in found.tensors) == one_tensor
+    loaded = MtpDrafter.load(found, MtpDraftConfig(), model, info(model)).module.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+
+
+def test_a_module_that_is_saved_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(MOE, dtype=torch.float64)
+    head = random_modules(model, 1)
+    MtpDrafter.save_head(head, tmp_path / "head", target_name="target", algorithm="mtp", num_speculative_tokens=3,
+                         shared=model.parameters())  # fmt: skip
+    found = open_checkpoint(tmp_path / "head")
+    assert (found.kind, found.layout) == ("mtp", "speculators")
+    loaded = MtpDrafter.load(found, MtpDraftConfig(), model, info(model)).module
+    assert all(torch.equal(*both) for both in zip(loaded.parameters(), head.module.parameters(), strict=True))
+    model.save_pretrained(tmp_path / "target")
+    assert main(["inspect", str(tmp_path / "head"), f"target={tmp_path / 'target'}"]) == 0
+    assert "fits the target     yes" in capsys.readouterr().out
+
+
+def test_inspect_names_the_layout_and_the_kind_of_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint_of(tmp_path, DENSE)
+    assert main(["inspect", str(folder), f"target={folder}", "draft.kind=mtp"]) == 0
+    shown = [tuple(cell.strip() for cell in row.split("  ") if cell) for row in capsys.readouterr().out.splitlines()]
+    assert {("layout", LAYOUT), ("fits the target", "yes"), ("num_modules", "1", "tensors"),
+            ("layer_type", "full_attention", "vLLM 0.33"),
+            ("fed_hidden", "final_norm", "vLLM 0.33")} <= {*shown}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "words"),
+    [
+        (DENSE, "mtp.fc.weight", (32, 32), r"mtp\.fc\.weight has the shape \[32, 32\], but .* need \[32, 64\]"),
+        (DENSE, "mtp.layers.0.self_attn.q_proj.weight", (32, 32), r"q_proj\.weight has .* need \[64, 32\]"),
+        (MOE, "mtp.layers.0.mlp.experts.gate_up_proj", (4, 24, 32), r"gate_up_proj has .* need \[4, 48, 32\]"),
+        (MOE, "mtp.layers.0.mlp.experts.down_proj", None, r"lacks mtp\.layers\.0\.mlp\.experts\.0\.down_proj\.weight"),
+        (DENSE, "mtp.pre_fc_norm_hidden.weight", None, r"lacks mtp\.pre_fc_norm_hidden\.weight"),
+        (DENSE, "mtp.layers.1.input_layernorm.weight", (32,), r"mtp\.layers\.1\.input_layernorm\.weight, which an MTP"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(
+    architecture: str, name: str, shape: tuple[int, ...] | None, words: str, tmp_path: Path
+) -> None:
+    folder = checkpoint_of(tmp_path, architecture, one_tensor=architecture == MOE)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(name, None)
+    save_file(weights | ({} if shape is None else {name: torch.ones(shape)}), folder / "model.safetensors")
+    model: PreTrainedModel = make_model(architecture, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=words):
+        MtpDrafter.load(open_checkpoint(folder, "mtp"), MtpDraftConfig(), model, info(model))
+
+
+# Multimodal checkpoints
+
+
+def test_the_text_model_of_a_multimodal_one_takes_the_module_of_its_checkpoint(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+              "patch_size": 2, "temporal_patch_size": 1, "spatial_merge_size": 1}  # fmt: skip
+    text = make_model(DENSE, dtype=torch.float64)
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, image_token_id=90,
+                           video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)  # fmt: skip
+    whole: Any = Qwen3_5ForConditionalGeneration(config).double()
+    whole.model.language_model.load_state_dict(text.base_model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "model.language_model.layers.0.linear_attn.A_log" in weights
+    weights |= tensors_of(LAYOUT, random_modules(text, 1), text)
+    save_file(weights, tmp_path / "model.safetensors")
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["text_config"]["mtp_num_hidden_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    loaded = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64)
+    tested = compiled(loaded, "mtp", 3)
+    assert f"- draft: mtp in the {LAYOUT} layout, {tmp_path}" in tested.report()
+    check_drafts(tested, published_logits(text, weights))
+    found = tested.generate(PROMPTS, max_new_tokens=12, eos_token_id=[]).new_tokens
+    assert_same_tokens(text, PROMPTS, found, forward_greedy(text, PROMPTS, 12))
