@@ -496,8 +496,8 @@ WORDS = ["<eos>", "<pad>", "<unk>", "Ann", "has", "apples", "and", "buys", "more
 
 
 @functools.cache
-def small_target() -> PreTrainedModel:
-    return make_model("llama", vocab_size=len(WORDS), eos_token_id=0, pad_token_id=1, bos_token_id=None)
+def small_target(architecture: str = "llama") -> PreTrainedModel:
+    return make_model(architecture, vocab_size=len(WORDS), eos_token_id=0, pad_token_id=1, bos_token_id=None)
 
 
 @functools.cache

@@ -27,12 +27,16 @@ from specgraph.drafters.mtp import MtpDraftConfig, MtpDrafter
 from specgraph.drafters.mtp_module import Mtp
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
+from specgraph.frontend.recurrent import hooked_recurrence
+from specgraph.training.heads import train_head
+from specgraph.training.heads.config import HeadConfig
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, forward_greedy
 from tests.detectors import NextLogits, caught_by
 from tests.drafters.mtp_files import OPTIONS, random_modules, save_inside, tensors_of
 from tests.drafters.mtp_formula import drafted_logits, target
 from tests.drafters.qwen_formula import published_logits, split_experts
+from tests.drafters.test_eagle import run_of, small_target, tokenizer
 from tests.harness import Options, Run, drafting_stage, forced_run, fresh_start, real_run
 from tests.models import exact_norms, make_model, ragged_prompts
 
@@ -282,3 +286,35 @@ def test_the_text_model_of_a_multimodal_one_takes_the_module_of_its_checkpoint(t
     check_drafts(tested, published_logits(text, weights))
     found = tested.generate(PROMPTS, max_new_tokens=12, eos_token_id=[]).new_tokens
     assert_same_tokens(text, PROMPTS, found, forward_greedy(text, PROMPTS, 12))
+
+
+# Training
+
+
+@torch.no_grad()
+def test_what_is_trained_is_what_is_drafted() -> None:
+    """Every draft behind the first is one of a chain, which training runs for all positions at once, with a mask."""
+    text = ragged_prompts((21,), seed=7)[0]
+    with hooked_recurrence(target(DENSE)):
+        features = target(DENSE)(text[None], output_hidden_states=True, use_cache=False).hidden_states[-1]
+    head, ids = module_of(DENSE)[0].module, text.tolist()
+    for step, rows in enumerate(head.unroll(text[None], (features,), 4, None)):
+        for row in range(len(ids) - 2 - step):
+            expected = oracle()([ids[: row + 2]], [ids[row + 2 : row + 2 + step]])[0]
+            torch.testing.assert_close(head.step_logits(rows[0, row], step), expected, rtol=0.0, atol=1e-11)
+
+
+def test_a_module_of_a_recurrent_target_is_trained_and_used(tmp_path: Path) -> None:
+    model = small_target(DENSE)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = replace(run_of(tmp_path), algorithm="mtp", head=HeadConfig(layers=1), eval_drafts=3)
+    config.chain.steps = 3
+    losses = [loss for _, loss in train_head(model, tokenizer(), config).progress.losses]
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    tested = specgraph.compile_speculative(model, CONFIG, draft=tmp_path / "head")
+    assert "mtp in the speculators layout" in tested.report()
+    prompts = [torch.tensor([3, 4, 9, 5]), torch.tensor([6])]
+    found = tested.generate(prompts, max_new_tokens=9).new_tokens
+    plain = compiled(model, "none", 1).generate(prompts, max_new_tokens=9).new_tokens
+    assert_same_tokens(model, prompts, found, plain)
