@@ -28,7 +28,8 @@ from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions
 from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import exporting, own_copy, replaced
-from specgraph.ir.graphs import export_module, functional, new_module, unlift
+from specgraph.ir.functional import functional
+from specgraph.ir.graphs import export_module, new_module, unlift
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels.state import RECURRENT
 

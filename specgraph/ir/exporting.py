@@ -45,6 +45,8 @@ def exporting() -> Iterator[None]:
         for name in ("is_compiling", "is_exporting"):
             here = _only_here(getattr(torch.compiler, name), lambda: False)
             stack.enter_context(replaced(torch.compiler, name, here))
+        # Symbolic shapes are seldom the same, so that a quarter of an export went to noting what is not asked for.
+        stack.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
         yield
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.exporting import exporting, own_copy
+from specgraph.ir.functional import functional
 
 
 def set_attribute(root: nn.Module, target: str, tensor: torch.Tensor) -> None:
@@ -127,19 +128,6 @@ def export_module(
     if isinstance(outputs, tuple) and len(outputs) == 1:
         output.args = outputs
     return new_module(unlifted, unlifted.graph, name)
-
-
-def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same program without in-place ops, which FX could reorder or remove.
-
-    This traces the program again, which takes twice the time of the export, so a program without in-place ops is
-    returned unchanged.
-    """
-    targets = (node.target for node in exported.graph.nodes)
-    if any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets):
-        decomposed: torch.export.ExportedProgram = exported.run_decompositions({})
-        return decomposed
-    return exported
 
 
 def is_no_op(node: fx.Node) -> bool:
