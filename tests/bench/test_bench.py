@@ -25,7 +25,6 @@ from specgraph.runtime.decoder import SpeculativeDecoder
 from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 QUICK = ["device=cpu", "num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9"]
 
 # tests.models: hidden 32, MLP 48, 4 heads and 2 groups of 8, 2 layers; float32

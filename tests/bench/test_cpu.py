@@ -16,7 +16,6 @@ from specgraph.cli import main
 from tests.decoding import compiled, reference_greedy
 from tests.models import make_model, ragged_prompts, saved, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 QUICK = ["device=cpu", "threads=[1]", "rounds=1", "new_tokens=6", "limit=2", "prompt_length=9", "lowering=eager"]
 
 

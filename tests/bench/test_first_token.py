@@ -17,8 +17,6 @@ from specgraph.ir.program import Program
 from tests.decoding import compiled
 from tests.models import VOCAB, make_model, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 # tests.models: hidden 32, MLP 48, 4 heads and 2 groups of 8, 2 layers
 PROJECTIONS = 32 * (32 + 16 + 16) + 32 * 32
 LAYER = PROJECTIONS + 3 * 32 * 48

@@ -21,7 +21,6 @@ from specgraph.kernels.recurrent.arguments import CHUNK
 from tests.decoding import compiled
 from tests.models import make_head, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 NAME = "qwen3.5-9b-shape"
 QUICK = ["device=cpu", "num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9",
          "debug.self_check=false", "pipeline.verify=false"]  # fmt: skip

@@ -26,7 +26,6 @@ from tests.cli.conftest import save_model
 from tests.decoding import compiled
 from tests.models import make_head, ragged_prompts, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 PROMPTS = ragged_prompts((3, 9, 5, 2, 7))
 NEW = [6, 2, 9, 1, 4]
 QUICK = ["device=cpu", "max_batch_size=2", "num_speculative_tokens=[2]", "debug.self_check=false"]

@@ -18,12 +18,11 @@ from specgraph.runtime.pages import PagePool, Reservation
 from tests.decoding import compiled
 from tests.models import shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 COUNT = 80
 
 
 @pytest.fixture(scope="module")
-def decoder(cached_traces: None) -> SpeculativeDecoder:
+def decoder() -> SpeculativeDecoder:
     cache = {"prefill_chunk": 7, "block_size": 4, "pool_tokens": 96}
     return compiled(
         shared_model("llama", dtype=torch.float64), "ngram", 3, max_batch_size=3, max_length=96, cache=cache

@@ -13,7 +13,6 @@ from specgraph.cli import main
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts, saved
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 MODELS = Path(__file__).parents[2] / "examples" / "models" / "tiny-math"
 QUICK = ["device=cpu", "lowering=eager", "steps=2", "warmup=0", "new_tokens=6", "dtype=float64", "verify=strict"]
 

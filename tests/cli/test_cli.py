@@ -28,7 +28,6 @@ from specgraph.compiler.build_passes import build_passes
 from specgraph.config import Config, default_config, group_choices, load_config
 from specgraph.errors import PassError
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 QUICK = ["debug.self_check=false", "max_new_tokens=12"]
 
 

@@ -8,8 +8,6 @@ import pytest
 
 from specgraph.cli import main
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 @pytest.fixture(scope="module")
 def graphs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from specgraph.cli import main
 from tests.explore.conftest import page_data
 
-pytestmark = pytest.mark.usefixtures("cached_traces", "cached_decoders")
+pytestmark = pytest.mark.usefixtures("cached_decoders")
 COMMON = ["draft=ngram", "lowering=eager", "debug.self_check=false", "pipeline.verify=false"]
 
 

@@ -21,7 +21,7 @@ from specgraph.cli.generation import NO_KEYS, GenerationKeys, option_names
 from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
 from specgraph.runtime.decoder import SpeculativeDecoder
 
-pytestmark = pytest.mark.usefixtures("cached_traces", "cached_decoders")
+pytestmark = pytest.mark.usefixtures("cached_decoders")
 QUICK = ["debug.self_check=false", "max_new_tokens=8", "lowering=eager", "dtype=float64"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"

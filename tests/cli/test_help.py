@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from specgraph.cli import commands, main
 from specgraph.cli.config import COMMANDS, CONFIGURATIONS
 
-pytestmark = pytest.mark.usefixtures("cached_traces", "cached_decoders")
+pytestmark = pytest.mark.usefixtures("cached_decoders")
 CALL = "python -m specgraph "
 QUICK = {
     "generate": "debug.self_check=false pipeline.verify=false max_new_tokens=4 limit=2",

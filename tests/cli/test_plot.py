@@ -11,7 +11,7 @@ import pytest
 from specgraph.cli import commands, main
 from specgraph.plots import plot_acceptance
 
-pytestmark = pytest.mark.usefixtures("cached_traces", "cached_decoders")
+pytestmark = pytest.mark.usefixtures("cached_decoders")
 QUICK = ["debug.self_check=false", "max_new_tokens=8", "lowering=eager", "dtype=float64", "seed=1"]
 
 

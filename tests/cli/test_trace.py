@@ -10,7 +10,7 @@ import pytest
 
 from specgraph.cli import main
 
-pytestmark = pytest.mark.usefixtures("cached_traces", "cached_decoders")
+pytestmark = pytest.mark.usefixtures("cached_decoders")
 QUICK = ["debug.self_check=false", "max_new_tokens=8", "lowering=eager", "dtype=float64", "seed=1"]
 
 

@@ -50,7 +50,7 @@ STANDS_FOR = {"model": "target", "draft": "draft", "head": "eagle3"}
 """What of tiny-math is at ``path/of/a/...``."""
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
-pytestmark = pytest.mark.usefixtures("cached_traces", "shared", "folder")
+pytestmark = pytest.mark.usefixtures("shared", "folder")
 _MODELS: dict[str, Any] = {}
 _DECODERS: dict[tuple[int, str, str], tuple[Any, Any, Any]] = {}
 

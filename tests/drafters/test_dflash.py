@@ -67,8 +67,6 @@ from tests.dump.test_dump import assert_runs_alike
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run, slots_of
 from tests.models import exact_norms, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
 EXPORT = functools.cache(dflash.export_block)
 PROMPTS = ragged_prompts((3, 9, 5))

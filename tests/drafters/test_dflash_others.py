@@ -22,8 +22,6 @@ from tests.drafters.dflash_formula import BLOCK, EPS, GIVEN, MASK, WINDOW, Seen,
 from tests.harness import drafting_stage
 from tests.models import exact_norms
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
 """The same sums in another order, in float64: they differ by 1e-14, and logits reach 7."""
 

@@ -33,8 +33,6 @@ from tests.drafters.test_eagle import run_of, small_target, tokenizer
 from tests.harness import Options, Run, fresh_start
 from tests.models import exact_norms, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 TEXTS = torch.stack(ragged_prompts((11, 11), seed=7))
 DRAWN = Options((1.0,), (0,), (3,))
 """Drafts are drawn at temperature 1, so that what they are drawn from are the logits themselves."""

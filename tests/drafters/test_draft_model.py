@@ -46,8 +46,6 @@ from tests.detectors import NextLogits, caught_by, check_fresh_start, check_orac
 from tests.harness import Run, drafting_stage, forced_run, real_run, slots_of
 from tests.models import VOCAB, double_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)
 """Lengths at which the sequences end; the last one gets there within a history."""

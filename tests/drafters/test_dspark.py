@@ -61,8 +61,6 @@ from tests.drafters.test_dflash import EXPORT, LIMITS, PROMPTS, QUICK, plain_tok
 from tests.harness import Run, drafting_config, drafting_stage, forced_run
 from tests.models import exact_norms, make_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 REFINEMENTS = functools.cache(dspark.export_refinements)
 
 

@@ -31,8 +31,6 @@ from tests.drafters.test_dflash_training import TEXTS, assert_drafted, features
 from tests.drafters.test_eagle import run_of, small_target, tokenizer
 from tests.models import exact_norms
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 @functools.cache
 def head(kind: str, rank: int = 6, steps: int = 5, confidence: bool = True) -> DraftHead:

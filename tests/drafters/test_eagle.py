@@ -61,8 +61,6 @@ from tests.dump.test_dump import assert_runs_alike
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import exact_norms, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)

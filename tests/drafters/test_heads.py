@@ -47,8 +47,6 @@ from tests.detectors import NextLogits, caught_by, check_fresh_start, check_orac
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import double_model, exact_norms, make_head, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)
 MASK = 5

@@ -32,7 +32,6 @@ from tests.kernels.step.test_suffix import searched
 from tests.models import double_model, make_head, make_model, ragged_prompts
 from tests.runtime.test_distribution import LENGTH, PROMPT, VOCAB, exact_joint, model, opposite, p_value
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 LIMITS = (48, 41, 23)
 ALPHABET = 5
 MATCH = 2

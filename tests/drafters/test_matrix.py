@@ -32,8 +32,6 @@ from tests.harness import Options, Run, real_run
 from tests.models import make_model, ragged_prompts
 from tests.pairwise import Case, cover, pairs, product
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 VOCAB, MATCH, NEW_TOKENS = 11, 2, 12
 MASK = 5
 

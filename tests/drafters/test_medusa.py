@@ -60,8 +60,6 @@ from tests.dump.test_dump import assert_runs_alike
 from tests.harness import Run, drafting_config, drafting_stage, forced_run, real_run
 from tests.models import VOCAB, double_model, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 PROMPTS = ragged_prompts((3, 9, 5))
 LIMITS = (48, 41, 23)
 HEADS, SIZE, LAYERS, NEW_TOKENS = 5, 32, 2, 9

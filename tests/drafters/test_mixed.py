@@ -23,7 +23,6 @@ from tests.models import make_model, ragged_prompts
 from tests.runtime.test_decoder import noisy_copy
 from tests.runtime.test_distribution import LENGTH, PROMPT, VOCAB, exact_joint, model, opposite, p_value
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 BATCH, RUNS = 4096, 6
 
 

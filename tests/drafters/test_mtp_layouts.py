@@ -30,8 +30,6 @@ from tests.drafters.mtp_formula import drafted_logits
 from tests.harness import Options, Run, fresh_start
 from tests.models import make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
 
 

@@ -21,8 +21,6 @@ from tests.decoding import CONFIG, compiled
 from tests.drafters.mtp_files import example, model_of, random_modules, save_inside
 from tests.models import make_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 QUICK: dict[str, Any] = {"pipeline": {"verify": False}}
 
 

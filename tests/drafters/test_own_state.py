@@ -24,7 +24,6 @@ from tests.detectors import NextLogits, caught_by, check_fresh_start, check_orac
 from tests.harness import BUGS, drafting_stage, forced_run, real_run
 from tests.models import VOCAB, double_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 PROMPTS, LIMITS = ragged_prompts((3, 9, 5)), (48, 41, 23)
 
 

@@ -24,7 +24,6 @@ from specgraph.kernels import step as functions
 from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.models import VOCAB, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 ROOT = Path(specgraph.__file__).parents[1]
 OWN = f"{__name__}.Successors"
 

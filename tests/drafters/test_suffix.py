@@ -21,7 +21,6 @@ from tests.harness import Run, drafting_stage, forced_run
 from tests.kernels.step.test_suffix import searched
 from tests.models import double_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 LIMITS = (48, 41, 23)
 ALPHABET = 6
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -24,8 +24,6 @@ HEADS = {
 """By folder: the drafter that runs it, and a number of tokens per step that it exceeds by far on the model card."""
 NEW_TOKENS = 48
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 @functools.cache
 def target() -> PreTrainedModel:

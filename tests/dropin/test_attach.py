@@ -44,7 +44,6 @@ from tests.models import VOCAB, ragged_prompts, shared_model
 
 PROMPTS = ragged_prompts((3, 17, 8))
 NEW = 12
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 def left_padded(prompts: list[Tensor], pad: int = 0) -> dict[str, Tensor]:
@@ -68,14 +67,14 @@ def attached(model: PreTrainedModel, kind: str = "ngram", **extra: Any) -> PreTr
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3_text", "gpt_oss"])
-def both(request: pytest.FixtureRequest, cached_traces: None) -> tuple[Any, Any]:
+def both(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A model as it is, and attached."""
     model = shared_model(request.param, dtype=torch.float64)
     return model, attached(model)
 
 
 @pytest.fixture(scope="module")
-def pair(cached_traces: None) -> tuple[Any, Any]:
+def pair() -> tuple[Any, Any]:
     model = shared_model("llama", dtype=torch.float64)
     return model, attached(model)
 

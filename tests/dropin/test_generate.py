@@ -30,14 +30,13 @@ from tests.decoding import compiled
 from tests.dropin.test_attach import NEW, ONE, PADDED, PROMPTS, Kept, left_padded, word_tokenizer
 from tests.models import VOCAB, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 EOS = [2, 7, 11, 50, 60, 61, 62]
 TARGET = Path(__file__).parents[2] / "examples/models/tiny-math/target"
 RAGGED = [prompt.tolist() for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3_text", "gpt_oss"])
-def both(request: pytest.FixtureRequest, cached_traces: None) -> tuple[Any, SpeculativeDecoder]:
+def both(request: pytest.FixtureRequest) -> tuple[Any, SpeculativeDecoder]:
     """A model, and the decoder that was compiled from it; its configuration is its own."""
     model = copy.copy(shared_model(request.param, dtype=torch.float64))
     model.generation_config = copy.deepcopy(model.generation_config)
@@ -45,7 +44,7 @@ def both(request: pytest.FixtureRequest, cached_traces: None) -> tuple[Any, Spec
 
 
 @pytest.fixture(scope="module")
-def pair(cached_traces: None) -> tuple[Any, SpeculativeDecoder]:
+def pair() -> tuple[Any, SpeculativeDecoder]:
     model = copy.copy(shared_model("llama", dtype=torch.float64))
     model.generation_config = copy.deepcopy(model.generation_config)
     return model, compiled(model, "ngram", 3)

@@ -26,8 +26,6 @@ from specgraph.evaluation import __main__ as command
 from specgraph.evaluation.lm_eval import SpecgraphLM, StopStrings
 from tests.cli.conftest import save_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 ROOT = Path(__file__).parents[2] / "examples"
 MODELS = ROOT / "models" / "tiny-math"
 QUESTIONS = [json.loads(line) for line in (ROOT / "data" / "gsm8k_test_200.jsonl").read_text().splitlines()[:4]]

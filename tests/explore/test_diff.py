@@ -21,8 +21,6 @@ from specgraph.explore.reading import Node, Stage, read_dump
 from tests.decoding import compiled
 from tests.models import shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 def dumped(folder: Path, edit: Callable[[PreTrainedModel], object] | None = None, k: int = 3) -> Path:
     """The dump of a small model that drafts with another one; ``edit`` changes a copy of it before."""

@@ -16,8 +16,6 @@ BOTH = [*PROMPTS, *PROMPTS]
 DRAWN: dict[str, Any] = {"temperature": [0.0] * 3 + [1.0] * 3, "seed": [*range(6)]}
 """Every prompt greedily, and at temperature 1, in one batch."""
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 def draft_of(dtype: torch.dtype) -> torch.nn.Module:
     return shared_model("llama", seed=1, dtype=dtype)

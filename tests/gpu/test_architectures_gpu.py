@@ -22,8 +22,6 @@ from tests.passes.test_lower_kernels import LOWERING
 PROMPTS = ragged_prompts((3, 17, 8, 1, 11))
 NEW_TOKENS = 24
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 @torch.no_grad()
 def disturbed(model: PreTrainedModel, by: float = 0.05) -> PreTrainedModel:

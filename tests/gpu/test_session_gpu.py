@@ -16,7 +16,6 @@ from specgraph.config import CacheConfig, load_config
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 BEGIN = ragged_prompts((90,))[0]
 TAILS = ragged_prompts((1, 40, 7, 130, 16, 3, 64, 25, 9, 200, 33, 5))
 PROMPTS = [torch.cat([BEGIN[: (0, 16, 50, 90)[i % 4]], tail]) for i, tail in enumerate(TAILS)] * 2

@@ -24,7 +24,6 @@ from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.runtime.processing import Bias, Processing
 from tests.compiler.test_pipeline import body, first, last, text
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 BUILT: list[Pass] = [InsertKVCache(4), InsertDraft("strict"), InsertVerify("strict")]
 CHANGES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.5},

@@ -26,7 +26,6 @@ from tests.drafters.test_matrix import DRAFTERS, VOCAB, decoder, heads_exported_
 from tests.passes.test_insert_processors import built
 
 __all__ = ["heads_exported_once"]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 WHOLE = (FuseVerify(), InsertProcessors(), FuseStep(), IndexRows())
 COUNTS = (5, 0, 1, 7, 3)
 """The real rows of each sequence; the second is inactive, and the last one decodes."""

@@ -19,12 +19,11 @@ from specgraph.passes.specialise_step import SpecialiseStep
 from tests.decoding import compiled
 from tests.models import shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 ALL = (*OPTIONS, "top_k", "top_p", "min_p", "seeds")
 
 
 @pytest.fixture(scope="module")
-def program(cached_traces: None) -> Any:
+def program() -> Any:
     return compiled(shared_model("llama", dtype=torch.float64), "ngram", 3)._program
 
 

@@ -23,7 +23,6 @@ from specgraph.runtime.processing import Processing
 from tests.compiler.test_pipeline import body
 from tests.passes.test_insert_processors import built
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 ASKED = Processing(no_repeat_ngram_size=2)
 WHOLE = (FuseVerify(), InsertProcessors(), FuseStep(), IndexRows())
 

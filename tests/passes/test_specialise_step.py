@@ -22,7 +22,6 @@ from tests.compiler.test_pipeline import body, first, last
 from tests.drafters.test_matrix import decoder, heads_exported_once
 
 __all__ = ["heads_exported_once"]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 K = 7
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from specgraph.ir.graphs import calls
@@ -20,7 +19,6 @@ from specgraph.runtime.processing import Processing
 from tests.compiler.test_pipeline import body
 from tests.passes.test_insert_processors import built
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 WHOLE = (FuseVerify(), InsertProcessors(), FuseStep(), IndexRows())
 OFF = tuple(sorted({*Processing().unused(), "top_k", "top_p", "min_p"}))
 

@@ -26,7 +26,6 @@ from tests.decoding import compiled
 from tests.models import VOCAB, make_model, ragged_prompts, shared_model
 
 PROMPTS = ragged_prompts()
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 def broken_llama() -> Any:

@@ -20,7 +20,6 @@ from tests.models import make_model, ragged_prompts, shared_model
 PROMPTS = ragged_prompts((3, 17, 8, 1))
 SEEDS = [11, 12, 13, 14]
 LOSSLESS = ("strict", "probabilistic", "block")
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 def double(architecture: str = "llama", seed: int = 0) -> Any:
@@ -38,7 +37,7 @@ def noisy_copy(scale: float = 0.03) -> Any:
 
 
 @pytest.fixture(scope="module")
-def decoder(cached_traces: None) -> SpeculativeDecoder:
+def decoder() -> SpeculativeDecoder:
     return compiled(double(), draft=noisy_copy())
 
 

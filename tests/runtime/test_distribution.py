@@ -26,8 +26,6 @@ and 960 of them for a draft that is like the target, and 2730, 5460, 8190, 7880,
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
                          "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 
 @functools.cache
 def model(seed: int) -> PreTrainedModel:

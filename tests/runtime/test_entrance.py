@@ -18,11 +18,10 @@ from tests.decoding import compiled
 from tests.models import shared_model
 
 SIZES = {"B": 5, "M": 3, "N": 15, "S": 48, "E": 2}
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 @pytest.fixture(scope="module", params=["none", "ngram", "draft_model"])
-def program(request: pytest.FixtureRequest, cached_traces: None) -> Program:
+def program(request: pytest.FixtureRequest) -> Program:
     model = shared_model("llama", dtype=torch.float64)
     draft = model if request.param == "draft_model" else None
     decoder = compiled(model, request.param, draft=draft, verify={"rule": "probabilistic"})

@@ -11,7 +11,6 @@ from specgraph import BusyError, InputError, Session, SpeculativeDecoder
 from tests.runtime.test_session import OPTIONS, PROMPTS, alone, decoder, made
 
 __all__ = ["alone", "decoder"]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 ENDLESS = {"max_new_tokens": 60, "eos_token_id": []}
 
 

@@ -24,7 +24,6 @@ FOLDER = Path(__file__).parents[2] / "examples/models/tiny-math"
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER / "target")
 PROMPT = "Question: What is 3 + 4?\nAnswer:"
 PROMPTS = [TOKENIZER(f"{PROMPT} {n}")["input_ids"] for n in range(len(SCHEMAS))]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +32,12 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Any, cached_traces: None) -> SpeculativeDecoder:
+def plain(model: Any) -> SpeculativeDecoder:
     return compiled(model, "none")
 
 
 @pytest.fixture(scope="module")
-def decoder(model: Any, cached_traces: None) -> SpeculativeDecoder:
+def decoder(model: Any) -> SpeculativeDecoder:
     return compiled(model, "ngram", 4)
 
 

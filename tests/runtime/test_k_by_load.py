@@ -21,7 +21,6 @@ from tests.models import shared_model
 from tests.runtime.test_runner import Calls, idle
 
 __all__ = ["heads_exported_once"]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 K, TABLE = 5, {1: 5, 2: 3, 4: 0, 5: 2}
 """Six sequences cross all borders, up and down."""

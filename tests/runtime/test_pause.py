@@ -23,11 +23,10 @@ from tests.runtime.test_runner import replaying
 
 PROMPTS = ragged_prompts((3, 17, 8, 1, 5, 9))
 NEW = 30
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 @pytest.fixture(scope="module")
-def model(cached_traces: None) -> Any:
+def model() -> Any:
     return shared_model("llama", dtype=torch.float64)
 
 

@@ -23,7 +23,6 @@ TAILS = ragged_prompts((1, 5, 9, 2, 14, 3))
 PROMPTS = [torch.cat([SHARED[: 26 - 5 * (i % 3)], tail]) for i, tail in enumerate(TAILS)]
 PROMPTS += [SHARED, SHARED[:9], torch.cat([SHARED[:16], OTHER]), OTHER, PROMPTS[0]]
 REUSING = {**CONFIG["cache"], "reuse_prefixes": True}
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 def tokens_of(*values: int) -> Tensor:

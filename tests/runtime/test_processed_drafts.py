@@ -17,7 +17,6 @@ from tests.runtime import test_processing
 from tests.runtime.test_processing import GREEDY, NEW
 
 __all__ = ["heads_exported_once"]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 DRAWING = [name for name in DRAFTERS if name not in ("ngram", "suffix")]
 OPTIONS = [{"temperature": (0.0, 1.0)[n % 2], "seed": 30 + n} for n in range(len(PROMPTS))]
 
@@ -28,7 +27,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def sure(cached_traces: None, model: Any) -> SpeculativeDecoder:
+def sure(model: Any) -> SpeculativeDecoder:
     """The target drafts for itself."""
     return compiled(model, "draft_model", draft=model, max_length=96)
 

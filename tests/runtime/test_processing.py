@@ -19,7 +19,6 @@ from tests.runtime.test_decoder import noisy_copy
 NEW = 24
 PROMPTS = [*ragged_prompts((3, 17, 8)), torch.tensor([4, 5, 4, 5, 4, 5, 4, 9])]
 DRAFTERS = ("none", "ngram", "draft_model")
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def decoders(cached_traces: None, model: Any) -> dict[str, SpeculativeDecoder]:
+def decoders(model: Any) -> dict[str, SpeculativeDecoder]:
     drafts = {"draft_model": noisy_copy()}
     return {kind: compiled(model, kind, draft=drafts.get(kind), max_length=96) for kind in DRAFTERS}
 

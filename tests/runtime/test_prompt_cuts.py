@@ -25,8 +25,6 @@ from tests import harness
 from tests.drafters.test_matrix import VOCAB, decoder, heads_exported_once  # noqa: F401  (a fixture of all tests here)
 from tests.models import ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 RULES = ("probabilistic", "block")
 DRAFTERS = ("ngram", "draft_model", "eagle3", "mtp, 3 chained", "dflash")
 K, NEW_TOKENS, TRIALS = 3, 10, 8

@@ -32,7 +32,6 @@ from specgraph.drafters.medusa import MedusaDrafter
 from tests.decoding import compiled
 from tests.models import VOCAB, make_head, make_model, shared_model
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
 IDS = torch.tensor([[5, 6, 7]])
 NAN, INF = float("nan"), float("inf")
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples/models/tiny-math/target")

@@ -26,7 +26,6 @@ from tests.runtime.test_runner import replaying
 
 PROMPTS = ragged_prompts((3, 17, 8, 1))
 SHARED = ("target_caches", "draft_caches", "rows")
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 def decoder_of(kind: str) -> SpeculativeDecoder:

@@ -24,7 +24,6 @@ from tests.runtime.test_decoder import noisy_copy
 
 PROMPTS = ragged_prompts((3, 17, 8, 1))
 LENGTHS = (9, 30, 9, 9)
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 class Calls:
@@ -54,12 +53,12 @@ def replaying(kind: str = "ngram", **extra: Any) -> SpeculativeDecoder:
 
 
 @pytest.fixture(scope="module")
-def plain(cached_traces: None) -> SpeculativeDecoder:
+def plain() -> SpeculativeDecoder:
     return compiled(shared_model("llama", dtype=torch.float64))
 
 
 @pytest.fixture
-def decoder(cached_traces: None) -> SpeculativeDecoder:
+def decoder() -> SpeculativeDecoder:
     return replaying()
 
 

@@ -17,8 +17,6 @@ from specgraph.runtime import score
 from tests.decoding import compiled
 from tests.models import VOCAB, make_model, ragged_prompts
 
-pytestmark = pytest.mark.usefixtures("cached_traces")
-
 PROMPTS = ragged_prompts((1, 4, 9, 17, 2), vocab=VOCAB)
 STARTS = [len(prompt) for prompt in PROMPTS]
 SAMPLING: dict[str, Any] = {

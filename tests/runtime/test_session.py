@@ -32,7 +32,6 @@ OPTIONS: list[dict[str, Any]] = [
     for index in range(len(PROMPTS))
 ]
 ROWS = 3
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 def made(kind: str = "ngram", rule: str = "strict", **extra: Any) -> SpeculativeDecoder:
@@ -46,7 +45,7 @@ def replayed(kind: str = "ngram", **extra: Any) -> SpeculativeDecoder:
 
 
 @pytest.fixture(scope="module")
-def decoder(cached_traces: None) -> SpeculativeDecoder:
+def decoder() -> SpeculativeDecoder:
     return made("draft_model")
 
 

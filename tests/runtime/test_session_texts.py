@@ -27,11 +27,10 @@ QUESTIONS = [
 PROMPTS = [TOKENIZER(f"Question: {question}\nAnswer:")["input_ids"] for question in QUESTIONS]
 STOPS = [["\n"], ["pens", "7"], [" is", ". "]]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.8}
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 @pytest.fixture(scope="module")
-def decoder(cached_traces: None) -> SpeculativeDecoder:
+def decoder() -> SpeculativeDecoder:
     """With room for two sequences."""
     model, draft = (
         AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float64) for name in ("target", "draft")

@@ -15,11 +15,10 @@ from tests.models import ragged_prompts, shared_model
 PROMPTS = ragged_prompts((3, 17, 8, 1, 5, 9))
 OPTIONS: dict[str, Any] = {"max_new_tokens": 30, "seed": list(range(len(PROMPTS))), "temperature": 1.0}
 ENDS = [3, 14, 15, 92, 65, 35]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 
 
 @pytest.fixture(scope="module", params=["none", "ngram"])
-def decoder(request: pytest.FixtureRequest, cached_traces: None) -> SpeculativeDecoder:
+def decoder(request: pytest.FixtureRequest) -> SpeculativeDecoder:
     """One that runs fewer sequences together than there are."""
     return compiled(shared_model("llama", dtype=torch.float64), request.param, max_batch_size=4)
 

@@ -23,7 +23,6 @@ from tests.runtime.test_decoder import noisy_copy
 from tests.runtime.test_runner import replaying
 
 __all__ = ["heads_exported_once"]
-pytestmark = pytest.mark.usefixtures("cached_traces")
 SHORT = ragged_prompts((3, 17, 8, 1))
 OPTIONS: dict[str, Any] = {
     "temperature": [0.0, 1.0, 0.7, 0.0], "top_k": [0, 0, 5, 0], "seed": [1, 2, 3, 4], "eos_token_id": [],
