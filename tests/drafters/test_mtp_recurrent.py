@@ -6,6 +6,7 @@ class of specgraph or transformers for the module.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, forward_greedy
 from tests.detectors import NextLogits, caught_by
 from tests.drafters.mtp_files import OPTIONS, random_modules, save_inside, tensors_of
-from tests.drafters.mtp_formula import drafted_logits, target
+from tests.drafters.mtp_formula import drafted_logits
 from tests.drafters.qwen_formula import published_logits, split_experts
 from tests.drafters.test_eagle import run_of, small_target, tokenizer
 from tests.harness import Options, Run, drafting_stage, forced_run, fresh_start, real_run
@@ -47,6 +48,22 @@ LAYOUT = "qwen3_next"
 PROMPTS = ragged_prompts((3, 9, 2))
 LIMITS = (48, 41, 23)
 """Longer than a chunk of a recurrent state, of which one sequence has three."""
+
+
+def made(architecture: str) -> PreTrainedModel:
+    """A target whose final norm scales: with its first weights, norming twice would be norming once."""
+    model = make_model(architecture, dtype=torch.float64)
+    scale = model.base_model.get_parameter("norm.weight").data
+    scale += 0.5 * torch.randn(scale.shape, generator=torch.Generator().manual_seed(6), dtype=scale.dtype)
+    return model
+
+
+@functools.cache
+def target(architecture: str) -> PreTrainedModel:
+    """The same, computing in float64 throughout, but for routers of experts."""
+    model = made(architecture)
+    exact_norms(model)
+    return model
 
 
 @functools.cache
@@ -112,7 +129,7 @@ def test_real_decoding_passes_every_detector() -> None:
 @pytest.mark.parametrize(
     ("bug", "caught"),
     [("window instead of emitted, shifted", {"oracle"}),
-     ("chained position off by one", {"fresh start", "oracle", "slots"}),
+     ("chained position off by one", {"oracle", "slots"}),
      ("proposals from the row before", {"fresh start", "oracle"})],
 )  # fmt: skip
 def test_planted_bugs_are_caught_but_not_by_tokens(bug: str, caught: set[str]) -> None:
@@ -143,13 +160,11 @@ def test_the_published_formula_and_every_other_use_of_its_tensors(architecture: 
 
     for count in range(4):
         assert error(drafted_logits(target(architecture), head), count) < 1e-5  # float32 in the target's functions
-    (module,) = head.module
     wrong = {"order": "hidden", "target_hidden": "residual", "fed_hidden": "residual", "zero_first_embedding": True}
     for name, value in wrong.items():
-        module.options = replace(module.options, **{name: value})
-        found = drafted_logits(target(architecture), DraftHead(Mtp([module]), head.features))
-        module.options = replace(module.options, **{name: getattr(head.module.options, name)})
-        assert error(found, 2) > 1e-2, name
+        changed = copy.copy(head.module[0])
+        changed.options = replace(changed.options, **{name: value})
+        assert error(drafted_logits(target(architecture), DraftHead(Mtp([changed]), head.features)), 2) > 1e-2, name
 
 
 # Files
@@ -165,7 +180,7 @@ def with_experts_in_one_tensor(head: DraftHead, tensors: Mapping[str, Tensor]) -
 
 def checkpoint_of(folder: Path, architecture: str, one_tensor: bool = False, **config: Any) -> Path:
     """A target's checkpoint with a module in it."""
-    model = make_model(architecture, dtype=torch.float64)
+    model = made(architecture)
     head = random_modules(model, 1)
     save_inside(folder, LAYOUT, model, head, **({"mtp_num_hidden_layers": 1} | config))
     if one_tensor:
@@ -266,7 +281,7 @@ def test_what_does_not_fit_is_refused_by_name(
 def test_the_text_model_of_a_multimodal_one_takes_the_module_of_its_checkpoint(tmp_path: Path) -> None:
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
               "patch_size": 2, "temporal_patch_size": 1, "spatial_merge_size": 1}  # fmt: skip
-    text = make_model(DENSE, dtype=torch.float64)
+    text = made(DENSE)
     config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, image_token_id=90,
                            video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)  # fmt: skip
     whole: Any = Qwen3_5ForConditionalGeneration(config).double()
