@@ -4,11 +4,11 @@ A model may compute something for several rows because the rows differ in some o
 of its rotary embeddings for three rows of positions (time, height and width in pictures), and then takes some
 frequencies from one row and some from another. For text, all three rows are the same positions, expanded.
 
-A value repeats along a dimension if every index of it gives the same values: an expanded tensor does, and so does a
-pointwise function of values that repeat. Two nodes are the same value if they call the same op on the same values; of
-a value that repeats, all indices are the same. A scatter that writes to a place the value that is there already gives
-the tensor that it writes to. What is left reads one index, so it is computed without that dimension. No bit changes,
-since every element is still computed by the same operations from the same numbers.
+A value repeats along a dimension if every index of it gives the same values: an expanded tensor does, and so do
+pointwise functions and outer products of values that repeat. Two nodes are the same value if they call the same op on
+the same values; of a value that repeats, all indices are the same. A scatter that writes to a place the value that is
+there already gives the tensor that it writes to. What is left reads one index, so it is computed without that
+dimension. No bit changes, since every element is still computed by the same operations from the same numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from specgraph.kernels.step import WRITES
 from specgraph.passes.patterns import CONVERSIONS, aten, erase_unused
 
 SELECT, SLICE, EXPAND, UNSQUEEZE = aten.select.int, aten.slice.Tensor, aten.expand.default, aten.unsqueeze.default
+TRANSPOSE, MATMUL = aten.transpose.int, aten.matmul.default
 SCATTERS = {aten.select_scatter.default: SELECT, aten.slice_scatter.default: SLICE}
 """The ops that write to a place of a tensor, and those that read it. Their arguments behind the values are the same."""
 
@@ -170,6 +171,11 @@ class _Reader:
                 read: fx.Node = inner.get(x, x)
                 return read
             args = (x, place - (dim < place), *rest)
+        elif node.target is TRANSPOSE:
+            places: list[Any] = [at % value.dim() for at in args[1:]]  # type: ignore[operator]
+            if dim in places:
+                return None
+            args = (args[0], *(at - (dim < at) for at in places))
         return self._call(node, dim, node.target, *fx.map_arg((args, kwargs), lambda x: inner.get(x, x)))
 
     def _call(self, node: fx.Node, dim: int, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
@@ -197,11 +203,21 @@ def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
         return {x: dim + (dim >= place)}
     if node.target is SLICE or node.target in CONVERSIONS:
         return {x: dim}
+    if node.target is TRANSPOSE:
+        one, other = (at % value.dim() for at in node.args[1:])  # type: ignore[operator]
+        return {x: {one: other, other: one}.get(dim, dim)}
     inputs = [n for n in node.all_input_nodes if _value(n) is not None]
-    if x not in inputs or (node.target is not EXPAND and not _is_pointwise(node)):
+    outer = _is_outer(node) and dim < value.dim() - 2
+    if x not in inputs or not (node.target is EXPAND or outer or _is_pointwise(node)):
         return None
     aligned = {n: dim - (value.dim() - _rank(n)) for n in inputs}
     return {n: at for n, at in aligned.items() if at >= 0}
+
+
+def _is_outer(node: fx.Node) -> bool:
+    """Whether a node is a product of columns with rows, which has no sums."""
+    left = _value(node.args[0]) if node.target is MATMUL else None
+    return left is not None and left.dim() >= 2 and statically_known_true(left.shape[-1] == 1)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import specgraph.kernels.recurrent.conv
 import specgraph.kernels.recurrent.delta_rule
@@ -23,8 +23,10 @@ import specgraph.kernels.recurrent.scan  # noqa: F401  (all register ops)
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.unknown import refuse_unknown
 from specgraph.ir.exporting import replaced_here
+from specgraph.ir.graphs import calls
 from specgraph.kernels.recurrent.arguments import exact
 
+REPEAT = torch.ops.aten.repeat_interleave.self_int
 _ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
 
 
@@ -132,6 +134,19 @@ def recurrent_functions(model: nn.Module) -> set[tuple[str, str]]:
     """The functions that hooks take the place of, where the classes of a model are defined: their files and names."""
     files = {type(module).__module__ for module in model.modules()}
     return {(file, name) for file in files for name in HOOKS if hasattr(sys.modules.get(file), name)}
+
+
+def take_groups(graph: fx.Graph) -> None:
+    """Let gated delta rules read queries and keys that several heads share, where a model repeats them for each head.
+
+    So do releases of transformers before 5.23. A state caches keys, and what is repeated would be cached as often.
+    """
+    for node in calls(graph, torch.ops.specgraph.gated_delta_rule.default):
+        repeated = [x for x in node.args[:2] if isinstance(x, fx.Node) and x.target is REPEAT and not x.kwargs]
+        heads = {x.args[1:] for x in repeated}
+        if len(repeated) == 2 and len(heads) == 1 and heads.pop()[1:] in ((2,), (-2,)):
+            node.args = (*(x.args[0] for x in repeated), *node.args[2:])
+    graph.eliminate_dead_code()
 
 
 _REPLACING = threading.RLock()

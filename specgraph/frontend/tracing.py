@@ -24,7 +24,7 @@ from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.frontend.mixing import check_mixing
-from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions
+from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions, take_groups
 from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import exporting, own_copy, replaced
@@ -244,6 +244,7 @@ def trace(model: PreTrainedModel) -> TracedModel:
             exported = functional(_export(wrapper, type(model).__name__))
     graph, parameter = unlift(exported, "model."), next(model.parameters())
     move_foreign_nodes(graph, parameter.device)
+    take_groups(graph.graph)
     _check_calls(graph.graph, calls, type(model).__name__)
     body, head = _split(graph, layers, type(model).__name__)
     check_mixing(body, {ATTENTION, *RECURRENT}, type(model).__name__)

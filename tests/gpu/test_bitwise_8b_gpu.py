@@ -75,6 +75,7 @@ CASES = [
 RECURRENT = [
     ("none", 1, [5]), ("none", 1, list(range(40, 48))), ("ngram", 4, list(range(SEQUENCES))), ("ngram", 7, [63]),
     ("eagle3", 1, list(range(SEQUENCES))), ("eagle3", 3, [62]), ("eagle3", 7, list(range(8, 24))),
+    ("mtp", 3, list(range(SEQUENCES))), ("mtp", 7, [61]),
 ]  # fmt: skip
 
 

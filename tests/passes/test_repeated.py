@@ -67,6 +67,15 @@ def test_rows_that_are_equal_are_computed_once() -> None:
     ]
 
 
+def product(rows: Tensor, size: int) -> Tensor:
+    """The second of four frequencies times every position, as a product of matrices that sums ``size`` equal terms.
+
+    With one term, this is how transformers wrote it before 5.23.
+    """
+    frequencies = torch.arange(4.0).view(4, 1).expand(4, size)
+    return (frequencies @ rows.unsqueeze(2).expand(-1, -1, size, -1)).transpose(2, 3)[..., 1]
+
+
 EQUAL: dict[str, Compute] = {
     "functions of several values": lambda rows: interleaved(rows * rows[:, :1] + torch.arange(5.0)),
     "fewer of more rows": lambda rows: interleaved(rows[:1].expand(4, -1, -1)[1:].cos()),
@@ -74,6 +83,7 @@ EQUAL: dict[str, Compute] = {
     "new dimensions": lambda rows: interleaved(rows.unsqueeze(1).sin().unsqueeze(-1)[:, 0, ..., 0]),
     "selected twice": lambda rows: interleaved(rows.sin()) + interleaved(rows.sin(), 2, 1),
     "from its own row": lambda rows: interleaved(rows.cumsum(0), 0, 0),
+    "products of columns with rows": lambda rows: interleaved(product(rows, 1).cos()),
     "negative dimensions": lambda rows: interleaved(rows.cos()).select(-1, 2),
 }
 
@@ -94,6 +104,7 @@ def partly(rows: Tensor) -> Tensor:
 DIFFERENT: dict[str, Compute] = {
     "rows that differ": lambda rows: interleaved(rows + torch.arange(3.0).view(3, 1, 1)),
     "other columns": lambda rows: interleaved(rows.cos(), into=slice(1, 3)),
+    "a product with sums": lambda rows: interleaved(product(rows, 2).cos()),
     "sums over rows": lambda rows: interleaved(rows.cumsum(0)),
     "another function": lambda rows: rows.sin().select_scatter(rows[0].cos(), 0, 0)[0],
     "another row of what does not repeat": lambda rows: interleaved(torch.stack([rows[0], rows[1] + 1, rows[2]])),
