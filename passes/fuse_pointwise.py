@@ -27,7 +27,7 @@ from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import CASTS, aten, dtype_of, erase_unused, keep_meta, only_user, producer
 
 POINTWISE = torch.ops.specgraph.pointwise.default
-FORMS = {
+FORMS: dict[Any, str] = {
     aten.add.Tensor: "({} + {})", aten.sub.Tensor: "({} - {})", aten.mul.Tensor: "({} * {})",
     aten.div.Tensor: "({} / {})", aten.neg.default: "(-{})", aten.exp.default: "exp({})",
     aten.relu.default: "relu({})", aten.sigmoid.default: "sigmoid({})", aten.silu.default: "silu({})",

@@ -268,7 +268,7 @@ def _layout(node: fx.Node) -> tuple[Any, str | None]:
     joined, repeated = producer(node, aten.cat.default), producer(node, aten.repeat_interleave.self_int)
     if joined is not None:
         parts: Any = joined.args[0]
-        twice = len(parts) == 2 and parts[0] is parts[1] and joined.args[1:] in ((-1,), (2,))
+        twice: Any = len(parts) == 2 and parts[0] is parts[1] and joined.args[1:] in ((-1,), (2,))
         return parts[0], "halves" if twice else None
     if repeated is not None:
         twice = repeated.args[1] == 2 and repeated.args[2:] in ((-1,), (2,))

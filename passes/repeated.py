@@ -28,7 +28,7 @@ from specgraph.passes.patterns import CONVERSIONS, aten, erase_unused
 
 SELECT, SLICE, EXPAND, UNSQUEEZE = aten.select.int, aten.slice.Tensor, aten.expand.default, aten.unsqueeze.default
 TRANSPOSE, MATMUL = aten.transpose.int, aten.matmul.default
-SCATTERS = {aten.select_scatter.default: SELECT, aten.slice_scatter.default: SLICE}
+SCATTERS: dict[Any, Any] = {aten.select_scatter.default: SELECT, aten.slice_scatter.default: SLICE}
 """The ops that write to a place of a tensor, and those that read it. Their arguments behind the values are the same."""
 
 
@@ -204,8 +204,8 @@ def _sources(node: fx.Node, dim: int) -> dict[fx.Node, int] | None:
     if node.target is SLICE or node.target in CONVERSIONS:
         return {x: dim}
     if node.target is TRANSPOSE:
-        one, other = (at % value.dim() for at in node.args[1:])  # type: ignore[operator]
-        return {x: {one: other, other: one}.get(dim, dim)}
+        places: list[Any] = [at % value.dim() for at in node.args[1:]]  # type: ignore[operator]
+        return {x: places[1 - places.index(dim)] if dim in places else dim}
     inputs = [n for n in node.all_input_nodes if _value(n) is not None]
     outer = _is_outer(node) and dim < value.dim() - 2
     if x not in inputs or not (node.target is EXPAND or outer or _is_pointwise(node)):

@@ -36,7 +36,7 @@ class Pointwise:
 
 def pointwise_reference(given: Pointwise) -> list[Tensor]:
     """:class:`Pointwise` in plain PyTorch."""
-    shape = torch.broadcast_shapes(*(x.shape for x in given.inputs))
+    shape = _shape(given)
     results = evaluate(given.program, given.inputs)
     return [result.expand(shape).clone(memory_format=torch.contiguous_format) for result in results]
 
@@ -57,9 +57,14 @@ def _pointwise_fake(given: Pointwise) -> list[Tensor]:
     require(len(given.inputs) > 0, lambda: "a pointwise program has at least one input")
     wrong = [x.dtype for x in given.inputs if not x.is_floating_point()]
     require(not wrong, lambda: f"inputs are floating-point tensors, not {wrong[0]}")
-    shape = torch.broadcast_shapes(*(x.shape for x in given.inputs))
     dtypes = result_dtypes(given.program, tuple((x.dtype, x.dim()) for x in given.inputs))
-    return [given.inputs[0].new_empty(shape, dtype=dtype) for dtype in dtypes]
+    return [given.inputs[0].new_empty(_shape(given), dtype=dtype) for dtype in dtypes]
+
+
+def _shape(given: Pointwise) -> torch.Size:
+    """The shape to which all inputs broadcast."""
+    shape: torch.Size = torch.broadcast_shapes(*(x.shape for x in given.inputs))  # type: ignore[no-untyped-call]
+    return shape
 
 
 POINTWISE = declare(
