@@ -97,12 +97,14 @@ def rms_norms_triton(given: RmsNorms) -> list[Tensor]:
 
 
 def _heads(x: Tensor, alignment: int) -> Tensor:
-    """``x`` ``[B, T, heads, D]``, or a copy, with rows at one distance from each other, as heads are.
+    """``x`` ``[B, T, heads, D]``, or a copy, with rows at one distance from each other, and in each its heads.
 
     Between the heads may be others, such as gates. All begin at multiples of ``alignment``, so that kernels may assume
-    it of all inputs.
+    it of all inputs. Their distances are constants of a kernel, and so must not depend on the number of rows.
     """
-    dense = x.stride(3) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    rows, heads, width = x.shape[1:]
+    inside = x.stride(2) == width or heads * x.stride(2) <= x.stride(1)
+    dense = x.stride(3) == 1 and inside and (len(x) == 1 or x.stride(0) == rows * x.stride(1))
     placed = x.stride(1) % alignment == x.stride(2) % alignment == 0 and (alignment == 1 or x.data_ptr() % 16 == 0)
     return x if dense and placed else x.clone(memory_format=torch.contiguous_format)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -69,7 +71,10 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         before = sys.exception()
         try:
-            with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"),
+            ):
                 result = function()
         except torch.OutOfMemoryError:
             raise
@@ -79,6 +84,18 @@ class GraphPool:
                 "lowering.cuda_graph=false."
             ) from error
         return graph.replay, result
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """While the context lasts, Python collects no garbage: to free a graph or an event may invalidate a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def first_error(error: BaseException, before: BaseException | None = None) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
-from specgraph.runtime.cuda_graphs import Mailbox, first_error
+from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, first_error
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.runner import GraphRunner, Runners
 from specgraph.runtime.state import staged
@@ -353,3 +356,18 @@ def test_an_uncaptured_program_runs_by_calls(plain: SpeculativeDecoder) -> None:
     plain.generate(PROMPTS, max_new_tokens=2)
     assert isinstance(plain._runners, Runners) and plain._runners.idle is None
     assert GraphRunner.lag == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_a_step_is_captured(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph or an event in a cycle would be freed by a collection, and the capture would be broken."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    pool = GraphPool.__new__(GraphPool)
+    pool._handle, pool._stream = None, None
+    (gc.enable if enabled else gc.disable)()
+    try:
+        _, during = pool._record(lambda: torch.tensor(gc.isenabled()))
+        assert not during and gc.isenabled() is enabled
+    finally:
+        gc.enable()
