@@ -206,7 +206,7 @@ def _alike(chain: _Chain, other: _Chain) -> bool:
 
 def _fits(group: list[_Chain], order: dict[fx.Node, int]) -> bool:
     last = order[group[-1].end]
-    early = min(order[user] for chain in group[:-1] for user in chain.end.users)
+    early = min((order[user] for chain in group[:-1] for user in chain.end.users), default=len(order))
     return early > last and len({value for chain in group for value in chain.inputs}) <= MOST_INPUTS
 
 

@@ -66,7 +66,7 @@ def attached(model: PreTrainedModel, kind: str = "ngram", **extra: Any) -> PreTr
     return own
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3_text", "gpt_oss"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_5_text"])
 def both(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A model as it is, and attached."""
     model = shared_model(request.param, dtype=torch.float64)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from specgraph.frontend.tracing import trace
+from specgraph.ir.graphs import calls
 from specgraph.passes.fuse_pointwise import FusePointwise
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from tests.compiler.test_pipeline import first, last
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts
-from tests.passes.test_lower_kernels import LOWERING, run_both, targets
+from tests.passes.test_lower_kernels import LOWERING, run_both, targets, toy
 
 X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -95,6 +96,16 @@ def test_what_is_no_function_of_floating_point_elements_stays() -> None:
     assert fused(lambda m, x: torch.add(x, m.scale, alpha=2)) == []
     assert fused(lambda m, x: nn.functional.softplus(x, beta=2.0)) == []
     assert fused(lambda m, x: x * float("inf")) == []
+
+
+def test_what_nobody_reads_is_no_obstacle() -> None:
+    program = toy(Written(lambda m, x: x.sigmoid()).eval(), X)
+    graph = program.modules["toy"].graph
+    (x,), (sigmoid,) = graph.find_nodes(op="placeholder"), calls(graph, torch.ops.aten.sigmoid.default)
+    with graph.inserting_before(sigmoid):
+        graph.call_function(torch.ops.aten.exp.default, (x,)).meta["val"] = x.meta["val"]
+    module = last(program, [FusePointwise()]).modules["toy"]
+    assert torch.equal(module(X), X.sigmoid())
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "mamba2", "falcon_h1", "granite", "gemma2"])
