@@ -19,7 +19,9 @@ SOURCES = {file: file.read_text() for file in Path(catalogue.__file__).parent.rg
 def launched(source: str) -> list[str]:
     """The Triton functions of a file that no other one calls, and that are therefore kernels."""
     names = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w+)\(", source, re.MULTILINE)
-    return [name for name in names if not re.search(rf"(?<!def )\b{name}\(", "".join(SOURCES.values()))]
+    called = [name for name in names if re.search(rf"(?<!def )\b{name}\(", "".join(SOURCES.values()))]
+    written = re.findall(r"triton\.jit\(\w+\[\"(\w+)\"\]\)", source)  # kernels whose source is made as it is needed
+    return [name for name in names + written if name not in called]
 
 
 KERNELS: dict[str, list[str]] = {}
