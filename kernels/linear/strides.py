@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,20 +52,29 @@ def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
     """``group``, ``outer`` and ``inner`` of :class:`Rows` in elements; None if two strides do not describe ``x``."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
-    merged: list[tuple[int, int]] = []  # (size, stride), innermost first
-    for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
-        if size == 1:
-            continue
-        if merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * size, merged[-1][1])
-        else:
-            merged.append((size, stride))
+    merged = merged_dimensions(x.shape[:-1], x.stride()[:-1])
     if len(merged) > 2:
         return None
     if len(merged) < 2:
         return 1, merged[0][1] if merged else 0, 0
-    (group, inner), (_, outer) = merged
+    (_, outer), (group, inner) = merged
     return group, outer, inner
+
+
+def merged_dimensions(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides from the outermost dimension to the innermost; neighbours that are one run are one of them.
+
+    Dimensions of size 1 are left out.
+    """
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
 
 
 def aligned(vector: Tensor | None) -> Tensor | None:

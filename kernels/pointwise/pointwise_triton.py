@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.linear.strides import merged_dimensions
 from specgraph.kernels.pointwise.program import FUNCTIONS, evaluate, like
 
 COMPUTED = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
@@ -139,7 +140,7 @@ def _compiled(program: str, inputs: tuple[_Input, ...]) -> Any:
 def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> None:
     """Compute ``program`` of ``inputs`` into ``outs``, which are contiguous and not empty."""
     shape, total = outs[0].shape, outs[0].numel()
-    places = [_joined(x.expand(shape)) for x in inputs]
+    places = [merged_dimensions(shape, x.expand(shape).stride()) for x in inputs]
     kernel = _compiled(program, tuple(_Input(x.dtype, x.dim(), len(p)) for x, p in zip(inputs, places, strict=True)))
     arguments = list[Any](outs)
     for x, place in zip(inputs, places, strict=True):
@@ -151,16 +152,3 @@ def pointwise_kernel(outs: list[Tensor], inputs: list[Tensor], program: str) -> 
         *arguments, total, WIDE=max(total + block, farthest) >= 1 << 31, BLOCK=block, PDL=pdl, num_warps=warps,
         enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
-
-
-def _joined(x: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides from the outermost dimension to the innermost; neighbours that are one run are joined."""
-    joined: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if size == 1:
-            continue
-        if joined and joined[-1][1] == size * stride:
-            joined[-1] = (joined[-1][0] * size, stride)
-        else:
-            joined.append((size, stride))
-    return joined
