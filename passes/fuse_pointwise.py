@@ -24,7 +24,7 @@ import specgraph.kernels.pointwise.pointwise  # noqa: F401  (registers the op)
 from specgraph.ir.program import Program
 from specgraph.kernels.pointwise.program import DTYPES
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import CASTS, aten, dtype_of, erase_unused, keep_meta, only_user, producer
+from specgraph.passes.patterns import CASTS, aten, dtype_of, erase_unused, keep_meta, only_user, producer, same_sizes
 
 POINTWISE = torch.ops.specgraph.pointwise.default
 FORMS: dict[Any, str] = {
@@ -144,12 +144,7 @@ def _broadcasts(value: Tensor, whole: Tensor) -> bool:
     """Whether a value can be computed element by element in the shape of the whole."""
     ours, theirs = value.shape, whole.shape
     same = zip(reversed(ours), reversed(theirs), strict=False)
-    return len(ours) <= len(theirs) and all(_same(a, 1) or _same(a, b) for a, b in same)
-
-
-def _same(size: Any, other: Any) -> bool:
-    """Whether two sizes are known to be equal, without asking symbols for more than they tell."""
-    return str(size) == str(other)
+    return len(ours) <= len(theirs) and all(same_sizes((a,), (1,)) or same_sizes((a,), (b,)) for a, b in same)
 
 
 def _leave_out_copies(chain: _Chain) -> None:
@@ -158,11 +153,11 @@ def _leave_out_copies(chain: _Chain) -> None:
     sources = [source for value in chain.inputs if (source := _copied(value, shape)) is not None]
     for source in sources:
         inner = source.meta["val"].shape
-        small = [v.meta["val"].shape for v in chain.inputs if not _equal(v.meta["val"].shape, shape)]
+        small = [v.meta["val"].shape for v in chain.inputs if not same_sizes(v.meta["val"].shape, shape)]
         known = {str(size) for size in inner}
         unknown = [size for size in shape if not isinstance(size, int) and str(size) not in known]
         # Numbers per channel stay where they are if the last dimension does.
-        if len(unknown) <= 1 and all(_equal(s, inner[-1:]) and _equal(s, shape[-1:]) for s in small):
+        if len(unknown) <= 1 and all(same_sizes(s, inner[-1:]) and same_sizes(s, shape[-1:]) for s in small):
             chain.source = source
             return
 
@@ -170,7 +165,7 @@ def _leave_out_copies(chain: _Chain) -> None:
 def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
     """What ``value`` is a copy of, if it only brings that into ``shape`` and nothing else reads it."""
     reshape = producer(value, *RESHAPES)
-    if reshape is None or only_user(reshape) is None or not _equal(value.meta["val"].shape, shape):
+    if reshape is None or only_user(reshape) is None or not same_sizes(value.meta["val"].shape, shape):
         return None
     source = reshape.args[0]
     clone = source if isinstance(source, fx.Node) and source.target is aten.clone.default else None
@@ -180,10 +175,6 @@ def _copied(value: fx.Node, shape: torch.Size) -> fx.Node | None:
         return None  # a view, which copies nothing
     known = isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor) and source.meta["val"].dim() > 0
     return source if known else None  # type: ignore[return-value]
-
-
-def _equal(shape: Any, other: Any) -> bool:
-    return len(shape) == len(other) and all(map(_same, shape, other))
 
 
 def _together(graph: fx.Graph, chains: list[_Chain]) -> Iterator[list[_Chain]]:
@@ -201,7 +192,7 @@ def _together(graph: fx.Graph, chains: list[_Chain]) -> Iterator[list[_Chain]]:
 
 def _alike(chain: _Chain, other: _Chain) -> bool:
     plain = chain.source is None and other.source is None
-    return plain and _equal(chain.end.meta["val"].shape, other.end.meta["val"].shape)
+    return plain and same_sizes(chain.end.meta["val"].shape, other.end.meta["val"].shape)
 
 
 def _fits(group: list[_Chain], order: dict[fx.Node, int]) -> bool:
@@ -241,9 +232,9 @@ def _reshaped(graph: fx.Graph, inputs: list[fx.Node], source: fx.Node, shape: to
     sizes, given = _sizes(graph, inner, source), list[fx.Node]()
     for value in inputs:
         copied = _copied(value, shape)
-        if copied is not None and _equal(copied.meta["val"].shape, inner):
+        if copied is not None and same_sizes(copied.meta["val"].shape, inner):
             given.append(copied)
-        elif _equal(value.meta["val"].shape, shape):
+        elif same_sizes(value.meta["val"].shape, shape):
             given.append(graph.call_function(aten.reshape.default, (value, sizes)))
         else:
             given.append(value)

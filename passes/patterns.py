@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -128,6 +129,11 @@ def dtype_of(node: Any) -> torch.dtype | None:
     """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value.dtype if isinstance(value, Tensor) else None
+
+
+def same_sizes(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal, without asking symbols for more than they tell."""
+    return len(shape) == len(other) and all(statically_known_true(a == b) for a, b in zip(shape, other, strict=True))
 
 
 def is_float(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specgraph.ir.graphs import calls, written_by
 from specgraph.kernels.step import WRITES
-from specgraph.passes.patterns import CONVERSIONS, aten, erase_unused
+from specgraph.passes.patterns import CONVERSIONS, aten, erase_unused, same_sizes
 
 SELECT, SLICE, EXPAND, UNSQUEEZE = aten.select.int, aten.slice.Tensor, aten.expand.default, aten.unsqueeze.default
 TRANSPOSE, MATMUL = aten.transpose.int, aten.matmul.default
@@ -245,9 +245,9 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
 def _alike(one: Any, other: Any) -> bool:
     """Whether both have the same shape, dtype and device."""
     a, b = _value(one), _value(other)
-    if a is None or b is None or (a.dtype, a.device, a.dim()) != (b.dtype, b.device, b.dim()):
+    if a is None or b is None or (a.dtype, a.device) != (b.dtype, b.device):
         return False
-    return all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+    return same_sizes(a.shape, b.shape)
 
 
 def _value(node: Any) -> Tensor | None:
