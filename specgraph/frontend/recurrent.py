@@ -146,7 +146,9 @@ def take_groups(graph: fx.Graph) -> None:
         heads = {x.args[1:] for x in repeated}
         if len(repeated) == 2 and len(heads) == 1 and heads.pop()[1:] in ((2,), (-2,)):
             node.args = (*(x.args[0] for x in repeated), *node.args[2:])
-    graph.eliminate_dead_code()
+            for x in {*repeated}:
+                if not x.users:
+                    graph.erase_node(x)
 
 
 _REPLACING = threading.RLock()
