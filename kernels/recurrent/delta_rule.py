@@ -9,7 +9,7 @@ nothing is corrected: ``S <- S + k v^T``, which is the scan of Mamba-2, with ``C
 and values. Everything is computed in float32, or in float64 if the value is float64.
 
 - ``specgraph::gated_delta_rule`` replaces transformers' function while a model is traced. It begins with a state of
-  zero, and computes row after row.
+  zero, and is defined row after row.
 - ``specgraph::anchored_delta_rule`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the
   last absolute chunk boundary, and the rows since then are cached. With ``G_i`` the sum of the gates since the
   boundary, within a chunk::
@@ -37,6 +37,7 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
+from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_delta_rule_chunks
 from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
@@ -209,7 +210,11 @@ GATED_DELTA_RULE = declare(
         "gated_delta_rule",
         GatedDeltaRule,
         _gated_delta_rule_fake,
-        (Variant("reference", gated_delta_rule_reference, row_independent=False),),
+        (
+            Variant("library", gated_delta_rule_chunks, row_independent=False, covers=covers_chunks),
+            Variant("cpu", gated_delta_rule_chunks, row_independent=False, covers=covers_chunks),
+            Variant("reference", gated_delta_rule_reference, row_independent=False),
+        ),
     )
 )
 ANCHORED_DELTA_RULE = declare(

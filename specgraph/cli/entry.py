@@ -38,7 +38,7 @@ from specgraph.cli.flags import flags_as_keys
 from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.own_file import KEY, own_file
 from specgraph.cli.writers import TEXT, notes
-from specgraph.config.errors import allowed_at, check_keys, did_you_mean, keys
+from specgraph.config.errors import OPEN, allowed_at, check_keys, did_you_mean, keys
 from specgraph.errors import ConfigError, SpecgraphError
 
 TEXTS = ("prompt", "template")
@@ -195,13 +195,13 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _open(override: str) -> str:
-    """Let Hydra add any option of a pass, because the passes check their options themselves.
+    """Let Hydra add any key to the groups whose keys are checked by those who read them, such as options of a pass.
 
     A table takes the place of a number under a key of its own, because Hydra gives every key one type.
     """
     if _TABLE.match(override):
         return override.replace("=", "_by_load=", 1)
-    return f"++{override}" if override.startswith("passes.") else override
+    return f"++{override}" if override.startswith(tuple(f"{group}." for group in OPEN)) else override
 
 
 def _literal(override: str, texts: Collection[str]) -> str:

@@ -14,8 +14,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from specgraph.errors import ConfigError
 
-_OPEN = "passes"
-"""The group whose keys are not fixed. Its entries are checked later, against the passes."""
+OPEN = ("passes", "target.model.options", "draft.model.options")
+"""The groups whose keys are not fixed. Those who read them check their keys: the passes, and the training."""
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
@@ -114,7 +114,7 @@ def check_keys(overlay: Mapping[Any, Any], base: DictConfig, schema: type) -> No
             if isinstance(node._get_node(name), DictConfig):
                 if not isinstance(value, Mapping | DictConfig):
                     raise ConfigError(wrong_value(key, value, schema))
-                if key != _OPEN:
+                if key not in OPEN:
                     visit(value, node[name], f"{key}.")
             if isinstance(value, list) and allowed_at(key, schema) == "a list of texts":
                 _check_texts(key, value)

@@ -4,6 +4,8 @@ import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -18,10 +20,10 @@ class TokenizerConfig:
 
 @dataclass
 class ModelConfig:
-    """The shape of a causal LM with tied embeddings. ``model_type`` is ``llama`` or ``qwen3``."""
+    """The shape of a causal LM with tied embeddings, of any architecture of transformers."""
 
     model_type: str = "llama"
-    """The architecture, llama or qwen3."""
+    """The architecture, as transformers names it: llama, qwen3, qwen3_5_text and so on."""
     hidden_size: int = 256
     """The width of the hidden states."""
     num_hidden_layers: int = 8
@@ -40,6 +42,8 @@ class ModelConfig:
     """The base of the rotary embeddings."""
     attention_dropout: float = 0.0
     """The share of attention weights that are dropped in training."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the architecture's configuration, such as {linear_num_value_heads: 4}."""
 
 
 @dataclass
@@ -119,6 +123,8 @@ def _draft_optim() -> OptimConfig:
 class DraftConfig:
     """The small model that is distilled from the target. ``question_weight`` scales the loss of question tokens."""
 
+    enabled: bool = True
+    """Whether a draft is trained; without one, only the target is written, for heads to be trained with."""
     model: ModelConfig = field(default_factory=_draft_model)
     optim: OptimConfig = field(default_factory=_draft_optim)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -167,7 +173,8 @@ class TrainConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
 
-MODEL_TYPES = ("llama", "qwen3")
+_NOT_IN_ALL = {"model_type", "rope_theta", "attention_dropout", "options"}
+"""Fields of :class:`ModelConfig` that a configuration need not have by these names."""
 _MAY_BE_ZERO = {"seed", "heldout", "warmup_steps", "final_lr_ratio", "weight_decay", "question_weight",
                 "sampled_questions", "attention_dropout", "input_noise"}  # fmt: skip
 
@@ -182,6 +189,11 @@ def check_config(cfg: TrainConfig) -> None:
             "least 258; try tokenizer.vocab_size=3072."
         )
     check_numbers(cfg, _MAY_BE_ZERO)
+    if cfg.target.checkpoint and not cfg.draft.enabled:
+        raise ConfigError(
+            f"draft.enabled=false and target.checkpoint={cfg.target.checkpoint} leave nothing to train: leave out one "
+            "of them."
+        )
     for name, model in (("target", cfg.target.model), ("draft", cfg.draft.model)):
         _check_model(name, model, cfg.max_length)
 
@@ -221,8 +233,7 @@ def check_numbers(node: object, may_be_zero: Collection[str], path: str = "") ->
 
 def _check_model(name: str, model: ModelConfig, max_length: int) -> None:
     where = f"{name}.model"
-    if model.model_type not in MODEL_TYPES:
-        raise ConfigError(f"{where}.model_type={model.model_type!r} is not known: use one of {', '.join(MODEL_TYPES)}.")
+    _check_architecture(where, model)
     if model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"{where}: hidden_size={model.hidden_size} must be a multiple of "
@@ -238,3 +249,21 @@ def _check_model(name: str, model: ModelConfig, max_length: int) -> None:
             f"{where}.max_position_embeddings={model.max_position_embeddings} is less than max_length={max_length}: "
             "raise the one or lower the other."
         )
+
+
+def _check_architecture(where: str, model: ModelConfig) -> None:
+    """Refuse what transformers has no causal LM for, and settings that its configuration does not have."""
+    from transformers import AutoConfig  # which takes seconds, and is not needed to print help
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known, kind = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), model.model_type
+    if kind not in known:
+        close = get_close_matches(kind, known, 3) or ["llama", "qwen3"]
+        raise ConfigError(f"{where}.model_type={kind!r} is no causal LM of transformers: use {' or '.join(close)}.")
+    config = AutoConfig.for_model(kind)
+    own = [item.name for item in fields(model) if item.name not in _NOT_IN_ALL]
+    for name, key in [*((name, name) for name in own), *((name, f"options.{name}") for name in model.options)]:
+        if not hasattr(config, name):
+            close = get_close_matches(name, config.to_dict(), 3)
+            hint = f"did you mean {' or '.join(close)}?" if name in model.options and close else "use another one."
+            raise ConfigError(f"{where}.{key} is no setting of model_type={kind}; {hint}")

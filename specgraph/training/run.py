@@ -5,7 +5,7 @@ import os
 import platform
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from .data import (
 )
 from .loop import StageReport, cross_entropy, distillation, evaluate, optimise
 from .models import build_model, count_parameters, folder_bytes, load_model, save_model
+from .recurrent import fast_recurrence
 from .rollout import write_documents
 from .tokenizer import train_tokenizer
 from .updates import accelerator_on
@@ -34,11 +35,14 @@ from .updates import accelerator_on
 
 @dataclass
 class TrainReport:
-    """The results of ``run_training``, which are also written to ``<output>/training_report.json``."""
+    """The results of ``run_training``, which are also written to ``<output>/training_report.json``.
+
+    ``draft`` and ``acceptance`` are None if no draft was trained, and what counts its texts and bytes is 0.
+    """
 
     target: StageReport
-    draft: StageReport
-    acceptance: AcceptanceReport
+    draft: StageReport | None
+    acceptance: AcceptanceReport | None
     documents: int
     heldout: int
     rollout_documents: int
@@ -50,16 +54,13 @@ class TrainReport:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [
-            _stage_line("target", "cross-entropy", self.target, self.target_bytes),
-            _stage_line("draft", "KL to the target", self.draft, self.draft_bytes),
-            f"greedy, {self.acceptance.questions} questions, K={self.acceptance.num_speculative_tokens}: "
-            f"agreement {self.acceptance.agreement:.3f}, "
-            f"acceptance length {self.acceptance.acceptance_length:.3f} ± {self.acceptance.standard_error:.3f}",
-            "accepted per position: " + " ".join(f"{share:.3f}" for share in self.acceptance.per_position),
-            f"{self.seconds:.0f} s on {self.device}",
-        ]
-        return "\n".join(lines)
+        lines = [_stage_line("target", "cross-entropy", self.target, self.target_bytes)]
+        if self.draft is not None and self.acceptance is not None:
+            lines += [
+                _stage_line("draft", "KL to the target", self.draft, self.draft_bytes),
+                *_acceptance_lines(self.acceptance),
+            ]
+        return "\n".join([*lines, f"{self.seconds:.0f} s on {self.device}"])
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,17 @@ def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
     target = load_model(target_folder, device)
     target_report = trained or _loaded_target(cfg, target, data, accelerator)
 
-    written = write_documents(target, tokenizer, data.questions, cfg.draft.rollout)
-    draft_folder = os.path.join(cfg.output, "draft")
-    draft_report = _distil(cfg, tokenizer, target, data, written, draft_folder, accelerator)
+    draft = _draft(cfg, tokenizer, target, data, accelerator) if cfg.draft.enabled else _NO_DRAFT
     report = TrainReport(
         target=target_report,
-        draft=draft_report,
-        acceptance=measure_acceptance(target, load_model(draft_folder, device), data.prompts, cfg.acceptance),
+        draft=draft.report,
+        acceptance=draft.acceptance,
         documents=len(train),
         heldout=len(heldout),
-        rollout_documents=len(written),
+        rollout_documents=draft.documents,
         vocab_size=len(tokenizer),
         target_bytes=folder_bytes(target_folder),
-        draft_bytes=folder_bytes(draft_folder),
+        draft_bytes=draft.bytes,
         seconds=round(time.monotonic() - start, 1),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -131,10 +130,32 @@ def _run(cfg: TrainConfig, accelerator: Any) -> TrainReport:
     return report
 
 
+class _Draft(NamedTuple):
+    """What a run reports about its draft, with the number of texts that the target wrote for it."""
+
+    report: StageReport | None
+    acceptance: AcceptanceReport | None
+    documents: int
+    bytes: int
+
+
+_NO_DRAFT = _Draft(None, None, 0, 0)
+
+
+def _draft(cfg: TrainConfig, tokenizer: Any, target: Any, data: _Data, accelerator: Any) -> _Draft:
+    """Let the target write texts, train a draft on them, and measure the draft as it was saved."""
+    written = write_documents(target, tokenizer, data.questions, cfg.draft.rollout)
+    folder = os.path.join(cfg.output, "draft")
+    report = _distil(cfg, tokenizer, target, data, written, folder, accelerator)
+    acceptance = measure_acceptance(target, load_model(folder, accelerator.device), data.prompts, cfg.acceptance)
+    return _Draft(report, acceptance, len(written), folder_bytes(folder))
+
+
 def _tokenizer(cfg: TrainConfig, train: list[Document]) -> Any:
     if cfg.target.checkpoint:
         return AutoTokenizer.from_pretrained(cfg.target.checkpoint)
-    length = min(cfg.target.model.max_position_embeddings, cfg.draft.model.max_position_embeddings)
+    models = [cfg.target.model, *([cfg.draft.model] if cfg.draft.enabled else [])]
+    length = min(model.max_position_embeddings for model in models)
     return train_tokenizer(map(format_document, train), cfg.tokenizer.vocab_size, length)
 
 
@@ -156,7 +177,8 @@ def _pretrain(cfg: TrainConfig, tokenizer: Any, data: _Data, folder: str, accele
     batches = shuffled(data.train, optim.batch_size, pad_id, cfg.seed)
     heldout = in_order(data.heldout, optim.batch_size, pad_id)
     loss = cross_entropy(target, cfg.target.input_noise)
-    report = optimise("target", target.train(), loss, batches, heldout, optim, accelerator)
+    with fast_recurrence(target):
+        report = optimise("target", target.train(), loss, batches, heldout, optim, accelerator)
     save_model(target, tokenizer, folder)
     return report
 
@@ -200,6 +222,15 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name}: no CUDA device is available; use device=cpu or device=auto.")
     return device
+
+
+def _acceptance_lines(measured: AcceptanceReport) -> list[str]:
+    return [
+        f"greedy, {measured.questions} questions, K={measured.num_speculative_tokens}: "
+        f"agreement {measured.agreement:.3f}, "
+        f"acceptance length {measured.acceptance_length:.3f} ± {measured.standard_error:.3f}",
+        "accepted per position: " + " ".join(f"{share:.3f}" for share in measured.per_position),
+    ]
 
 
 def _stage_line(name: str, loss: str, stage: StageReport, size: int) -> str:

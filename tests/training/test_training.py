@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,20 @@ def test_draft_of_an_earlier_target(run: Run, tmp_path: Path) -> None:
     assert report.target.parameters == run.report.target.parameters
     assert report.target.heldout_loss == pytest.approx(run.report.target.heldout_loss, abs=0.02)  # rounded to bf16
     assert "loaded" in str(report)
+
+
+def test_a_hybrid_target_alone(run: Run, tmp_path: Path) -> None:
+    """An architecture with options of its own, and no draft."""
+    options = "linear_num_key_heads=1 linear_num_value_heads=2 linear_key_head_dim=16 linear_value_head_dim=8"
+    kind = ["model_type=qwen3_5_text", *(f"options.{option}" for option in options.split())]
+    report = train(run.data, tmp_path, "draft.enabled=false", *(f"target.model.{setting}" for setting in kind))
+    assert sorted(os.listdir(tmp_path)) == ["target", "training_report.json"]
+    assert report.draft is report.acceptance is None
+    assert str(report).startswith("target: ") and "draft" not in str(report)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert model.config.layer_types == ["linear_attention", "linear_attention"]
+    assert model.config.linear_num_value_heads == 2
+    assert report.target.curve[-1][2] < report.target.curve[0][2]
 
 
 def test_acceptance_equals_drafting_token_by_token(run: Run) -> None:
@@ -295,16 +310,22 @@ def test_eval_data_is_named_when_it_is_missing(run: Run) -> None:
         ("target.optim.steps=0", "target.optim.steps=0 is out of range: it must be more than 0."),
         ("draft.question_weight=-1", "draft.question_weight=-1.0 is out of range: it must be 0 or more."),
         ("draft.optim.learning_rate=nan", "draft.optim.learning_rate=nan is out of range"),
-        ("target.model.model_type=gpt2", "target.model.model_type='gpt2' is not known: use one of llama, qwen3."),
+        ("target.model.model_type=lama", "target.model.model_type='lama' is no causal LM of transformers: use llama"),
+        ("target.model.model_type=gpt2", "target.model.num_key_value_heads is no setting of model_type=gpt2; use"),
+        (
+            "target.model.options.mlp_bia=true",
+            "target.model.options.mlp_bia is no setting of model_type=llama; did you",
+        ),
         ("draft.model.hidden_size=33", "draft.model: hidden_size=33 must be a multiple of num_attention_heads=2"),
         ("draft.model.num_key_value_heads=3", "draft.model: num_attention_heads=2 must be a multiple of"),
         ("draft.model.max_position_embeddings=64", "draft.model.max_position_embeddings=64 is less than max_length=96"),
         ("target.checkpoint=nowhere", "target.checkpoint=nowhere: there is no config.json; give the folder"),
         (f"output={__file__}", "is a file: give output=path/of/a/folder."),
+        ("draft.enabled=false target.checkpoint=t", "draft.enabled=false and target.checkpoint=t leave nothing to"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(run: Run, override: str, message: str) -> None:
-    dotlist = [f"data={run.data}", *SMALL, override]
+    dotlist = [f"data={run.data}", *SMALL, *override.split()]
     cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.from_dotlist(dotlist)))
     assert_refused(ConfigError, cfg, message)
 

@@ -68,6 +68,20 @@ def test_it_is_the_function_of_transformers(length: int, normalise: bool) -> Non
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
 
 
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("length", [1, 64, 130])
+@pytest.mark.parametrize(("strength", "tolerance"), [(1, 1e-5), (40, 1e-4)])
+def test_by_chunks_it_is_its_definition(length: int, corrected: bool, strength: int, tolerance: float) -> None:
+    """Strong gates add up to a thousand within a chunk, of which float32 keeps four digits behind the point."""
+    given = [torch.stack(parts) for parts in zip(rows_of(length, 0), rows_of(length, 1), strict=True)]
+    given[3] = given[3] * strength
+    wanted = gated_delta_rule_reference(GatedDeltaRule(*given[: 4 + corrected], scale=SCALE, normalise=True))
+    short = [x.float() for x in given[: 4 + corrected]]
+    ours = torch.ops.specgraph.gated_delta_rule(*short, scale=SCALE, normalise=True)
+    assert ours.dtype == torch.float32 and ours.is_contiguous()
+    assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
 def state_of(rows: Rows, *, corrected: bool) -> Tensor:
     """The state behind all rows, by the definition."""
     _, k, v, gate, rate = rows
