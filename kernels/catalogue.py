@@ -10,6 +10,7 @@ import specgraph.kernels.attention.rotary
 import specgraph.kernels.linear.concat
 import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts
+import specgraph.kernels.linear.gated_norm
 import specgraph.kernels.linear.head_norms
 import specgraph.kernels.linear.linear
 import specgraph.kernels.linear.norm

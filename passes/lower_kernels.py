@@ -33,6 +33,7 @@ from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.library import crossovers_of
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
+from specgraph.passes.gate_norms import gate_norms
 from specgraph.passes.group_norms import group_norms
 from specgraph.passes.patterns import (
     aten,
@@ -114,6 +115,7 @@ class LowerKernels(LoweringPass):
             _lower_linears(module, chosen)
             _pair_norms(module, chosen)
             _join_norms(module, chosen)
+            gate_norms(module, chosen)
             group_norms(module, chosen)
             _lower_copies(module, chosen)
             lower_reductions(module, ORDERED if bitwise else ONE_LAUNCH, chosen)

@@ -1,0 +1,121 @@
+"""``specgraph::gated_rms_norm``: an RMS norm of heads and the gate behind it, in one kernel.
+
+Recurrent layers norm what they read from their state, head by head, and multiply it by a function of a gate. As two
+kernels, that is one launch more per layer, which writes and reads the normed heads again. The norm is the one of
+:mod:`specgraph.kernels.linear.norm`, with the same bits.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.checks import require
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.linear.norm import RmsNorm, rms_norm_reference, rms_norm_row
+from specgraph.kernels.linear.strides import Rows, aligned
+from specgraph.kernels.ops import Op, declare, triton_or_reference
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+"""The functions of a gate."""
+
+
+@dataclass(slots=True)
+class GatedRmsNorm:
+    """``rms_norm(x) * activation(gate)``.
+
+    The norm is rounded to the dtype of ``x``. The function of the gate is computed in float32 (float64 stays), and its
+    product with the norm is rounded once. The result has the shape and the dtype of ``x``, and is contiguous.
+
+    Attributes:
+        x: ``[..., D]``.
+        weight: ``[D]``, or None for 1, without the offset.
+        gate: ``[..., D]`` of the dtype of ``x``, as many rows in the same order; its other dimensions may differ.
+        activation: ``silu`` or ``sigmoid``.
+        eps, offset: as in :class:`~specgraph.kernels.linear.norm.RmsNorm`.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    gate: Tensor
+    _: KW_ONLY
+    eps: float
+    offset: float = 0.0
+    activation: str = "silu"
+
+
+def gated_rms_norm_reference(given: GatedRmsNorm) -> Tensor:
+    """:class:`GatedRmsNorm` in plain PyTorch."""
+    normed = rms_norm_reference(RmsNorm(given.x, given.weight, eps=given.eps, offset=given.offset))
+    exact = torch.promote_types(given.x.dtype, torch.float32)
+    gate = GATES[given.activation](given.gate.reshape(given.x.shape).to(exact))
+    return (normed * gate).to(given.x.dtype)
+
+
+@triton.jit(do_not_specialize=["group", "outer", "inner", "gate_group", "gate_outer", "gate_inner"])
+def _gated_rms_norm_kernel(
+    out, x, gate, weight, group, outer, inner, gate_group, gate_outer, gate_inner, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row per program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x += (row // group * outer + row % group * inner) * ALIGNMENT
+    gate += (row // gate_group * gate_outer + row % gate_group * gate_inner) * ALIGNMENT
+    closed = tl.load(gate + column, mask=inside, other=0.0).to(EXACT)
+    normed = rms_norm_row(x, weight, EPS, OFFSET, WIDTH, BLOCK, EXACT).to(out.dtype.element_ty).to(EXACT)
+    opened = (closed if SILU else 1.0) / (1.0 + tl.exp(-closed))
+    tl.store(out + row * WIDTH + column, (normed * opened).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm_triton(given: GatedRmsNorm) -> Tensor:
+    """:class:`GatedRmsNorm` in one kernel, one program per row."""
+    out = given.x.new_empty(given.x.shape)
+    if out.numel() == 0:
+        return out
+    x, gate, width = Rows.of(given.x), Rows.of(given.gate), given.x.shape[-1]
+    block, pdl = triton.next_power_of_2(width), supports_pdl(out.device)
+    _gated_rms_norm_kernel[(x.count,)](
+        out, x.x, gate.x, aligned(given.weight), *x.arguments(), *gate.arguments(), EPS=given.eps, OFFSET=given.offset,
+        SILU=given.activation == "silu", WIDTH=width, BLOCK=block, ALIGNMENT=x.alignment,
+        EXACT=tl.float64 if out.dtype == torch.float64 else tl.float32, PDL=pdl,
+        num_warps=min(max(block // 512, 1), 32), **launch_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def _gated_rms_norm_fake(given: GatedRmsNorm) -> Tensor:
+    x, gate, weight = given.x, given.gate, given.weight
+    require(x.dim() >= 1 and x.dtype.is_floating_point, lambda: f"x must be float [..., D], not {x.dtype} {x.dim()}-d")
+    require(
+        gate.dtype == x.dtype and gate.dim() >= 1 and gate.shape[-1] == x.shape[-1],
+        lambda: f"gate must be {x.dtype} [..., {x.shape[-1]}], not {gate.dtype} {list(gate.shape)}",
+    )
+    require(
+        weight is None or (weight.dim() == 1 and weight.shape[0] == x.shape[-1]),
+        lambda: f"weight must be [{x.shape[-1]}], not {list(weight.shape) if weight is not None else None}",
+    )
+    require(given.activation in GATES, lambda: f"activation is one of {', '.join(GATES)}, not {given.activation!r}")
+    return x.new_empty(x.shape)
+
+
+GATED_RMS_NORM = declare(
+    Op(
+        "gated_rms_norm",
+        GatedRmsNorm,
+        _gated_rms_norm_fake,
+        triton_or_reference(gated_rms_norm_triton, gated_rms_norm_reference),
+    )
+)

@@ -1,0 +1,73 @@
+"""RMS norms whose result is only multiplied by a function of a gate become ``specgraph::gated_rms_norm``.
+
+Recurrent layers do so: ``norm(x) * silu(gate)``, with the product in float32. The gate may be a copy of columns of a
+merged projection, brought into the shape of the norm; the op reads those columns where they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import specgraph.kernels.linear.gated_norm  # noqa: F401  (registers the op)
+from specgraph.ir.graphs import calls
+from specgraph.passes.patterns import CASTS, aten, before_cast, dtype_of, only_user, producer, replace, same_sizes
+
+RMS_NORM = torch.ops.specgraph.rms_norm.default
+GATED = torch.ops.specgraph.gated_rms_norm.default
+_ACTIVATIONS: dict[Any, str] = {aten.silu.default: "silu", aten.sigmoid.default: "sigmoid"}
+_COPIES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default)
+
+
+def gate_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
+    """Join the norms of one graph with their gates, and count them in ``chosen``."""
+    graph = module.graph
+    for norm in list(calls(graph, RMS_NORM)):
+        found = _gated(norm)
+        if found is None:
+            continue
+        end, gate, activation = found
+        with graph.inserting_before(end):
+            options = {**norm.kwargs, "activation": activation}
+            joined = graph.create_node("call_function", GATED, (*norm.args, gate), options, name="gated_rms_norm")
+        replace(graph, end, joined)
+        chosen["gated_rms_norm"] += 1
+
+
+def _gated(norm: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:
+    """The last node of a gated norm, its gate, and the function of the gate; None if the norm is not gated."""
+    value, product = norm.meta.get("val"), _user(norm)
+    if not isinstance(value, Tensor) or product is None or product.target is not aten.mul.Tensor:
+        return None
+    opened = [arg for arg in product.args if isinstance(arg, fx.Node) and before_cast(arg) is not norm]
+    function = producer(opened[0], *_ACTIVATIONS) if len(opened) == 1 else None
+    if function is None or only_user(function) is None:
+        return None
+    gate, exact = before_cast(function.args[0]), torch.promote_types(value.dtype, torch.float32)
+    end = product if dtype_of(product) == value.dtype else only_user(product)
+    fits = dtype_of(gate) == value.dtype and dtype_of(function) == dtype_of(product) == exact
+    if not fits or end is None or dtype_of(end) != value.dtype or not (end is product or end.target in CASTS):
+        return None
+    same = same_sizes(gate.meta["val"].shape, value.shape) and same_sizes(end.meta["val"].shape, value.shape)
+    return (end, _copied(gate), _ACTIVATIONS[function.target]) if same else None
+
+
+def _user(norm: fx.Node) -> fx.Node | None:
+    """The one node that reads a norm, or reads nothing but its conversion."""
+    user = only_user(norm)
+    return only_user(user) if user is not None and user.target in CASTS else user
+
+
+def _copied(gate: fx.Node) -> fx.Node:
+    """What ``gate`` is a view or a copy of, as long as its rows stay as wide, and so in the same order."""
+    width: Any = gate.meta["val"].shape[-1:]
+    while gate.target in _COPIES:
+        source = gate.args[0]
+        value = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if not isinstance(source, fx.Node) or not isinstance(value, Tensor) or not same_sizes(value.shape[-1:], width):
+            break
+        gate = source
+    return gate
