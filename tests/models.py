@@ -16,7 +16,7 @@ from tests import step_text  # noqa: F401  (registers this model)
 VOCAB = 101
 WINDOW = 6
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -79,6 +79,11 @@ _DELTA = {
     "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+_KDA = {
+    **_MOE, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense", "sparse"], "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 _CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -86,6 +91,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_MOE, **_DELTA, "shared_expert_intermediate_size": 24},
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
+    "kimi_linear": {**_KDA, "linear_num_heads": 4, "linear_head_dim": 8},
+    "bailing_hybrid": {**_KDA, "head_dim": 8},
     "lfm2": _CONV,
     "lfm2_moe": {**_MOE, **_CONV, "num_dense_layers": 1},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 16, "head_dim": 8, "num_hidden_layers": 1},
@@ -125,7 +132,7 @@ def make_model(
 
     `attention` is transformers' implementation; the default is sdpa, as eager rounds its softmax to float32.
     """
-    options = {**_BASE, **(ARCHITECTURES | MORE | HYBRIDS).get(architecture, {}), **overrides}
+    options = {**BASE, **(ARCHITECTURES | MORE | HYBRIDS).get(architecture, {}), **overrides}
     config = AutoConfig.for_model(architecture, **options)
     config._attn_implementation = attention or (
         "eager" if architecture in {"gemma2", "gpt_oss", "mimo_v2_flash", *WITHOUT_ATTENTION} else "sdpa"
@@ -162,7 +169,7 @@ def make_head(
     With fewer than ``VOCAB`` tokens its vocabulary is a random part of the target's.
     """
     width = target.config.hidden_size
-    inner = AutoConfig.for_model(kind, **{**_BASE, "num_hidden_layers": layers, "head_dim": 8, "hidden_size": width})
+    inner = AutoConfig.for_model(kind, **{**BASE, "num_hidden_layers": layers, "head_dim": 8, "hidden_size": width})
     config = Eagle3Config(inner, width, len(features), vocab, **options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -60,7 +60,8 @@ class GatedDeltaRule:
         q, k: ``[B, T, Hk, Dk]`` of one dtype; each of these heads serves ``H / Hk`` heads of ``v``, which follow each
             other.
         v: ``[B, T, H, Dv]``.
-        gate: ``[B, T, H]``, logarithms of what remains of the state.
+        gate: ``[B, T, H]``, logarithms of what remains of the state; or ``[B, T, H, Dk]``, of what remains of each of
+            its rows.
         rate: ``[B, T, H]``, how much of the difference a row corrects; None for a sum without corrections.
         scale: the factor on queries.
         normalise: whether queries and keys are brought to length 1.
@@ -83,9 +84,9 @@ class AnchoredDeltaRule:
     Attributes:
         state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
         keys, errors, gates, inverse: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` and ``[N, R, H, CHUNK]``:
-            ``k``, ``e``, ``g`` and the row of ``A`` of the rows since then, each at its position modulo ``R``. ``keys``
-            are in the dtype of ``k``, all others float32 or float64. They are written in place. Without a rate,
-            ``inverse`` is not looked at.
+            ``k``, ``e``, ``g`` and the row of ``A`` of the rows since then, each at its position modulo ``R``. If
+            ``gate`` has channels, ``gates`` are ``[N, R, H, Dk]``. ``keys`` are in the dtype of ``k``, all others
+            float32 or float64. They are written in place. Without a rate, ``inverse`` is not looked at.
         span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
             are not real is zero.
     """

@@ -4,6 +4,7 @@ For every row, with a gate ``g <= 0`` (a logarithm), a rate ``b``, a key ``k``, 
 
     S <- e^g S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
 
+A gate is one number per head, or one per channel of its keys, each for a row of ``S`` (Kimi's delta attention).
 Queries are multiplied by a factor, and if asked for, queries and keys are first brought to length 1. Without a rate,
 nothing is corrected: ``S <- S + k v^T``, which is the scan of Mamba-2, with ``C``, ``B`` and ``dt x`` as queries, keys
 and values. Everything is computed in float32, or in float64 if the value is float64.
@@ -20,10 +21,13 @@ and values. Everything is computed in float32, or in float64 if the value is flo
 
   so ``u = A e`` with ``A = (1 + M)^-1``, whose rows do not depend on the state. When a chunk is full and settled,
   ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row are ``k`` as it was given, ``e``, ``g``
-  and its row of ``A``.
+  and its row of ``A``. With a gate per channel, ``e^{G_i} k_i`` is taken element by element, and so are the products
+  of which ``e^{G_i - G_j} (k_i . k_j)`` is the sum over channels. They do not factor into one of ``i`` and one of
+  ``j``, because ``e^{-G_j}`` overflows where gates are strong.
 
 Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is that of Yang et al. 2024, arXiv
-2406.06484, with the state kept apart from the rows. Mamba-2: Dao and Gu 2024, arXiv 2405.21060.
+2406.06484, with the state kept apart from the rows. Gates per channel: Kimi Team 2025, arXiv 2510.26692. Mamba-2: Dao
+and Gu 2024, arXiv 2405.21060.
 """
 
 from __future__ import annotations
@@ -45,7 +49,10 @@ from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
 
 class _Rows(NamedTuple):
-    """Rows of one sequence in the order of heads: ``q`` and ``k`` ``[H, T, Dk]``, ``v`` ``[H, T, Dv]``, ``[H, T]``."""
+    """Rows of one sequence in the order of heads.
+
+    ``q`` and ``k`` are ``[H, T, Dk]``, ``v`` ``[H, T, Dv]``, ``gate`` ``[H, T, 1 or Dk]`` and ``rate`` ``[H, T]``.
+    """
 
     q: Tensor
     k: Tensor
@@ -69,15 +76,20 @@ def _prepared(given: GatedDeltaRule | AnchoredDeltaRule) -> tuple[Tensor, Tensor
     return _unit(given, given.q) * given.scale, _unit(given, given.k), given.v.to(exact(given.v.dtype))
 
 
+def _by_channel(gates: Tensor, v: Tensor) -> Tensor:
+    """A view of gates with a dimension of channels behind that of the heads; its size is 1 if a head has one gate."""
+    return gates if gates.dim() == v.dim() else gates.unsqueeze(-1)
+
+
 def gated_delta_rule_reference(given: GatedDeltaRule) -> Tensor:
     """:class:`GatedDeltaRule` in plain PyTorch, row after row as its definition says."""
     q, k, v = _prepared(given)
-    gate, rate = given.gate.to(q.dtype), None if given.rate is None else given.rate.to(q.dtype)
+    gate, rate = _by_channel(given.gate, v).to(q.dtype), None if given.rate is None else given.rate.to(q.dtype)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     state, out = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.new_empty(v.shape)
     for row in range(v.shape[1]):
         key, query = k[:, row].unsqueeze(-1), q[:, row].unsqueeze(-1)
-        state = state * gate[:, row].exp()[..., None, None]
+        state = state * gate[:, row].exp().unsqueeze(-1)
         update = v[:, row]
         if rate is not None:
             update = (update - (state * key).sum(-2)) * rate[:, row].unsqueeze(-1)
@@ -93,7 +105,8 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
     for own in spans(given.span):
         e, n, groups = own.entry, own.num_rows, v.shape[2] // k.shape[2]
         query, key = (x[e, :n].transpose(0, 1).repeat_interleave(groups, 0) for x in (q, k))
-        gate, rate = given.gate[e, :n].to(q.dtype).T, None if given.rate is None else given.rate[e, :n].to(q.dtype).T
+        gate = _by_channel(given.gate, v)[e, :n].to(q.dtype).transpose(0, 1)
+        rate = None if given.rate is None else given.rate[e, :n].to(q.dtype).T
         rows = _Rows(query, key, v[e, :n].transpose(0, 1), gate, rate)
         out[e, :n] = _sequence(given, own, rows).transpose(0, 1)
     return out.to(given.v.dtype)
@@ -102,7 +115,7 @@ def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
 def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows) -> Tensor:
     """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``."""
     anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // given.k.shape[2]
-    caches = (given.keys, given.errors, given.gates, given.inverse)
+    caches = (given.keys, given.errors, _by_channel(given.gates, given.errors), given.inverse)
     known = [known_rows(cache, own, anchor).transpose(0, 1) for cache in caches]
     known[0] = _unit(given, known[0]).repeat_interleave(groups, 0)
     state, outs, news = given.state[own.row], list[Tensor](), list[tuple[Tensor, ...]]()
@@ -143,29 +156,36 @@ class _Chunk(NamedTuple):
 def _chunk(state: Tensor, known: _Known, rows: _Rows) -> _Chunk:
     """New rows of a chunk behind those that are known."""
     count, old = rows.k.shape[1], known.keys.shape[1]
-    sums = torch.cat([known.gates, rows.gate], 1).cumsum(1)
-    keys, own = torch.cat([known.keys, rows.k], 1), sums[:, old:]
-    decay = own.exp().unsqueeze(-1)
-    # Gates of rows that are not seen would be differences above zero, whose exponential may overflow.
-    seen = torch.ones(count, old + count, dtype=torch.bool, device=state.device).tril(old)
-    weights = (own.unsqueeze(2) - sums.unsqueeze(1)).masked_fill(~seen, -torch.inf).exp()
+    gates = torch.cat([known.gates, rows.gate], 1)
+    keys = torch.cat([known.keys, rows.k], 1)
+    later = torch.ones(old + count, old + count, dtype=torch.bool, device=state.device).triu(1)[..., None]
+    # [H, j, i, ...], the sum of the gates behind row j up to row i. It is never above zero, and unlike a difference of
+    # sums since the boundary, it keeps its digits where a gate before row j was strong.
+    between = gates.unsqueeze(1).masked_fill(~later, 0).cumsum(2)
+    weights = between[:, :, old:].transpose(1, 2).exp().masked_fill(later[old:], 0)
+    decay = gates.cumsum(1)[:, old:].exp()
     errors, inverse = rows.v, rows.v.new_zeros(*rows.v.shape[:2], CHUNK)
     inverse[..., old : old + count] = torch.eye(count, dtype=inverse.dtype, device=inverse.device)
     if rows.rate is not None:
         rate = rows.rate.unsqueeze(-1)
-        errors = rate * (rows.v - decay * (rows.k @ state))
-        mixed = rate * (rows.k @ keys.transpose(1, 2)) * weights
+        errors = rate * (rows.v - (decay * rows.k) @ state)
+        mixed = rate * _weighted(rows.k, keys, weights)
         right = inverse - mixed[..., :old] @ known.inverse
         inverse = torch.linalg.solve_triangular(mixed[..., old:], right, upper=False, unitriangular=True)
     every = torch.cat([known.errors, errors], 1)
     updates = every
     if rows.rate is not None:
         updates = torch.cat([known.inverse, inverse], 1)[..., : old + count] @ every
-    attended = (rows.q @ keys.transpose(1, 2)) * weights
-    out = decay * (rows.q @ state) + attended @ updates
-    last = sums[:, -1:]
-    weighted = keys * (last - sums).exp().unsqueeze(-1)
-    return _Chunk(out, errors, inverse, state * last.exp().unsqueeze(-1) + weighted.transpose(1, 2) @ updates)
+    out = (decay * rows.q) @ state + _weighted(rows.q, keys, weights) @ updates
+    kept = (keys * between[:, :, -1].exp()).transpose(1, 2) @ updates
+    return _Chunk(out, errors, inverse, state * gates.sum(1).exp().unsqueeze(-1) + kept)
+
+
+def _weighted(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    """Products ``[H, n, m]`` of rows ``[H, n, Dk]`` and ``[H, m, Dk]``, with ``weights`` ``[H, n, m, 1 or Dk]``."""
+    if weights.shape[-1] == 1:
+        return (left @ right.transpose(1, 2)) * weights.squeeze(-1)
+    return (left.unsqueeze(2) * right.unsqueeze(1) * weights).sum(-1)
 
 
 def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
@@ -174,7 +194,8 @@ def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
     require(v.dim() == 4 and v.shape[:2] == k.shape[:2], lambda: "v must be [B, T, H, Dv]")
     _check_dtype("q", q.dtype, k.dtype)
     require(v.shape[2] % k.shape[2] == 0, lambda: f"{v.shape[2]} heads do not group over {k.shape[2]}")
-    _check_shape("gate", given.gate.shape, v.shape[:3])
+    per_channel = given.gate.dim() == 4
+    _check_shape("gate", given.gate.shape, (*v.shape[:3], k.shape[3]) if per_channel else v.shape[:3])
     if given.rate is not None:
         _check_shape("rate", given.rate.shape, v.shape[:3])
 
@@ -196,13 +217,20 @@ def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
     _check(given)
     check_span(given.span, given.q.shape[0])
     (_, _, heads, width), (keys, size) = given.v.shape, given.k.shape[2:]
-    shapes = {"state": (heads, size, width), "keys": (keys, size), "errors": (heads, width), "gates": (heads,),
-              "inverse": (heads, CHUNK)}  # fmt: skip
+    shapes = {"state": (heads, size, width), "keys": (keys, size), "errors": (heads, width),
+              "gates": given.gate.shape[2:], "inverse": (heads, CHUNK)}  # fmt: skip
     for name, wanted in shapes.items():
         value: Tensor = getattr(given, name)
         _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
         _check_dtype(name, value.dtype, given.k.dtype if name == "keys" else exact(given.v.dtype))
     return given.v.new_empty(given.v.shape)
+
+
+_NOT_FLOAT64 = not_float64("v")
+
+
+def _has_kernel(given: AnchoredDeltaRule) -> bool:
+    return _NOT_FLOAT64(given) and given.gate.dim() == 3
 
 
 GATED_DELTA_RULE = declare(
@@ -222,7 +250,7 @@ ANCHORED_DELTA_RULE = declare(
         "anchored_delta_rule",
         AnchoredDeltaRule,
         _anchored_delta_rule_fake,
-        triton_or_reference(anchored_delta_rule_triton, anchored_delta_rule_reference, covers=not_float64("v")),
+        triton_or_reference(anchored_delta_rule_triton, anchored_delta_rule_reference, covers=_has_kernel),
         mutates=("state", "keys", "errors", "gates", "inverse"),
     )
 )
@@ -230,10 +258,11 @@ ANCHORED_DELTA_RULE = declare(
 
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
-    _, k, v = operands[:3]
+    _, k, v, gate = operands[:4]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
     dtype = exact(v.dtype)
-    rows = (((groups, size), k.dtype), ((heads, width), dtype), ((heads,), dtype), ((heads, CHUNK), dtype))
+    gates = tuple(map(int, gate.shape[2:]))
+    rows = (((groups, size), k.dtype), ((heads, width), dtype), (gates, dtype), ((heads, CHUNK), dtype))
     caches = (row_buffer(CHUNK - 1, unsettled, *shape, dtype=kind) for shape, kind in rows)
     return Buffer(("B", heads, size, width), dtype, indexed=True), *caches
 

@@ -59,6 +59,7 @@ def _projected(kind: type[PreTrainedModel], config: PreTrainedConfig) -> type[Pr
     """A causal LM that is a text model and a projection behind it."""
 
     class ProjectedForCausalLM(kind.__base__, GenerationMixin):  # type: ignore[misc,name-defined]
+        __module__ = kind.__module__  # whose source transformers reads, to see whether its experts can be replaced
         config_class = type(config)
         base_model_prefix = "model"
 

@@ -124,6 +124,7 @@ def mamba_hook(
 HOOKS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": conv_hook,
     "torch_chunk_gated_delta_rule": delta_rule_hook,
+    "chunk_kimi_delta_attention": delta_rule_hook,
     "mamba2_chunk_scan": mamba2_hook,
     "mamba_selective_scan": mamba_hook,
 }

@@ -39,10 +39,12 @@ _HARMLESS = HARMLESS | {"is_causal", "dropout", "layer_type"}
 
 
 _RECURRENT_LAYERS = {
-    "linear_attention": {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"},
+    "linear_attention": {
+        "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan", "mamba_selective_scan",
+    },
     "conv": {"causal_conv1d_fn"},
     "mamba": {"mamba2_chunk_scan", "mamba_selective_scan"},
-}
+}  # fmt: skip
 """Those of transformers' ``layer_types`` that keep a state other than keys and values, and the functions of each."""
 
 
@@ -306,11 +308,16 @@ def _check_range(exported: torch.export.ExportedProgram) -> None:
 
 
 def _check_layer_types(config: Any, name: str, functions: set[str]) -> None:
-    """Refuse recurrent layers that the configuration names, if the model does not have their ``functions``.
+    """Refuse layers that the configuration names: recurrent ones without their ``functions``, and a selection of keys.
 
-    This comes before the export, which would unroll their recurrence and take minutes for every layer.
+    This comes before the export, which would unroll a recurrence and take minutes for every layer.
     """
     kinds = getattr(config, "layer_types", None) or []
+    if "indexed_attention" in kinds:
+        raise UnsupportedModelError(
+            f"{name} has layers of the kind indexed_attention, where an indexer selects the keys that a query attends "
+            "to; specgraph attends to all keys of a causal window, so the model is refused."
+        )
     unknown = [kind for kind in kinds if kind in _RECURRENT_LAYERS and functions.isdisjoint(_RECURRENT_LAYERS[kind])]
     if unknown:
         raise _other_layers(name, len(kinds), len(kinds) - len(unknown))

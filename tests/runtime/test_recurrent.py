@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import specgraph
@@ -18,7 +18,7 @@ from specgraph import SpeculativeDecoder
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.recurrent import conv_hook, delta_rule_hook, hooked_recurrence
 from tests.decoding import CONFIG, compiled, forward_greedy
-from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
+from tests.models import BASE, HYBRIDS, make_head, make_model, ragged_prompts
 
 LENGTHS = (1, 2, 40, 7)
 PROMPTS = ragged_prompts(LENGTHS)
@@ -27,6 +27,8 @@ SMALL = "lfm2"
 """The architecture that traces soonest."""
 DELTA = "olmo_hybrid"
 """The one that does so among those with a gated delta rule."""
+KIMI = "kimi_linear"
+"""One whose gated delta rule has a gate per channel."""
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def cut(tokens: Sequence[Tensor]) -> list[list[int]]:
     ("architecture", "k"),
     [("qwen3_next", 3), ("qwen3_5_text", 1), ("qwen3_5_moe_text", 7), ("olmo_hybrid", 3), ("lfm2", 7), ("lfm2_moe", 1),
      ("falcon_h1", 3), ("bamba", 1), ("granitemoehybrid", 7), ("nemotron_h", 3), ("zamba2", 3), ("jamba", 7),
-     ("mamba2", 7), ("mamba", 3), ("falcon_mamba", 1)],
+     ("mamba2", 7), ("mamba", 3), ("falcon_mamba", 1), (KIMI, 1), (KIMI, 3), (KIMI, 7), ("bailing_hybrid", 3)],
 )  # fmt: skip
 def test_greedy_tokens_are_those_of_the_models_own_forward(architecture: str, k: int) -> None:
     assert architecture in HYBRIDS
@@ -70,13 +72,28 @@ def with_head(architecture: str, rule: str) -> SpeculativeDecoder:
     return specgraph.compile_speculative(model, given, draft=make_head(model))
 
 
-def test_no_drafts_change_a_seeded_token() -> None:
+@pytest.mark.parametrize("architecture", [SMALL, KIMI])
+def test_no_drafts_change_a_seeded_token(architecture: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0.7, "seed": 5}
-    plain = decoder_of(SMALL, k=7).generate(PROMPTS, **options)
-    assert cut(with_head(SMALL, "strict").generate(PROMPTS, **options).new_tokens) == cut(plain.new_tokens)
+    plain = decoder_of(architecture, k=7).generate(PROMPTS, **options)
+    assert cut(with_head(architecture, "strict").generate(PROMPTS, **options).new_tokens) == cut(plain.new_tokens)
 
 
-@pytest.mark.parametrize("architecture", [SMALL, DELTA, "mamba2", "mamba"])
+@pytest.mark.parametrize("architecture", [DELTA, KIMI, "bailing_hybrid"])
+def test_drawn_tokens_are_as_likely_as_the_models_own_forward_says(architecture: str) -> None:
+    decoder, model = decoder_of(architecture), model_of(architecture)
+    out = decoder.generate(PROMPTS, max_new_tokens=NEW, temperature=0.8, seed=3, return_logprobs=True)
+    for prompt, new, drawn, scored in zip(
+        PROMPTS, out.new_tokens, out.logprobs or [], decoder.score(out).logprobs, strict=True
+    ):
+        with torch.no_grad(), hooked_recurrence(model):
+            logits = model(torch.cat([prompt, new])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, new[:, None])[:, 0]
+        for found in (drawn, scored):
+            torch.testing.assert_close(found.double(), own, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", [SMALL, DELTA, KIMI, "bailing_hybrid", "mamba2", "mamba"])
 def test_whatever_was_accepted_the_state_is_that_of_a_fresh_start(architecture: str) -> None:
     """Drafts are accepted by lot, so that histories are mixed; scoring runs the tokens that came out as a prompt."""
     decoder = with_head(architecture, "synthetic")
@@ -117,6 +134,15 @@ def test_a_pipeline_that_would_leave_the_state_out_is_refused() -> None:
 def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"draft_body has recurrent layers, .* use a draft whose layers"):
         specgraph.compile_speculative(make_model("llama"), {**CONFIG}, draft=make_model(SMALL))
+
+
+def test_layers_that_select_keys_are_refused_by_name() -> None:
+    layers = {"layer_types": ["linear_attention", "indexed_attention"], "q_lora_rank": 16, "qk_rope_head_dim": 0}
+    small = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
+    config = AutoConfig.for_model("glm5_next", text_config={**BASE, **HYBRIDS[KIMI], **layers}, vision_config=small)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"Glm5Next.* of the kind indexed_attention, where an indexer"):
+        specgraph.compile_speculative(model, {**CONFIG})
 
 
 def test_an_argument_that_is_not_known_is_refused() -> None:

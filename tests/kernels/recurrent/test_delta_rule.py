@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -21,14 +28,23 @@ MORE = {"reference": 24, "triton": 12}
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def rows_of(length: int, seed: int, dtype: torch.dtype = torch.float64) -> Rows:
-    """Queries, keys, values, gates and rates of one sequence."""
+STRONG = 300.0
+"""Up to how much is forgotten in a row, as a logarithm: 16 rows of such gates leave the range of float32."""
+
+
+def rows_of(length: int, seed: int, dtype: torch.dtype = torch.float64, *, channels: float | None = None) -> Rows:
+    """Queries, keys, values, gates and rates of one sequence.
+
+    A head has one gate, or with ``channels`` a gate for each of them: from weak ones to those that forget as much.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
-    gates = -torch.rand(length, HEADS, generator=generator, dtype=dtype)
+    gates = -torch.rand(length, HEADS, *([] if channels is None else [KEY]), generator=generator, dtype=dtype)
+    if channels is not None:
+        gates = gates * torch.logspace(-3, math.log10(channels), KEY, dtype=dtype)
     rates = torch.rand(length, HEADS, generator=generator, dtype=dtype)
     return normal(length, KEY_HEADS, KEY), normal(length, KEY_HEADS, KEY), normal(length, HEADS, VALUE), gates, rates
 
@@ -48,7 +64,7 @@ def test_without_corrections_it_is_the_scan_of_mamba_2(length: int, residual: bo
 SCALE = KEY**-0.5
 
 
-def whole(rows: Rows, *, corrected: bool) -> Tensor:
+def whole(rows: Rows, *, corrected: bool = True) -> Tensor:
     """The definition over a whole sequence."""
     given = [x.unsqueeze(0) for x in rows[: 4 + corrected]]
     return gated_delta_rule_reference(GatedDeltaRule(*given, scale=SCALE, normalise=True))[0]
@@ -82,13 +98,39 @@ def test_by_chunks_it_is_its_definition(length: int, corrected: bool, strength: 
     assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("function", "channels"),
+    [
+        (chunk_kimi_delta_attention, 0.5),
+        (recurrent_kimi_delta_attention, 0.5),
+        (recurrent_kimi_delta_attention, STRONG),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 63, 130])
+def test_with_gates_per_channel_it_is_kimi_delta_attention(
+    function: Callable[..., tuple[Tensor, None]], channels: float, length: int
+) -> None:
+    rows = [x.unsqueeze(0).float() for x in rows_of(length, 2, channels=channels)]
+    for_heads = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in rows[:2])
+    options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    theirs, _ = function(*for_heads, *rows[2:], **options)
+    ours = whole(tuple(x[0].double() for x in rows))  # type: ignore[arg-type]
+    assert (theirs[0] - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+def test_equal_gates_of_all_channels_are_a_gate_per_head() -> None:
+    q, k, v, gate, rate = rows_of(40, 3)
+    channels = gate.unsqueeze(-1).expand(-1, -1, KEY)
+    torch.testing.assert_close(whole((q, k, v, channels, rate)), whole((q, k, v, gate, rate)), rtol=1e-12, atol=1e-12)
+
+
 def state_of(rows: Rows, *, corrected: bool) -> Tensor:
     """The state behind all rows, by the definition."""
     _, k, v, gate, rate = rows
     k = (k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(HEADS // KEY_HEADS, 1)
     state = torch.zeros(HEADS, KEY, VALUE, dtype=k.dtype)
     for key, value, log, b in zip(k, v, gate, rate, strict=True):
-        state = state * log.exp()[:, None, None]
+        state = state * log.exp().reshape(HEADS, -1, 1)
         update = b[:, None] * (value - torch.einsum("hkv,hk->hv", state, key)) if corrected else value
         state = state + torch.einsum("hk,hv->hkv", key, update)
     return state
@@ -97,16 +139,18 @@ def state_of(rows: Rows, *, corrected: bool) -> Tensor:
 FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
          ("triton", torch.float32, 1e-5, "mixed")]  # fmt: skip
 """A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
-PLANS = [(0, True), (1, True), (3, True), (7, True), (3, False)]
-"""K, and whether rows correct."""
+PLANS = [(0, True, None), (1, True, None), (3, True, None), (7, True, None), (3, False, None), (3, True, STRONG),
+         (7, True, STRONG), (1, False, 0.5)]  # fmt: skip
+"""K, whether rows correct, and gates per channel (:func:`rows_of`)."""
 
 
 def decode(
-    form: str, dtype: torch.dtype, k: int, accept: str, *, corrected: bool, cuts: int = 0
+    form: str, dtype: torch.dtype, k: int, accept: str, *, corrected: bool, channels: float | None, cuts: int = 0
 ) -> tuple[list[Tensor], Memory, list[Tensor]]:
     """What all sequences emit under a history, what they share, and the buffers."""
     prompts, more = LENGTHS[form], MORE[form]
-    inputs = [tuple(x.to(DEVICE, dtype) for x in rows_of(n + more, seed)) for seed, n in enumerate(prompts)]
+    given = [rows_of(n + more, seed, channels=channels) for seed, n in enumerate(prompts)]
+    inputs = [tuple(x.to(DEVICE, dtype) for x in rows) for rows in given]
     plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)]
     memory = Memory([3, 0, 5, 2][: len(prompts)])
     one = [x[:1].unsqueeze(0) for x in inputs[0]]
@@ -124,14 +168,16 @@ def decode(
     return run(inputs, plans, memory, call, 0), memory, buffers
 
 
-@pytest.mark.parametrize(("k", "corrected"), PLANS)
-@pytest.mark.parametrize(("form", "dtype", "near", "accept"), FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype", "near", "accept", "k", "corrected", "channels"),
+    [(*form, *plan) for form in FORMS for plan in PLANS if form[0] == "reference" or plan[2] is None],
+)
 def test_any_history_gives_what_the_definition_gives(
-    form: str, dtype: torch.dtype, near: float, k: int, corrected: bool, accept: str
+    form: str, dtype: torch.dtype, near: float, k: int, corrected: bool, accept: str, channels: float | None
 ) -> None:
-    outs, memory, buffers = decode(form, dtype, k, accept, corrected=corrected)
+    outs, memory, buffers = decode(form, dtype, k, accept, corrected=corrected, channels=channels)
     for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS[form], strict=True)):
-        rows = rows_of(length + MORE[form], seed)
+        rows = rows_of(length + MORE[form], seed, channels=channels)
         assert_near(out, whole(rows, corrected=corrected), near)
         settled = int(memory.settled[row])
         assert length <= settled <= length + MORE[form]
@@ -140,11 +186,11 @@ def test_any_history_gives_what_the_definition_gives(
     assert buffers[0][[1, 4]].isnan().all()
 
 
-@pytest.mark.parametrize("corrected", [True, False])
-def test_no_bit_depends_on_the_history(corrected: bool) -> None:
-    wanted, _, _ = decode("triton", torch.float32, 7, "all", corrected=corrected)
+@pytest.mark.parametrize(("corrected", "channels"), [(True, None), (False, None)])
+def test_no_bit_depends_on_the_history(corrected: bool, channels: float | None) -> None:
+    wanted, _, _ = decode("triton", torch.float32, 7, "all", corrected=corrected, channels=channels)
     for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
-        outs, _, _ = decode("triton", torch.float32, k, accept, corrected=corrected, cuts=cuts)
+        outs, _, _ = decode("triton", torch.float32, k, accept, corrected=corrected, channels=channels, cuts=cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
 
 
@@ -156,3 +202,5 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             op(q[:, :, :1].expand(-1, -1, 3, -1), k[:, :, :1].expand(-1, -1, 3, -1), v, gate, rate, scale=1.0)
         with pytest.raises(ValueError, match=r"gate must be \[1, 3, 4\], not \[1, 3, 3\]"):
             op(q, k, v, gate[..., :3], rate, scale=1.0)
+        with pytest.raises(ValueError, match=r"gate must be \[1, 3, 4, 40\], not \[1, 3, 4, 39\]"):
+            op(q, k, v, gate.unsqueeze(-1).expand(-1, -1, -1, KEY - 1), rate, scale=1.0)
