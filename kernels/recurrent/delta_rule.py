@@ -41,6 +41,7 @@ from torch import Tensor
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
+from specgraph.kernels.recurrent.channel_gates_triton import channel_gates_triton
 from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_delta_rule_chunks
 from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
@@ -226,11 +227,8 @@ def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
     return given.v.new_empty(given.v.shape)
 
 
-_NOT_FLOAT64 = not_float64("v")
-
-
-def _has_kernel(given: AnchoredDeltaRule) -> bool:
-    return _NOT_FLOAT64(given) and given.gate.dim() == 3
+def _triton(given: AnchoredDeltaRule) -> Tensor:
+    return channel_gates_triton(given) if given.gate.dim() == 4 else anchored_delta_rule_triton(given)
 
 
 GATED_DELTA_RULE = declare(
@@ -250,7 +248,7 @@ ANCHORED_DELTA_RULE = declare(
         "anchored_delta_rule",
         AnchoredDeltaRule,
         _anchored_delta_rule_fake,
-        triton_or_reference(anchored_delta_rule_triton, anchored_delta_rule_reference, covers=_has_kernel),
+        triton_or_reference(_triton, anchored_delta_rule_reference, covers=not_float64("v")),
         mutates=("state", "keys", "errors", "gates", "inverse"),
     )
 )

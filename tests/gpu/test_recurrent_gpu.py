@@ -12,7 +12,12 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import SpeculativeDecoder
+from specgraph.kernels.recurrent.arguments import GatedDeltaRule
+from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
+from specgraph.kernels.state import RECURRENT
 from tests.decoding import CONFIG
+from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history
+from tests.kernels.recurrent.histories import run as run_history
 from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
 
 PROMPTS = ragged_prompts((1, 40, 17, 100, 2))
@@ -66,7 +71,8 @@ def test_speculation_changes_no_bit(architecture: str) -> None:
                 assert not any(wrong), f"K {k}, batch {batch}, temperature {temperature}: {wrong}"
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "olmo_hybrid", "qwen3_next", "mamba2", "mamba"])
+@pytest.mark.parametrize("architecture", ["lfm2", "olmo_hybrid", "qwen3_next", "kimi_linear", "bailing_hybrid",
+                                          "mamba2", "mamba"])  # fmt: skip
 def test_whatever_was_accepted_the_bits_are_those_of_a_fresh_start(architecture: str) -> None:
     """Drafts are accepted by lot, so that histories are mixed; scoring runs the tokens that came out as a prompt."""
     decoder = decoder_of(architecture, "eagle3", 3, rule="synthetic")
@@ -75,3 +81,43 @@ def test_whatever_was_accepted_the_bits_are_those_of_a_fresh_start(architecture:
     scored = decoder.score(out).logprobs
     wrong = [row for row, (a, b) in enumerate(zip(out.logprobs or [], scored, strict=True)) if not torch.equal(a, b)]
     assert not wrong, f"log-probabilities differ in {wrong}"
+
+
+def kimi_rows(length: int, seed: int, heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys, values, gates per channel and rates of a sequence, with heads as Kimi-Linear has them.
+
+    Queries and keys are bfloat16; values are float32, so that the result is not rounded. Gates are from weak to strong.
+    """
+    generator, size = torch.Generator().manual_seed(seed), 128
+    q, k, v, gate = (torch.randn(length, heads, size, generator=generator) for _ in range(4))
+    strengths = torch.logspace(-4, 2, size)
+    rate = torch.rand(length, heads, generator=generator)
+    rows = q.bfloat16(), k.bfloat16(), v, -torch.nn.functional.softplus(gate) * strengths, rate.bfloat16()
+    return tuple(x.to(DEVICE) for x in rows)
+
+
+def decode(inputs: list[tuple[Tensor, ...]], prompt: int, k: int, accept: str, seed: int) -> list[Tensor]:
+    """What the sequences emit if their prompts are cut at random, and ``k`` rows are drafted behind them."""
+    plans = [[*history(len(rows[0]), prompt + n, k, accept, seed + n)] for n, rows in enumerate(inputs)]
+    form = RECURRENT[torch.ops.specgraph.gated_delta_rule.default]
+    buffers = [buffer.allocate({"B": 4}, DEVICE) for buffer in form.buffers([x[None] for x in inputs[0]], k)]
+
+    def call(*given: Tensor) -> Tensor:
+        q, keys, v, gate, rate, span = given
+        op, options = ANCHORED_DELTA_RULE.form("triton"), {"scale": q.shape[-1] ** -0.5, "normalise": True}
+        return op(q, keys, v, gate, *buffers, span.to(DEVICE), rate, **options)
+
+    return run_history(inputs, plans, Memory([2, 0, 3][: len(inputs)]), call, 0)
+
+
+@pytest.mark.parametrize("heads", [32])
+def test_gates_per_channel_at_the_shapes_of_kimi_linear(heads: int) -> None:
+    inputs = [kimi_rows(length, seed, heads) for seed, length in enumerate((100, 67, 90))]
+    wanted = decode(inputs, 60, 7, "all", 0)
+    for rows, out in zip(inputs, wanted, strict=True):
+        given = GatedDeltaRule(*(x[None].double() for x in rows), scale=128**-0.5, normalise=True)
+        assert_near(out, gated_delta_rule_reference(given)[0].cpu(), 1e-5)
+    for seed, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed"), (7, "mixed")]):
+        for prompt in (2, 60):
+            found = decode(inputs, prompt, k, accept, 10 * seed + prompt)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), f"K {k}, prompt {prompt}"
