@@ -105,7 +105,8 @@ def decode(inputs: list[tuple[Tensor, ...]], prompt: int, k: int, accept: str, s
     def call(*given: Tensor) -> Tensor:
         q, keys, v, gate, rate, span = given
         op, options = ANCHORED_DELTA_RULE.form("triton"), {"scale": q.shape[-1] ** -0.5, "normalise": True}
-        return op(q, keys, v, gate, *buffers, span.to(DEVICE), rate, **options)
+        out: Tensor = op(q, keys, v, gate, *buffers, span.to(DEVICE), rate, **options)
+        return out
 
     return run_history(inputs, plans, Memory([2, 0, 3][: len(inputs)]), call, 0)
 
