@@ -1,6 +1,6 @@
-"""Measure the acceptance tables of the tiny-math model card: 200 GSM8K test questions, every drafter.
+"""Measure the acceptance tables of a model card: 200 GSM8K test questions, every drafter.
 
-Prints Markdown. On two cores all of it takes about an hour; the arguments choose a part.
+Prints Markdown. On two cores all of tiny-math takes about an hour; the arguments choose a part, or other models.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,18 +20,8 @@ from specgraph import SpeculativeDecoder
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models" / "tiny-math"
-DRAFTS: dict[str, Path | None] = {
-    "draft_model": MODELS / "draft",
-    "eagle3": MODELS / "eagle3",
-    "peagle": MODELS / "peagle",
-    "eagle": MODELS / "eagle",
-    "medusa": MODELS / "medusa",
-    "mtp": MODELS / "mtp",
-    "dflash": MODELS / "dflash",
-    "dspark": MODELS / "dspark",
-    "ngram": None,
-    "suffix": None,
-}
+LOOKUPS = ("ngram", "suffix")
+HEADS = ("eagle3", "peagle", "eagle", "mtp", "medusa", "dflash", "dspark")
 MATCHES = {"medusa": (2, 4, 8), "eagle3": (4, 8)}
 """How many tokens must match for a lookup in front of each of these drafters."""
 NEW_TOKENS = 160
@@ -38,21 +29,38 @@ CUTS = (10, 40, 70)
 BATCH = 100
 
 
-def load_prompts(count: int) -> list[Tensor]:
+@dataclass(frozen=True)
+class Models:
+    """A folder with a target and its drafts, each in a folder that is named after its kind."""
+
+    folder: Path
+
+    @property
+    def names(self) -> list[str]:
+        """The drafters that can be measured."""
+        return [*(name for name in ("draft_model", *HEADS) if self.draft(name)), *LOOKUPS]
+
+    def draft(self, name: str) -> Path | None:
+        """The folder of a draft, if there is one."""
+        folder = self.folder / {"draft_model": "draft"}.get(name, name)
+        return folder if folder.is_dir() else None
+
+
+def load_prompts(models: Models, count: int) -> list[Tensor]:
     """The first questions as prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    tokenizer = AutoTokenizer.from_pretrained(models.folder / "target")
     lines = (HERE / "data" / "gsm8k_test_200.jsonl").read_text().splitlines()[:count]
     return [tokenizer(f"Question: {json.loads(line)['question']}\nAnswer:", return_tensors="pt").input_ids[0]
             for line in lines]  # fmt: skip
 
 
-def make_decoder(name: str, k: int, rule: str = "strict", **options: object) -> SpeculativeDecoder:
+def make_decoder(models: Models, name: str, k: int, rule: str = "strict", **options: object) -> SpeculativeDecoder:
     """A decoder of the target drafted by ``name``; ``options`` are further keys of ``draft``."""
-    target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(models.folder / "target", dtype=torch.float32)
     kind = {"peagle": "eagle3"}.get(name, name)
     draft = {"kind": kind, "num_speculative_tokens": k, **options}
     cfg = {"draft": draft, "verify": {"rule": rule}, "max_batch_size": 1000}
-    return specgraph.compile_speculative(target, cfg, draft=DRAFTS.get(name))
+    return specgraph.compile_speculative(target, cfg, draft=models.draft(name))
 
 
 def row(label: str, k: int, counts: list[int]) -> str:
@@ -68,31 +76,31 @@ def head(title: str, k: int) -> None:
     print(f"\n{title}, K = {k}:\n\n| | acceptance length | {positions} | steps |\n|{'---|' * (k + 3)}")
 
 
-def greedy_table(prompts: list[Tensor], names: list[str], k: int) -> None:
+def greedy_table(models: Models, prompts: list[Tensor], names: list[str], k: int) -> None:
     """Whole answers at temperature 0; the tokens must be those of plain decoding."""
-    plain = make_decoder("none", k).generate(prompts, max_new_tokens=NEW_TOKENS)
+    plain = make_decoder(models, "none", k).generate(prompts, max_new_tokens=NEW_TOKENS)
     head(f"Temperature 0, {len(prompts)} questions, up to {NEW_TOKENS} tokens each, rule `strict`", k)
     for name in names:
-        out = make_decoder(name, k).generate(prompts, max_new_tokens=NEW_TOKENS)
+        out = make_decoder(models, name, k).generate(prompts, max_new_tokens=NEW_TOKENS)
         differing = sum(not torch.equal(a, b) for a, b in zip(out.new_tokens, plain.new_tokens, strict=True))
         counts = [n for sequence in out.stats.emitted_per_step for n in sequence]
         print(row(f"{name}, {differing} sequences differ from plain decoding", k, counts), flush=True)
 
 
-def first_table(prompts: list[Tensor], names: list[str], k: int) -> None:
+def first_table(models: Models, prompts: list[Tensor], names: list[str], k: int) -> None:
     """Whole answers at temperature 0, with and without a lookup in front of the drafter."""
     head(f"Temperature 0, {len(prompts)} questions, `draft.first=ngram`", k)
     for name in filter(names.__contains__, MATCHES):
         for match in (None, *MATCHES[name]):
             options = {} if match is None else {"first": "ngram", "first_match": match}
-            out = make_decoder(name, k, **options).generate(prompts, max_new_tokens=NEW_TOKENS)
+            out = make_decoder(models, name, k, **options).generate(prompts, max_new_tokens=NEW_TOKENS)
             label = name if match is None else f"{name}, n-gram first where {match} tokens match"
             print(row(label, k, [n for sequence in out.stats.emitted_per_step for n in sequence]), flush=True)
 
 
-def sampled_table(prompts: list[Tensor], names: list[str], k: int) -> None:
+def sampled_table(models: Models, prompts: list[Tensor], names: list[str], k: int) -> None:
     """The first decode step after the same prefixes, so that rules are compared on the same ground."""
-    plain = make_decoder("none", k)
+    plain = make_decoder(models, "none", k)
     texts = plain.generate(prompts, max_new_tokens=max(CUTS), temperature=1.0, seed=0).new_tokens
     prefixes = [
         torch.cat([p, t[:cut]]) for p, t in zip(prompts, texts, strict=True) for cut in CUTS if len(t) > cut - 1
@@ -101,7 +109,7 @@ def sampled_table(prompts: list[Tensor], names: list[str], k: int) -> None:
     head(f"Temperature 1, first decode step after {len(prefixes)} prefixes x 2 seeds", k)
     for name in names:
         for rule in ("strict", "probabilistic", "block"):
-            counts = first_steps(make_decoder(name, k, rule), prefixes, k)
+            counts = first_steps(make_decoder(models, name, k, rule), prefixes, k)
             print(row(f"{name}, {rule}", k, counts), flush=True)
 
 
@@ -123,12 +131,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", type=int, nargs="?", default=200, help="how many questions (200)")
     parser.add_argument("tables", nargs="*", choices=TABLES, default=list(TABLES), help="all tables, if none is named")
-    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS), help="all of them")
+    parser.add_argument("--models", type=Path, default=MODELS, help="a folder with target and drafts (tiny-math)")
+    parser.add_argument("--drafts", nargs="+", help="all of the folder, and lookups")
     parser.add_argument("--k", type=int, default=5, help="drafts per step (5)")
     options = parser.parse_args()
-    prompts = load_prompts(options.questions)
+    models = Models(options.models)
+    unknown = set(options.drafts or ()) - set(models.names)
+    if unknown:
+        parser.error(f"--drafts: {models.folder} has no {', '.join(sorted(unknown))}; it has {', '.join(models.names)}")
+    prompts = load_prompts(models, options.questions)
     for name in options.tables:
-        TABLES[name](prompts, options.drafts, options.k)
+        TABLES[name](models, prompts, options.drafts or models.names, options.k)
 
 
 if __name__ == "__main__":
