@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CachedConv, CausalConv
+from specgraph.kernels.recurrent.conv_cpu import cached_conv_cpu
 from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.span import check_span, keep_rows, known_rows, spans
@@ -83,7 +84,11 @@ CACHED_CONV = declare(
         "cached_conv",
         CachedConv,
         _cached_conv_fake,
-        triton_or_reference(cached_conv_triton, cached_conv_reference, covers=not_float64("x")),
+        with_cpu(
+            triton_or_reference(cached_conv_triton, cached_conv_reference, covers=not_float64("x")),
+            cached_conv_cpu,
+            covers=not_float64("x"),
+        ),
         mutates=("inputs",),
     )
 )

@@ -13,6 +13,13 @@ from specgraph.kernels.recurrent.span import RecurrentSpan, SettleSpan, recurren
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAR = 1 << 20
+ALL = slice(None)
+"""Sequences that run together: all."""
+
+
+def device_of(form: str) -> str:
+    """Where a variant is tested."""
+    return "cpu" if form == "cpu" else DEVICE
 
 
 class Window(NamedTuple):

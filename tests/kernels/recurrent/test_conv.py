@@ -10,13 +10,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 from specgraph.kernels.recurrent.arguments import CausalConv
 from specgraph.kernels.recurrent.conv import CACHED_CONV, causal_conv_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
+from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
 
 CHANNELS, LENGTHS = 6, (1, 2, 5, 40)
 PLANS = [(1, 3), (3, 0), (4, 1), (4, 7)]
 """The number of weights, and K."""
 FORMS = [*(("reference", torch.float64, 1e-12, accept) for accept in ("none", "all", "mixed")),
-         ("triton", torch.float32, 1e-6, "mixed")]  # fmt: skip
+         *((form, torch.float32, 1e-6, "mixed") for form in ("triton", "cpu"))]  # fmt: skip
 """A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 
 
@@ -46,19 +46,20 @@ def test_it_is_the_function_of_transformers_and_its_definition(width: int, activ
 
 
 def decode(
-    form: str, dtype: torch.dtype, width: int, k: int, accept: str, cuts: int = 0
+    form: str, dtype: torch.dtype, width: int, k: int, accept: str, cuts: int = 0, own: slice = ALL
 ) -> tuple[list[Tensor], Tensor]:
-    """What all sequences emit under a history, and the inputs that are kept."""
-    weight, bias = (part.to(DEVICE, dtype) for part in weights(width))
-    inputs = [(inputs_of(n + 12, n).to(DEVICE, dtype),) for n in LENGTHS]
-    plans = [[*history(n + 12, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)]
-    memory = Memory([2, 4, 0, 1])
+    """What sequences emit under a history, by default all of them, and the inputs that are kept."""
+    device = device_of(form)
+    weight, bias = (part.to(device, dtype) for part in weights(width))
+    inputs = [(inputs_of(n + 12, n).to(device, dtype),) for n in LENGTHS[own]]
+    plans = [[*history(n + 12, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)][own]
+    memory = Memory([2, 4, 0, 1][own])
     form_with_state = RECURRENT[torch.ops.specgraph.causal_conv.default]
-    (kept,) = (b.allocate({"B": 5}, DEVICE) for b in form_with_state.buffers([inputs[0][0].unsqueeze(0), weight], k))
+    (kept,) = (b.allocate({"B": 5}, device) for b in form_with_state.buffers([inputs[0][0].unsqueeze(0), weight], k))
     kept.fill_(torch.nan)
 
     def call(x: Tensor, span: Tensor) -> Tensor:
-        return CACHED_CONV.form(form)(x, weight, kept, span.to(DEVICE), bias, activation="silu")
+        return CACHED_CONV.form(form)(x, weight, kept, span.to(device), bias, activation="silu")
 
     return run(inputs, plans, memory, call, 1), kept
 
@@ -81,9 +82,13 @@ def test_any_history_gives_what_the_definition_gives(
     assert kept[3].isnan().all()
 
 
+@pytest.mark.parametrize("form", ["triton", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_bit_depends_on_the_history(dtype: torch.dtype) -> None:
-    wanted, _ = decode("triton", dtype, 4, 7, "all")
+def test_no_bit_depends_on_the_history(form: str, dtype: torch.dtype) -> None:
+    wanted, _ = decode(form, dtype, 4, 7, "all")
     for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
-        outs, _ = decode("triton", dtype, 4, k, accept, cuts)
+        outs, _ = decode(form, dtype, 4, k, accept, cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    for number, own in enumerate(wanted):
+        (alone,), _ = decode(form, dtype, 4, 3, "mixed", own=slice(number, number + 1))
+        assert torch.equal(alone, own)
