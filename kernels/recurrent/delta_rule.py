@@ -39,10 +39,11 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.channel_gates_triton import channel_gates_triton
 from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_delta_rule_chunks
+from specgraph.kernels.recurrent.delta_rule_cpu import anchored_delta_rule_cpu, covers_cpu
 from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
@@ -248,7 +249,11 @@ ANCHORED_DELTA_RULE = declare(
         "anchored_delta_rule",
         AnchoredDeltaRule,
         _anchored_delta_rule_fake,
-        triton_or_reference(_triton, anchored_delta_rule_reference, covers=not_float64("v")),
+        with_cpu(
+            triton_or_reference(_triton, anchored_delta_rule_reference, covers=not_float64("v")),
+            anchored_delta_rule_cpu,
+            covers=covers_cpu,
+        ),
         mutates=("state", "keys", "errors", "gates", "inverse"),
     )
 )

@@ -19,11 +19,12 @@ from specgraph.frontend.recurrent import mamba2_hook
 from specgraph.kernels.recurrent.arguments import CHUNK, GatedDeltaRule
 from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
+from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
 
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 40, 6
 LENGTHS = {"reference": (1, 5, CHUNK, 3 * CHUNK + 5), "triton": (1, CHUNK, 2 * CHUNK + 5)}
-MORE = {"reference": 24, "triton": 12}
+LENGTHS["cpu"] = LENGTHS["reference"]
+MORE = {"reference": 24, "triton": 12, "cpu": 24}
 """Prompts, and how much further every sequence is decoded, which is across a boundary; less in the interpreter."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -137,7 +138,7 @@ def state_of(rows: Rows, *, corrected: bool) -> Tensor:
 
 
 FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
-         ("triton", torch.float32, 1e-5, "mixed")]  # fmt: skip
+         *((form, torch.float32, 1e-5, "mixed") for form in ("triton", "cpu"))]  # fmt: skip
 """A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 PLANS = [(0, True, None), (1, True, None), (3, True, None), (7, True, None), (3, False, None), (3, True, STRONG),
          (7, True, STRONG), (1, False, 0.5)]  # fmt: skip
@@ -145,17 +146,18 @@ PLANS = [(0, True, None), (1, True, None), (3, True, None), (7, True, None), (3,
 
 
 def decode(
-    form: str, dtype: torch.dtype, k: int, accept: str, *, corrected: bool, channels: float | None, cuts: int = 0
-) -> tuple[list[Tensor], Memory, list[Tensor]]:
-    """What all sequences emit under a history, what they share, and the buffers."""
-    prompts, more = LENGTHS[form], MORE[form]
+    form: str, dtype: torch.dtype, k: int, accept: str, *, corrected: bool, channels: float | None = None,
+    cuts: int = 0, own: slice = ALL,
+) -> tuple[list[Tensor], Memory, list[Tensor]]:  # fmt: skip
+    """What sequences emit under a history, by default all of them, what they share, and the buffers."""
+    prompts, more, device = LENGTHS[form], MORE[form], device_of(form)
     given = [rows_of(n + more, seed, channels=channels) for seed, n in enumerate(prompts)]
-    inputs = [tuple(x.to(DEVICE, dtype) for x in rows) for rows in given]
-    plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)]
-    memory = Memory([3, 0, 5, 2][: len(prompts)])
+    inputs = [tuple(x.to(device, dtype) for x in rows) for rows in given][own]
+    plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)][own]
+    memory = Memory([3, 0, 5, 2][: len(prompts)][own])
     one = [x[:1].unsqueeze(0) for x in inputs[0]]
     state = RECURRENT[torch.ops.specgraph.gated_delta_rule.default].buffers(one, k)
-    buffers = [buffer.allocate({"B": 6}, DEVICE) for buffer in state]
+    buffers = [buffer.allocate({"B": 6}, device) for buffer in state]
     # Rows of nobody hold NaN, and so does what a sequence has not written yet.
     for buffer in buffers[1:]:
         buffer.fill_(torch.nan)
@@ -163,15 +165,18 @@ def decode(
 
     def call(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, rate: Tensor, span: Tensor) -> Tensor:
         run = ANCHORED_DELTA_RULE.form(form)
-        return run(q, k, v, gate, *buffers, span.to(DEVICE), rate if corrected else None, scale=SCALE, normalise=True)
+        return run(q, k, v, gate, *buffers, span.to(device), rate if corrected else None, scale=SCALE, normalise=True)
 
     return run(inputs, plans, memory, call, 0), memory, buffers
 
 
-@pytest.mark.parametrize(("k", "corrected", "channels"), PLANS)
-@pytest.mark.parametrize(("form", "dtype", "near", "accept"), FORMS)
+COVERED = [(*form, *plan) for form in FORMS for plan in PLANS if form[0] != "cpu" or plan[2] is None]
+"""On a CPU, gates per channel are computed by the reference."""
+
+
+@pytest.mark.parametrize(("form", "dtype", "near", "accept", "k", "corrected", "channels"), COVERED)
 def test_any_history_gives_what_the_definition_gives(
-    form: str, dtype: torch.dtype, near: float, k: int, corrected: bool, accept: str, channels: float | None
+    form: str, dtype: torch.dtype, near: float, accept: str, k: int, corrected: bool, channels: float | None
 ) -> None:
     outs, memory, buffers = decode(form, dtype, k, accept, corrected=corrected, channels=channels)
     for seed, (out, row, length) in enumerate(zip(outs, memory.rows.tolist(), LENGTHS[form], strict=True)):
@@ -184,12 +189,19 @@ def test_any_history_gives_what_the_definition_gives(
     assert buffers[0][[1, 4]].isnan().all()
 
 
-@pytest.mark.parametrize(("corrected", "channels"), [(True, None), (False, None), (True, STRONG)])
-def test_no_bit_depends_on_the_history(corrected: bool, channels: float | None) -> None:
-    wanted, _, _ = decode("triton", torch.float32, 7, "all", corrected=corrected, channels=channels)
+@pytest.mark.parametrize(
+    ("form", "corrected", "channels"),
+    [*((form, corrected, None) for form in ("triton", "cpu") for corrected in (True, False)), ("triton", True, STRONG)],
+)
+def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: float | None) -> None:
+    wanted, _, _ = decode(form, torch.float32, 7, "all", corrected=corrected, channels=channels)
     for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
-        outs, _, _ = decode("triton", torch.float32, k, accept, corrected=corrected, channels=channels, cuts=cuts)
+        outs, _, _ = decode(form, torch.float32, k, accept, corrected=corrected, channels=channels, cuts=cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    for number, own in enumerate(wanted):
+        one = slice(number, number + 1)
+        (alone,), _, _ = decode(form, torch.float32, 3, "mixed", corrected=corrected, channels=channels, own=one)
+        assert torch.equal(alone, own)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
