@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan
 from specgraph.kernels.recurrent.last_rows import row_buffer
+from specgraph.kernels.recurrent.scan_cpu import anchored_scan_cpu
 from specgraph.kernels.recurrent.scan_triton import anchored_scan_triton
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
@@ -111,7 +112,11 @@ ANCHORED_SCAN = declare(
         "anchored_scan",
         AnchoredScan,
         _anchored_scan_fake,
-        triton_or_reference(anchored_scan_triton, anchored_scan_reference, covers=not_float64("x")),
+        with_cpu(
+            triton_or_reference(anchored_scan_triton, anchored_scan_reference, covers=not_float64("x")),
+            anchored_scan_cpu,
+            covers=not_float64("x"),
+        ),
         mutates=("state", "steps", "entered", "places"),
     )
 )

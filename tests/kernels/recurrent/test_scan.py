@@ -11,15 +11,16 @@ from specgraph.frontend.recurrent import mamba_hook
 from specgraph.kernels.recurrent.arguments import CHUNK, SelectiveScan
 from specgraph.kernels.recurrent.scan import ANCHORED_SCAN, selective_scan_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history, run
+from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
 
 CHANNELS, SIZE = 6, 4
 LENGTHS = {"reference": (1, 5, CHUNK, 2 * CHUNK + 5), "triton": (1, CHUNK, CHUNK + 5)}
-MORE = {"reference": 24, "triton": 12}
+LENGTHS["cpu"] = LENGTHS["reference"]
+MORE = {"reference": 24, "triton": 12, "cpu": 24}
 """Prompts, and how much further every sequence is decoded, which is across a boundary; less in the interpreter."""
 DECAY = -torch.linspace(0.1, 4, CHANNELS * SIZE, dtype=torch.float64).reshape(CHANNELS, SIZE)
 FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
-         ("triton", torch.float32, 1e-5, "mixed")]  # fmt: skip
+         *((form, torch.float32, 1e-5, "mixed") for form in ("triton", "cpu"))]  # fmt: skip
 """A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -51,21 +52,23 @@ def test_it_is_the_function_of_transformers(gated: bool) -> None:
     assert (theirs - ours).abs().max() <= 1e-5 * ours.abs().max()
 
 
-def decode(form: str, dtype: torch.dtype, k: int, accept: str, cuts: int = 0) -> tuple[list[Tensor], Memory, Tensor]:
-    """What all sequences emit under a history, what they share, and the states."""
-    prompts, more = LENGTHS[form], MORE[form]
-    inputs = [tuple(x.to(DEVICE, dtype) for x in rows_of(n + more, seed)) for seed, n in enumerate(prompts)]
-    plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)]
-    memory, decay = Memory([3, 0, 5, 2][: len(prompts)]), DECAY.to(DEVICE, dtype)
+def decode(
+    form: str, dtype: torch.dtype, k: int, accept: str, cuts: int = 0, own: slice = ALL
+) -> tuple[list[Tensor], Memory, Tensor]:
+    """What sequences emit under a history, by default all of them, what they share, and the states."""
+    prompts, more, device = LENGTHS[form], MORE[form], device_of(form)
+    inputs = [tuple(x.to(device, dtype) for x in rows_of(n + more, seed)) for seed, n in enumerate(prompts)][own]
+    plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)][own]
+    memory, decay = Memory([3, 0, 5, 2][: len(prompts)][own]), DECAY.to(device, dtype)
     x, dt, _, _ = inputs[0]
     state = RECURRENT[torch.ops.specgraph.selective_scan.default].buffers([x[None], dt[None], decay], k)
-    buffers = [buffer.allocate({"B": 6}, DEVICE) for buffer in state]
+    buffers = [buffer.allocate({"B": 6}, device) for buffer in state]
     for buffer in buffers[1:]:
         buffer.fill_(torch.nan)
     buffers[0][[1, 4]] = torch.nan
 
     def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, span: Tensor) -> Tensor:
-        return ANCHORED_SCAN.form(form)(x, dt, decay, b, c, *buffers, span.to(DEVICE))
+        return ANCHORED_SCAN.form(form)(x, dt, decay, b, c, *buffers, span.to(device))
 
     return run(inputs, plans, memory, call, 1), memory, buffers[0]
 
@@ -91,8 +94,12 @@ def test_any_history_gives_what_the_definition_gives(
     assert states[[1, 4]].isnan().all()
 
 
-def test_no_bit_depends_on_the_history() -> None:
-    wanted, _, _ = decode("triton", torch.float32, 7, "all")
+@pytest.mark.parametrize("form", ["triton", "cpu"])
+def test_no_bit_depends_on_the_history(form: str) -> None:
+    wanted, _, _ = decode(form, torch.float32, 7, "all")
     for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
-        outs, _, _ = decode("triton", torch.float32, k, accept, cuts)
+        outs, _, _ = decode(form, torch.float32, k, accept, cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+    for number, own in enumerate(wanted):
+        (alone,), _, _ = decode(form, torch.float32, 3, "mixed", own=slice(number, number + 1))
+        assert torch.equal(alone, own)
