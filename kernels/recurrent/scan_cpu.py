@@ -1,8 +1,7 @@
 """The selective scan on a CPU: row after row from the boundary on, for all sequences and channels of a call at once.
 
-What enters the states and how they decay is computed for a whole chunk, and only two operations follow each other from
-row to row. All are operations on single elements and sums over a dimension of fixed size, so the bits of a row are a
-function of the state at the boundary and of the rows since.
+All are operations on single elements and sums over a dimension of fixed size. So the bits of a row are a function of the
+state at the boundary and of the rows since. Tiles that end before others go on with numbers that nobody reads.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ def _carry(given: AnchoredScan, tiles: Tiles, out: Tensor) -> None:
         own.index_copy_(0, tiles.rows.lines, tiles.rows.of(grid))
     current = tiles.current(given.state)
     for stage in tiles.stages:
-        states = _states(current, given.a, *(_columns(own, stage) for own in lines))
-        lanes, read = tiles.lanes[:, stage.first : stage.end], c[:, stage.first : stage.end].unsqueeze(2)
-        places = lanes * lanes.shape[1] + torch.arange(lanes.shape[1], device="cpu")
-        found = states.flatten(0, 1).index_select(0, places.flatten()).view(*lanes.shape, *states.shape[2:])
-        out.index_copy_(0, stage.rows.call, stage.rows.of(found.mul_(read).sum(-1)))
+        read = torch.zeros(CHUNK * (stage.end - stage.first), c.shape[2], dtype=c.dtype, device="cpu")
+        read.index_copy_(0, stage.rows.places, stage.rows.of(c[:, stage.first : stage.end]))
+        current, results = _states(current, given.a, *(_columns(own, stage) for own in lines), read, stage)
+        out.index_copy_(0, stage.rows.call, results.index_select(0, stage.rows.places))
         if len(stage.folded):
-            folded = states[-1].index_select(0, stage.folded)
+            folded = current.index_select(0, stage.folded)
             given.state.index_copy_(0, stage.states, folded.index_select(0, stage.kept))
             current = folded.index_select(0, stage.going_on)
     for cache, own in zip(caches, lines, strict=True):
@@ -47,14 +45,24 @@ def _carry(given: AnchoredScan, tiles: Tiles, out: Tensor) -> None:
 
 
 def _columns(lines: Tensor, stage: Stage) -> Tensor:
-    """The rows of all tiles of a stage, one after the other: ``[L, n, ...]``."""
-    own = lines.index_select(0, stage.lines).view(-1, CHUNK, *lines.shape[1:])
-    return own[:, : stage.depth].transpose(0, 1).contiguous()
+    """The rows of all tiles of a stage, place by place: ``[CHUNK, n, ...]``."""
+    return lines.index_select(0, stage.lines).view(-1, CHUNK, *lines.shape[1:]).transpose(0, 1)
 
 
-def _states(current: Tensor, a: Tensor, dt: Tensor, entered: Tensor, b: Tensor) -> Tensor:
-    """The states ``[L, n, D, N]`` behind each of ``L`` rows, from those ``[n, D, N]`` in front of them."""
-    states, added = (dt.unsqueeze(-1) * a).exp_(), entered.unsqueeze(-1) * b.unsqueeze(-2)
-    for state, row in zip(states, added, strict=True):
-        current = state.mul_(current).add_(row)
-    return states
+def _states(
+    current: Tensor, a: Tensor, dt: Tensor, entered: Tensor, b: Tensor, read: Tensor, stage: Stage
+) -> tuple[Tensor, Tensor]:
+    """The states ``[n, D, N]`` behind the last place, and what is read at each, ``[CHUNK * n, D]``.
+
+    All work is on three tensors of the size of a state, which stay in the processor's caches. The first state is a view
+    of the one that is kept, and not written.
+    """
+    state, decay, other = torch.empty_like(current), torch.empty_like(current), torch.empty_like(current)
+    results, c = dt.new_zeros(CHUNK, *current.shape[:2]), read.view(CHUNK, -1, 1, read.shape[1])
+    for place in range(stage.depth):
+        torch.mul(dt[place].unsqueeze(-1), a, out=decay).exp_()
+        torch.mul(entered[place].unsqueeze(-1), b[place].unsqueeze(1), out=other)
+        current = torch.mul(current, decay, out=state).add_(other)
+        if place >= stage.begin:
+            torch.sum(torch.mul(current, c[place], out=other), -1, out=results[place])
+    return current, results.flatten(0, 1)

@@ -33,11 +33,13 @@ class Rows(NamedTuple):
         grid: int64 ``[m]``, where each is in their grid ``[R * n]``; None if the grid has these rows in this order.
         call: int64 ``[m]``, where each is in the ``[B * T]`` rows of the call.
         lines: int64 ``[m]``, which line each has.
+        places: int64 ``[m]``, where each is in tiles that lie place by place, ``[CHUNK * n]``.
     """
 
     grid: Tensor | None
     call: Tensor
     lines: Tensor
+    places: Tensor
 
     def of(self, grid: Tensor) -> Tensor:
         """These rows of ``grid`` ``[R, n, ...]``: ``[m, ...]``."""
@@ -50,7 +52,7 @@ class Stage(NamedTuple):
 
     Attributes:
         first, end: which of the call's tiles they are.
-        depth: how many places of a tile are taken at most.
+        begin, depth: the least place of a new row, and how many places of a tile are taken at most.
         lines: int64 ``[n * CHUNK]``, the line of every row; rows that are not there have the line of one that is.
         rows: their new rows.
         folded: int64 ``[f]``, the tiles whose rows are added to the state, counted from ``first``.
@@ -61,6 +63,7 @@ class Stage(NamedTuple):
 
     first: int
     end: int
+    begin: int
     depth: int
     lines: Tensor
     rows: Rows
@@ -255,7 +258,8 @@ def _rows(tiles: list[_Tile], width: int, rows: int) -> Rows:
              for r in range(width) for n, tile in enumerate(tiles) if tile.old + r < tile.end]  # fmt: skip
     call = _index(tile.own.entry * rows + position - tile.own.begin for _, tile, position in found)
     lines = _index(tile.line(position) for _, tile, position in found)
-    return Rows(_index_unless([place for place, _, _ in found], width * len(tiles)), call, lines)
+    places = _index((position - tile.first) * len(tiles) + place % len(tiles) for place, tile, position in found)
+    return Rows(_index_unless([place for place, _, _ in found], width * len(tiles)), call, lines, places)
 
 
 def _stage(tiles: list[_Tile], first: int, width: int, rows: int) -> Stage:
@@ -265,6 +269,7 @@ def _stage(tiles: list[_Tile], first: int, width: int, rows: int) -> Stage:
     return Stage(
         first,
         first + len(tiles),
+        min(tile.old for tile in tiles),
         max(tile.end for tile in tiles),
         _lines(tiles),
         _rows(tiles, width, rows),
