@@ -13,6 +13,7 @@ is not there: with 8 heads of 64 by 64, the products of 1 row with the state tak
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,9 +55,14 @@ def covers_cpu(given: AnchoredDeltaRule) -> bool:
 def anchored_delta_rule_cpu(given: AnchoredDeltaRule) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` in float32 or lower precision."""
     tiles = tiles_of(given.span, given.v.shape[1], given.keys.shape[1])
+    if tiles is None:
+        return torch.zeros(given.v.shape, dtype=given.v.dtype, device="cpu")
+    parts = [*_carry(given, tiles, _prepare(given, tiles))]
+    if tiles.grid is None and len(parts) == 1 and tiles.rows.grid is None:
+        return parts[0].to(given.v.dtype).view(given.v.shape)
     out = torch.zeros(given.v.shape, dtype=given.v.dtype, device="cpu")
-    if tiles is not None:
-        _carry(given, tiles, _prepare(given, tiles), out.flatten(0, 1))
+    for stage, part in zip(tiles.stages, parts, strict=True):
+        out.flatten(0, 1).index_copy_(0, stage.rows.call, stage.rows.of(part).to(out.dtype))
     return out
 
 
@@ -110,7 +116,7 @@ def _inverse(given: AnchoredDeltaRule, tiles: Tiles, factors: Tensor) -> Tensor:
     """
     heads, lines = factors.shape[2], tiles.open(given.inverse)
     known = lines.index_select(0, tiles.lines).view(-1, CHUNK, heads, CHUNK).transpose(1, 2)
-    found = torch.where(tiles.cached, known, torch.eye(CHUNK, device="cpu")).contiguous()
+    found = torch.where(tiles.cached, known, tiles.unknown).contiguous()
     rows = factors.new_empty(factors.shape)
     for own, row, lanes in zip(factors, rows, tiles.lanes, strict=True):
         torch.bmm(own.flatten(0, 1).unsqueeze(1), found.flatten(0, 1), out=row.flatten(0, 1).unsqueeze(1))
@@ -120,8 +126,8 @@ def _inverse(given: AnchoredDeltaRule, tiles: Tiles, factors: Tensor) -> Tensor:
     return found
 
 
-def _carry(given: AnchoredDeltaRule, tiles: Tiles, ready: _Prepared, out: Tensor) -> None:
-    """Write the rows of ``out`` ``[B * T, H, Dv]``, stage after stage, and keep errors and states."""
+def _carry(given: AnchoredDeltaRule, tiles: Tiles, ready: _Prepared) -> Iterator[Tensor]:
+    """Give the result of each stage, ``[R, n, H, Dv]``, and keep errors and states."""
     lines, current = tiles.open(given.errors), tiles.current(given.state)
     for stage in tiles.stages:
         part = slice(stage.first, stage.end)
@@ -133,8 +139,7 @@ def _carry(given: AnchoredDeltaRule, tiles: Tiles, ready: _Prepared, out: Tensor
         lines.index_copy_(0, stage.rows.lines, stage.rows.of(errors))
         every = lines.index_select(0, stage.lines).view(-1, CHUNK, *values.shape[2:]).transpose(1, 2).contiguous()
         inside = _by_row(ready.scores[:, part].flatten(1, 2).unsqueeze(2), every.flatten(0, 1)).view(values.shape)
-        result = inside.add_(read[..., 0, :] * left)
-        out.index_copy_(0, stage.rows.call, stage.rows.of(result).to(out.dtype))
+        yield inside.add_(read[..., 0, :] * left)
         if len(stage.folded):
             folded = _folded(stage, ready, current, every)
             given.state.index_copy_(0, stage.states, folded.index_select(0, stage.kept))
@@ -157,11 +162,13 @@ def _folded(stage: Stage, ready: _Prepared, current: Tensor, errors: Tensor) -> 
 
 def _for_heads(asked: Tensor, heads: int) -> Tensor:
     """What is asked by each head of values, ``[R, N, H, m, Dk]``."""
-    return asked.repeat_interleave(heads // asked.shape[2], 2)
+    return asked.unsqueeze(3).expand(-1, -1, -1, heads // asked.shape[2], -1, -1).flatten(2, 3)
 
 
 def _by_row(rows: Tensor, matrices: Tensor) -> Tensor:
     """Products ``[R, X, m, E]`` of ``[R, X, m, D]`` with ``[X, D, E]``, of the same shape whatever R and X are."""
+    if len(rows) == 1:
+        return torch.bmm(rows[0], matrices).unsqueeze(0)
     out = rows.new_empty(*rows.shape[:3], matrices.shape[2])
     for own, result in zip(rows, out, strict=True):
         torch.bmm(own, matrices, out=result)

@@ -1,7 +1,7 @@
 """The selective scan on a CPU: row after row from the boundary on, for all sequences and channels of a call at once.
 
-All are operations on single elements and sums over a dimension of fixed size. So the bits of a row are a function of the
-state at the boundary and of the rows since. Tiles that end before others go on with numbers that nobody reads.
+All are operations on single elements and sums over a dimension of fixed size, so the bits of a row are a function of
+the state at the boundary and of the rows since. Tiles that end before others go on with numbers that nobody reads.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ class Tiles:
             none in front of them.
         unit: float32 ``[R, N, 1, CHUNK]``, 1 at the row itself, else 0.
         cached: bool ``[N, 1, CHUNK, 1]``, which rows of a tile are known.
+        unknown: float32 ``[CHUNK, CHUNK]``, unit vectors.
         lines, rows: those of all stages.
     """
 
@@ -103,6 +104,7 @@ class Tiles:
     before: Tensor
     unit: Tensor
     cached: Tensor
+    unknown: Tensor
     lines: Tensor
     rows: Rows
     stages: tuple[Stage, ...]
@@ -230,6 +232,7 @@ def _tiles(active: tuple[Span, ...], total: int, rows: int, slots: int) -> Tiles
         -in_front.float(),
         (places == found).float(),
         places.view(-1, 1) < old.view(-1, 1, 1, 1),
+        torch.eye(CHUNK, device="cpu"),
         _lines(tiles),
         _rows(tiles, width, rows),
         tuple(_stage(stage, first, width, rows) for stage, first in zip(stages, starts, strict=False)),
