@@ -65,6 +65,15 @@ def test_greedy_tokens_are_those_of_the_models_own_forward(architecture: str, k:
     assert cut(out.new_tokens) == cut(own_greedy(architecture))
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2", "falcon_h1", "mamba2", "mamba"])
+def test_the_forms_for_cpus_give_the_tokens_of_the_references(architecture: str) -> None:
+    """In float32, which they compute, with drafts and without, and together and alone."""
+    plain, drafted = (compiled(make_model(architecture), kind, 3) for kind in ("none", "ngram"))
+    together = [cut(decoder.generate(PROMPTS, max_new_tokens=NEW).new_tokens) for decoder in (plain, drafted)]
+    alone = [cut(drafted.generate([prompt], max_new_tokens=NEW).new_tokens)[0] for prompt in PROMPTS]
+    assert [*together, alone] == [cut(own_greedy(architecture))] * 3
+
+
 def with_head(architecture: str, rule: str) -> SpeculativeDecoder:
     """Drafts of a random head, which are always made, verified by ``rule``."""
     model = model_of(architecture)

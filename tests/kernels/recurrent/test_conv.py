@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 
-from specgraph.kernels.recurrent.arguments import CausalConv
+from specgraph.kernels.recurrent.arguments import CachedConv, CausalConv
 from specgraph.kernels.recurrent.conv import CACHED_CONV, causal_conv_reference
 from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
@@ -92,3 +92,10 @@ def test_no_bit_depends_on_the_history(form: str, dtype: torch.dtype) -> None:
     for number, own in enumerate(wanted):
         (alone,), _ = decode(form, dtype, 4, 3, "mixed", own=slice(number, number + 1))
         assert torch.equal(alone, own)
+
+
+def test_on_a_cpu_only_float64_is_left_to_the_reference() -> None:
+    for dtype, name in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float64, "reference")):
+        x, weight = torch.zeros(1, CHANNELS, 1, dtype=dtype), torch.zeros(CHANNELS, 3, dtype=dtype)
+        given = CachedConv(x, weight, torch.zeros(1, 4, CHANNELS, dtype=dtype), torch.zeros(1, 5, dtype=torch.int64))
+        assert CACHED_CONV.choose("cpu", given).name == name

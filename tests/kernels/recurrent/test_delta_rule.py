@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from specgraph.frontend.recurrent import mamba2_hook
-from specgraph.kernels.recurrent.arguments import CHUNK, GatedDeltaRule
+from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredDeltaRule, GatedDeltaRule
 from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
@@ -202,6 +203,34 @@ def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: flo
         one = slice(number, number + 1)
         (alone,), _, _ = decode(form, torch.float32, 3, "mixed", corrected=corrected, channels=channels, own=one)
         assert torch.equal(alone, own)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_on_a_cpu_a_call_is_what_the_reference_gives(dtype: torch.dtype, near: float, corrected: bool) -> None:
+    """A prompt over three chunks beside one of no rows, and a sequence that goes on."""
+    given = [
+        torch.stack([x.to(dtype) for x in parts]) for parts in zip(*(rows_of(37, i) for i in range(3)), strict=True)
+    ]
+    state = RECURRENT[torch.ops.specgraph.gated_delta_rule.default].buffers([x[:1, :1] for x in given], 3)
+    found: dict[str, list[Tensor]] = {}
+    for form in ("reference", "cpu"):
+        buffers = [buffer.allocate({"B": 4}, "cpu") for buffer in state]
+        for span in ([[2, 0, 0, 20, 20], [0, 0, 0, 0, 0], [3, 0, 0, 9, 9]],
+                     [[2, 20, 20, 37, 36], [-1, 0, 0, 0, 0], [3, 9, 9, 2, 1]]):  # fmt: skip
+            arguments = AnchoredDeltaRule(
+                *given[:4], *buffers, torch.tensor(span), given[4] if corrected else None, scale=SCALE, normalise=True
+            )
+            run = ANCHORED_DELTA_RULE.variant(form).run
+            found.setdefault(form, []).append(run(arguments))
+        assert ANCHORED_DELTA_RULE.choose("cpu", arguments).name == "cpu"
+        found[form] += [buffers[0], buffers[2][3, :11]]
+    for actual, wanted in zip(found["cpu"], found["reference"], strict=True):
+        assert actual.dtype == wanted.dtype
+        assert_near(actual, wanted.double(), near)
+    channels = dataclasses.replace(arguments, gate=arguments.gate.unsqueeze(-1).expand(-1, -1, -1, KEY))
+    double = dataclasses.replace(arguments, v=arguments.v.double())
+    assert [ANCHORED_DELTA_RULE.choose("cpu", other).name for other in (channels, double)] == ["reference"] * 2
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
