@@ -29,8 +29,8 @@ class BenchConfig(Config):
     and K on a file of prompts, and which of them to take for each number of sequences.
     """
     target: str = MISSING
-    """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, qwen3.5-9b-shape or tiny-shape (random weights), or
-    the folder or name of a model.
+    """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape
+    (random weights), or the folder or name of a model.
     """
     batch_sizes: list[int] | None = None
     """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token and

@@ -38,6 +38,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
+    "qwen3.5-small-shape": {
+        "model_type": "qwen3_5_text", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
     "tiny-shape": {
         "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False,
