@@ -7,6 +7,7 @@ no kind of layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,6 +42,10 @@ class Buffer:
             run. Where a sequence begins behind rows that it shares, the tokens of these are written when it begins.
         settled_rows: of a buffer ``[B, R, ...]`` with the last rows of every sequence: the most settled rows
             (:mod:`specgraph.kernels.recurrent.span`) that a call reads there. None for any other buffer.
+        chunk: of a buffer without which a sequence cannot go on from a position up to which its keys and values are
+            shared: the rows between two positions from which it can. A copy of a row serves another sequence from the
+            last such position before the end of the settled rows. Of any other buffer (None), a sequence that goes on
+            from there begins with a fresh row.
     """
 
     shape: tuple[int | str, ...]
@@ -50,6 +55,7 @@ class Buffer:
     indexed: bool = False
     tokens: bool = False
     settled_rows: int | None = None
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.indexed and self.owner != "sequence":
@@ -62,6 +68,10 @@ class Buffer:
         """A fresh tensor filled with :attr:`fill`."""
         shape = [sizes[n] if isinstance(n, str) else n for n in self.shape]
         return torch.full(shape, self.fill, dtype=self.dtype, device=device)
+
+    def row_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of what one element of the first dimension counts."""
+        return math.prod(sizes[n] if isinstance(n, str) else n for n in self.shape[1:]) * self.dtype.itemsize
 
     def reset_(self, tensor: Tensor) -> None:
         """Make ``tensor`` as good as fresh."""

@@ -10,7 +10,7 @@ which buffers that form asks for and what its arguments are. A module's signatur
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -99,6 +99,8 @@ def _give_state(module: fx.GraphModule, nodes: list[fx.Node], unsettled: int) ->
         buffers += form.buffers(operands(node), unsettled)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+    # Where the state of an op stands follows from the settled rows, so these are copied with it.
+    buffers[0] = replace(SETTLED, chunk=min(buffer.chunk for buffer in buffers if buffer.chunk is not None))
     given["states"].meta["state"] = tuple(buffers)
     with graph.inserting_before(graph.output_node()):
         graph.call_function(SETTLE, (settled, span))

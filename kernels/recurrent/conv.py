@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CachedConv, CausalConv
+from specgraph.kernels.recurrent.arguments import ACTIVATIONS, CHUNK, CachedConv, CausalConv
 from specgraph.kernels.recurrent.conv_cpu import cached_conv_cpu
 from specgraph.kernels.recurrent.conv_triton import cached_conv_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
@@ -95,9 +95,13 @@ CACHED_CONV = declare(
 
 
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
-    """The inputs that the first row of the next call reads, and those that may turn out not to belong there."""
+    """The inputs that the first row of the next call reads, and those that may turn out not to belong there.
+
+    Those that the first row behind the last boundary reads are kept, too. Without them, a prompt would have to be cut
+    at every boundary at which its state is to be copied.
+    """
     x, weight = operands[:2]
-    return (row_buffer(int(weight.shape[1]) - 1, unsettled, int(x.shape[1]), dtype=x.dtype),)
+    return (row_buffer(int(weight.shape[1]) - 1, unsettled, int(x.shape[1]), dtype=x.dtype, chunk=CHUNK),)
 
 
 RECURRENT[torch.ops.specgraph.causal_conv.default] = Recurrent(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.recurrent.arguments import CachedConv
+from specgraph.kernels.recurrent.arguments import CHUNK, CachedConv
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
 _ROWS, _TILE = 16, {True: 512, False: 1024}
@@ -67,7 +67,7 @@ def cached_conv_triton(given: CachedConv) -> Tensor:
     batch, channels, rows = given.x.shape
     x, width, slots = by_row(given.x.transpose(1, 2)), given.weight.shape[1], given.inputs.shape[1]
     out = torch.empty(batch, rows, channels, dtype=x.dtype, device=x.device)
-    in_place = rows <= most_in_place(slots, width - 1)
+    in_place = rows <= most_in_place(slots, width - 1 + CHUNK - 1)
     together = min(_ROWS, triton.next_power_of_2(rows))
     block = min(_TILE[in_place] // together, triton.next_power_of_2(channels))
     bias, pdl = None if given.bias is None else given.bias.contiguous(), supports_pdl(out.device)

@@ -267,7 +267,7 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     gates = tuple(map(int, gate.shape[2:]))
     rows = (((groups, size), k.dtype), ((heads, width), dtype), (gates, dtype), ((heads, CHUNK), dtype))
     caches = (row_buffer(CHUNK - 1, unsettled, *shape, dtype=kind) for shape, kind in rows)
-    return Buffer(("B", heads, size, width), dtype, indexed=True), *caches
+    return Buffer(("B", heads, size, width), dtype, indexed=True, chunk=CHUNK), *caches
 
 
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(

@@ -72,6 +72,10 @@ def slots_for(known: int, unsettled: int) -> int:
     return known + 1 + 2 * unsettled
 
 
-def row_buffer(known: int, unsettled: int, *shape: int, dtype: torch.dtype) -> Buffer:
-    """A cache ``[B, R, *shape]`` of the last rows: ``known`` that are settled, and room for those that are not."""
-    return Buffer(("B", slots_for(known, unsettled), *shape), dtype, indexed=True, settled_rows=known)
+def row_buffer(known: int, unsettled: int, *shape: int, dtype: torch.dtype, chunk: int | None = None) -> Buffer:
+    """A cache ``[B, R, *shape]`` of the last rows: ``known`` that are settled, and room for those that are not.
+
+    With a ``chunk``, those before the last multiple of it are there, too, and a copy is of use to another sequence.
+    """
+    slots = slots_for(known if chunk is None else known + chunk - 1, unsettled)
+    return Buffer(("B", slots, *shape), dtype, indexed=True, settled_rows=known, chunk=chunk)

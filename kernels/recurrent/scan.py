@@ -127,7 +127,7 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     x, _, a = operands[:3]
     channels, size = int(a.shape[0]), int(a.shape[1])
     rows = (row_buffer(CHUNK - 1, unsettled, width, dtype=x.dtype) for width in (channels, channels, size))
-    return Buffer(("B", channels, size), x.dtype, indexed=True), *rows
+    return Buffer(("B", channels, size), x.dtype, indexed=True, chunk=CHUNK), *rows
 
 
 RECURRENT[torch.ops.specgraph.selective_scan.default] = Recurrent(

@@ -231,6 +231,10 @@ def validate(config: Config) -> None:
         at_least_one(key, value)
     if not 0 < config.cache.memory_share <= 1:
         raise ConfigError(f"cache.memory_share must be in (0, 1], got {config.cache.memory_share}.")
+    if config.cache.snapshots is not None and config.cache.snapshots < 0:
+        raise ConfigError(
+            f"cache.snapshots must be 0 (recurrent layers share no prefixes) or more, got {config.cache.snapshots}."
+        )
 
 
 def _check_first(config: Config) -> None:

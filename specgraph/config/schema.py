@@ -44,6 +44,9 @@ class CacheConfig:
     """The share of the free memory that the pages of a session take at most."""
     reuse_prefixes: bool = True
     """Sequences that begin with the same tokens share the pages of these, with the same bits."""
+    snapshots: int | None = None
+    """How many copies of recurrent state are kept, from which sequences that begin with the same tokens go on; null:
+    two for each of max_batch_size sequences, 16 at least, but no more than a tenth of the free memory."""
 
 
 @dataclass

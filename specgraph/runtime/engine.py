@@ -60,7 +60,7 @@ class Engine:
         """By row."""
         self._decoding: set[Running] = set()
         self._overhead = overhead
-        self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt)
+        self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt, within=self.pages.within)
         self._num_ended = self._num_decode_steps = 0
         self._under_way: deque[UnderWay] = deque()
         self._unused: tuple[str, ...] = ()
@@ -208,10 +208,13 @@ class Engine:
         self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
         begins = [s.reserved.num_shared * self.pages.block_size for s in entering]
         with self._runner.active():
-            new = [Entering(s.row, s.request, s.reserved.pages, n) for s, n in zip(entering, begins, strict=True)]
+            new = [
+                Entering(s.row, s.request, s.reserved.pages, n, s.reserved.snapshot)
+                for s, n in zip(entering, begins, strict=True)
+            ]
             self._runner.admit(new)
         for sequence, begin in zip(entering, begins, strict=True):
-            self._prefill.add(sequence.row, sequence.request.prompt, begin)
+            self._prefill.add(sequence.row, sequence.request.prompt, begin, boundaries=sequence.reserved.boundaries)
         self._reused_tokens += sum(begins)
 
     def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
@@ -281,6 +284,8 @@ class Engine:
         self._choose_mode(drafts, [s for s in sequences if s not in going_on], packed=True)
         pause = self._pause(sequences, chunk.forced, going_on)
         results = self._runner.wide(chunk, pause)
+        reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
+        self._runner.keep_states((s.reserved, s.request.prompt, s.row, boundary) for s, boundary in reached)
         # Whoever shares these pages runs behind this step.
         for sequence in prompts:
             if sequence in going_on:

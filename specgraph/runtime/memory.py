@@ -13,6 +13,10 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import block_sizes
 from specgraph.kernels.state import buffers_of
 from specgraph.runtime.pages import num_pages
+from specgraph.runtime.snapshots import FEWEST, snapshot_bytes
+
+SNAPSHOT_SHARE = 0.1
+"""The share of the free memory that snapshots of recurrent state take at most, unless their number is given."""
 
 
 def page_bytes(program: Program) -> int:
@@ -45,6 +49,20 @@ def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: in
             f"are free, of which cache.memory_share allows {cache.memory_share}. Free some, or raise the share."
         )
     return min(most, room)
+
+
+def most_snapshots(program: Program, cache: CacheConfig, max_batch_size: int, kept_bytes: int = 0) -> int:
+    """The number of snapshots of recurrent state; 0 if the target has none, or nothing is shared.
+
+    ``kept_bytes`` are those of a state that is freed for the new one.
+    """
+    size = snapshot_bytes(program)
+    if not size or not cache.reuse_prefixes:
+        return 0
+    if cache.snapshots is not None:
+        return cache.snapshots
+    wanted, free = max(FEWEST, 2 * max_batch_size), free_bytes(program.target.device)
+    return wanted if free is None else min(wanted, int(SNAPSHOT_SHARE * (free + kept_bytes) / size))
 
 
 def free_bytes(device: torch.device) -> int | None:

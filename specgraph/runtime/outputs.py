@@ -201,6 +201,9 @@ class Room:
         free_pages, pages: pages of the KV cache that no sequence has reserved, and all of them.
         waiting: sequences that have no row yet.
         followed: sequences of which a task gets the events from ``follow``.
+        snapshots, most_snapshots: copies of recurrent state from which a sequence that begins with the same tokens can
+            go on, and how many there is room for; 0 for a target without recurrent layers.
+        snapshot_bytes: what the room for them takes.
     """
 
     free_rows: int
@@ -209,6 +212,9 @@ class Room:
     pages: int
     waiting: int = 0
     followed: int = 0
+    snapshots: int = 0
+    most_snapshots: int = 0
+    snapshot_bytes: int = 0
 
 
 @dataclass

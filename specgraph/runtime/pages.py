@@ -11,6 +11,11 @@ Rows of a drafter's cache depend on a few tokens that follow, too (``Drafter.loo
 page is known by. A page that was filled without a drafter, as scoring does, has another name, which only those look for
 who run no drafter either. Shared pages are never written: a sequence runs its own rows only, from the first that is not
 shared.
+
+A target with recurrent layers can go on behind a page only if a snapshot of its state was kept there
+(:mod:`specgraph.runtime.snapshots`). So a sequence shares pages up to the last snapshot among them. It leaves two of
+its own: one where its prompt stops following what is known, because others may have that beginning, too, and one at
+the last boundary of its prompt, for those that go on from there.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from specgraph.runtime.snapshots import SnapshotPool
 
 Key = tuple[int, bytes]
 """What a page is known by: the serial number of the page before it (0 for none), and its tokens with those behind it
@@ -43,11 +50,17 @@ class Reservation:
     Attributes:
         num_shared: how many of them, from the first on, hold what they should already.
         epoch: when they were reserved; see :meth:`PagePool.forget`.
+        snapshot: what the sequence begins with, if it shares pages of a target with recurrent layers.
+        boundaries: how many tokens are in front of the snapshots that it should leave.
+        taken: those that it has left and nobody can find yet, by the pages in front of them.
     """
 
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     epoch: int = 0
+    snapshot: int | None = None
+    boundaries: tuple[int, ...] = ()
+    taken: dict[int, int] = field(default_factory=dict)
 
 
 class PagePool:
@@ -59,17 +72,20 @@ class PagePool:
         count: how many there are, free or not.
         block_size: the tokens of a page.
         lookahead: how many tokens behind a page have to be known, so that it can be shared.
+        snapshots: those of the target's recurrent state; None if it has none.
     """
 
     def __init__(
-        self, count: int, block_size: int, lookahead: int = 1, *, reuse: bool = True, weights: Iterable[Tensor] = ()
-    ) -> None:
+        self, count: int, block_size: int, lookahead: int = 1, *, reuse: bool = True, weights: Iterable[Tensor] = (),
+        snapshots: SnapshotPool | None = None,
+    ) -> None:  # fmt: skip
         """``count`` pages of ``block_size`` tokens, numbered from 0, all free.
 
         ``lookahead``: how many tokens behind it a row may depend on. ``reuse``: whether pages are shared at all.
         ``weights``: what else decides about the rows of a page.
         """
         self.count, self.block_size, self.lookahead, self.reuses = count, block_size, max(1, lookahead), reuse
+        self.snapshots = snapshots
         self._weights = [tensor for tensor in weights if not tensor.is_inference()]
         """Tensors made in inference mode do not count how often they are written."""
         self._free = list(range(count - 1, -1, -1))
@@ -93,7 +109,8 @@ class PagePool:
 
         None if there are not enough now. ``target_only``: whether pages without a drafter's rows will do.
         """
-        shared, needed = self._find(prompt, target_only), num_pages(length, self.block_size)
+        known, needed = self._find(prompt, target_only), num_pages(length, self.block_size)
+        shared = known[: self._num_resumable(known)]
         if needed - len(shared) > self.num_free - sum(self._users[page] == 0 for page in shared):
             return None
         for page in shared:
@@ -101,7 +118,8 @@ class PagePool:
         pages = [*shared, *(self._take() for _ in range(needed - len(shared)))]
         for page in pages:
             self._users[page] += 1
-        return Reservation(pages, len(shared), self._epoch)
+        snapshot = self.snapshots.use(shared[-1]) if self.snapshots and shared else None
+        return Reservation(pages, len(shared), self._epoch, snapshot, self._boundaries(prompt, len(known), len(shared)))
 
     def offer(self, reservation: Reservation, tokens: Tensor, *, target_only: bool = False) -> None:
         """Let others share those pages that the verified ``tokens`` (1-D int64) of a sequence have filled.
@@ -111,13 +129,38 @@ class PagePool:
         if reservation.epoch != self._epoch:
             return
         before = 0
-        for page, own in zip(reservation.pages, self.filled(tokens), strict=False):
+        for depth, (page, own) in enumerate(zip(reservation.pages, self.filled(tokens), strict=False), 1):
             key = self._key(before, own, target_only)
             if key not in self._known:
                 self._unname(page)  # the page before it was forgotten, so nobody finds it under its old name
                 self._serial += 1
                 self._known[key], self._names[page] = page, (self._serial, key)
             before = self._names[self._known[key]][0]
+            if self.snapshots is not None and depth in reservation.taken:
+                self.snapshots.name(self._known[key], reservation.taken.pop(depth))
+
+    def take_snapshot(
+        self, reservation: Reservation, prompt: Tensor, boundary: int, *, target_only: bool = False
+    ) -> int | None:
+        """Where the state of a sequence behind the first ``boundary`` tokens of its prompt is to be copied.
+
+        None if it is there already, or there is no room. It is found as soon as the pages in front of it are known.
+        """
+        if self.snapshots is None or reservation.epoch != self._epoch:
+            return None
+        pages = self._find(prompt[: boundary + self.lookahead], target_only)
+        depth = boundary // self.block_size
+        named = len(pages) == depth
+        if named and pages[-1] in self.snapshots:
+            return None
+        snapshot = self.snapshots.take()
+        if snapshot is None:
+            return None
+        if named:
+            self.snapshots.name(pages[-1], snapshot)
+        else:
+            reservation.taken[depth] = snapshot
+        return snapshot
 
     def give_back(self, reservation: Reservation) -> None:
         """A sequence has ended."""
@@ -129,7 +172,10 @@ class PagePool:
                 self._idle[page] = None
             else:
                 self._free.append(page)
-        reservation.pages = []
+        if self.snapshots is not None:
+            for snapshot in reservation.taken.values():
+                self.snapshots.give_back(snapshot)
+        reservation.pages, reservation.taken = [], {}
 
     def check_weights(self) -> None:
         """Forget everything if a weight was written in place since the last call.
@@ -147,12 +193,38 @@ class PagePool:
         self._idle.clear()
         self._known.clear()
         self._names.clear()
+        if self.snapshots is not None:
+            self.snapshots.forget()
         self._epoch += 1
 
     def _key(self, before: int, own: bytes, target_only: bool) -> Key:
         """What a page is known by, or would be. One with a drafter's rows serves those without a drafter, too."""
         whole = (before, own)
         return whole if whole in self._known or not target_only else (before, own + _TARGET_ONLY)
+
+    @property
+    def within(self) -> int:
+        """See :class:`~specgraph.runtime.snapshots.Boundaries`; 1 if there are none."""
+        return 1 if self.snapshots is None else self.snapshots.boundaries.within
+
+    def num_shareable(self, prompt: Tensor) -> int:
+        """How many pages that begin with ``prompt`` another sequence could share at most."""
+        length = len(self.filled(prompt)) * self.block_size
+        return (length if self.snapshots is None else self.snapshots.boundaries.last(length)) // self.block_size
+
+    def _num_resumable(self, pages: list[int]) -> int:
+        """How many of these ``pages``, which are known, a sequence can go on behind."""
+        if self.snapshots is None:
+            return len(pages)
+        return next((count for count in range(len(pages), 0, -1) if pages[count - 1] in self.snapshots), 0)
+
+    def _boundaries(self, prompt: Tensor, num_known: int, num_shared: int) -> tuple[int, ...]:
+        """Where a sequence should leave snapshots: where its ``prompt`` stops following known pages, and at its end."""
+        if self.snapshots is None or not self.snapshots.count:
+            return ()
+        size, last = self.block_size, self.snapshots.boundaries.last
+        ends = {last(size * num_known), size * self.num_shareable(prompt)}
+        return tuple(sorted(end for end in ends if end > size * num_shared))
 
     def _find(self, prompt: Tensor, target_only: bool) -> list[int]:
         """The known pages that ``prompt`` begins with."""
@@ -193,6 +265,8 @@ class PagePool:
     def _unname(self, page: int) -> None:
         if page in self._names:
             del self._known[self._names.pop(page)[1]]
+            if self.snapshots is not None:
+                self.snapshots.drop(page)
 
 
 def known_tokens(prompt: Tensor, new: Sequence[int]) -> Tensor:

@@ -26,6 +26,8 @@ class Chunk(NamedTuple):
         block: int64 ``[b, 3 + W]``, one line per sequence: its row, its number of real rows, the number of next tokens
             that it is given, and its window. It is one tensor, so that one copy takes it to the device. A sequence that
             decodes has ``LAID_OUT`` rows.
+        reached: the boundaries of prompts at which this window leaves the state of their layers: pairs of a row and the
+            number of tokens before the boundary.
     """
 
     rows: list[int]
@@ -33,6 +35,7 @@ class Chunk(NamedTuple):
     num_tokens: int
     num_rows: int
     block: Tensor
+    reached: Sequence[tuple[int, int]] = ()
 
 
 class Prefill:
@@ -47,20 +50,27 @@ class Prefill:
         width: the number of rows of a decode step.
     """
 
-    def __init__(self, width: int, rows: int, overhead: int, most_rows: int = MOST_ROWS) -> None:
+    def __init__(self, width: int, rows: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
         """``width`` is the number of rows of a decode step, which no window is narrower than; ``rows`` is the number of
         sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows`` is
-        the most rows of a step of several sequences."""
+        the most rows of a step of several sequences; ``within`` is how many rows, from a boundary on, a window ends in
+        that leaves the state at the boundary."""
         self.width, self._rows, self._overhead, self._most_rows = width, rows, overhead, most_rows
+        self._within = within
         self._prompts: dict[int, Tensor] = {}
         self._done: dict[int, int] = {}
         self._ends: dict[int, int] = {}
+        self._boundaries: dict[int, list[int]] = {}
 
-    def add(self, row: int, prompt: Tensor, done: int = 0, end: int | None = None) -> None:
+    def add(
+        self, row: int, prompt: Tensor, done: int = 0, end: int | None = None, boundaries: Sequence[int] = ()
+    ) -> None:
         """The sequence in ``row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
 
-        Neither need those from ``end`` on, of which the first is given as the next token of the row before it.
+        Neither need those from ``end`` on, of which the first is given as the next token of the row before it. At each
+        of the ``boundaries``, in ascending order, a window leaves the state of recurrent layers.
         """
+        self._boundaries[row] = list(boundaries)
         self._prompts[row], self._done[row], self._ends[row] = prompt, done, prompt.numel() if end is None else end
 
     def drop(self, row: int) -> None:
@@ -68,6 +78,7 @@ class Prefill:
         self._prompts.pop(row, None)
         self._done.pop(row, None)
         self._ends.pop(row, None)
+        self._boundaries.pop(row, None)
 
     def pending(self) -> list[int]:
         """The rows that still have prompt tokens to run, in the order in which they came."""
@@ -97,6 +108,7 @@ class Prefill:
 
     def _cut(self, counts: Mapping[int, int], decoding: Sequence[int] = (), width: int = 0) -> Chunk:
         """A window with the next rows of some sequences, which are then done."""
+        counts = {row: min(count, self._most(row)) for row, count in counts.items()}
         rows = list(counts)
         # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
         known = [self._prompts[row][self._done[row] : self._done[row] + n + 1].numpy() for row, n in counts.items()]
@@ -108,15 +120,23 @@ class Prefill:
             line[3 : 3 + len(tokens)] = tokens
         block[len(rows) :, 0] = decoding
         block[len(rows) :, 1] = LAID_OUT
-        for row, count in counts.items():
-            self._advance(row, count)
+        reached = [(row, boundary) for row, count in counts.items() for boundary in self._advance(row, count)]
         total = sum(counts.values())
-        return Chunk([*rows, *decoding], forced, total, total + width * len(decoding), torch.from_numpy(block))
+        return Chunk([*rows, *decoding], forced, total, total + width * len(decoding), torch.from_numpy(block), reached)
 
-    def _advance(self, row: int, count: int) -> None:
+    def _most(self, row: int) -> int:
+        """The most rows of a prompt that the next window may run, so that it leaves the state at the next boundary."""
+        ahead = self._boundaries[row]
+        return (ahead[0] + self._within - 1 if ahead else self._ends[row]) - self._done[row]
+
+    def _advance(self, row: int, count: int) -> list[int]:
+        """Some more rows of a prompt are run; gives the boundary that this reaches, if there is one."""
         self._done[row] += count
+        reached = [boundary for boundary in self._boundaries[row] if boundary <= self._done[row]]
+        del self._boundaries[row][: len(reached)]
         if self._done[row] == self._ends[row]:
             self.drop(row)
+        return reached
 
     def _next_rows(self, row: int, most: int) -> int:
         left = self._ends[row] - self._done[row]

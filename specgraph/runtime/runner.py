@@ -15,7 +15,7 @@ import copy
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,15 +29,15 @@ from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_count
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
-from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
-from specgraph.runtime.memory import most_pages, page_size
-from specgraph.runtime.pages import PagePool
+from specgraph.runtime.memory import most_pages, most_snapshots, page_size
+from specgraph.runtime.pages import PagePool, Reservation
 from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.prompt_shapes import captured_width, entries, padded_rows
+from specgraph.runtime.snapshots import SnapshotPool, Snapshots, boundaries, snapshot_bytes, snapshots_of
 from specgraph.runtime.state import Entering, Entrance, load_block, load_chunk, padded_block, staged, uploaded
 from specgraph.runtime.workspace import PATIENCE, Captured, Kept, Mode, Shape, Workspace, bucket, room
 
@@ -52,6 +52,7 @@ class Runner:
         state: the tensors that the step reads and writes, of all sequences.
         sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
         pages: those of its KV cache.
+        snapshots: copies of recurrent state; None if the target has none, or nothing is shared.
         lag: how many steps are enqueued before the first is read.
     """
 
@@ -59,17 +60,18 @@ class Runner:
 
     def __init__(
         self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Entering]], None],
-        counters: Tensor | None = None, least: int = 1,
+        counters: Tensor | None = None, least: int = 1, snapshots: Snapshots | None = None,
     ) -> None:  # fmt: skip
         """``admit`` begins sequences in ``state``, as :meth:`Entrance.admit` does. ``least`` is the smallest number of
-        sequences in a call; inactive ones make up for what is missing."""
+        sequences in a call; inactive ones make up for what is missing. ``snapshots`` are those of ``state``."""
         self._step: StepModule | None = None
         self._mode = Mode()
         self._least = least
         self.state = state
         self.sizes = sizes
         self.pages = pages
-        self.admit = admit
+        self.snapshots = snapshots
+        self._begin = admit
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
         self._stream = torch.cuda.current_stream(start.device) if cuda else None
@@ -87,6 +89,29 @@ class Runner:
     def _entered(self) -> Iterator[None]:
         with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
+
+    def admit(self, entering: Sequence[Entering]) -> None:
+        """Begin sequences, each in its row, with the state that it shares."""
+        self._begin(entering)
+        if self.snapshots is not None:
+            self.snapshots.load([(new.snapshot, new.row) for new in entering if new.snapshot is not None])
+
+    def keep_states(
+        self, reached: Iterable[tuple[Reservation, Tensor, int, int]], *, target_only: bool = False
+    ) -> None:
+        """Take snapshots behind the last step that was enqueued.
+
+        For each: what a sequence has reserved, its prompt, its row, and the boundary at which that step left its state.
+        """
+        if self.snapshots is None:
+            return
+        # Where a snapshot made room for another one in the same step, only the last is written.
+        taken = {
+            snapshot: row
+            for reserved, prompt, row, boundary in reached
+            if (snapshot := self.pages.take_snapshot(reserved, prompt, boundary, target_only=target_only)) is not None
+        }
+        self.snapshots.save(taken)
 
     def use(self, mode: Mode, step: StepModule) -> None:
         """Run ``step`` from now on, the variant of ``mode``."""
@@ -179,7 +204,7 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space.state, space.sizes, space.pages, space.admit, space.counters)
+        super().__init__(space.state, space.sizes, space.pages, space.admit, space.counters, snapshots=space.snapshots)
         self.space = space
         self._running: dict[tuple[Mode, int], list[int]] = {}
 
@@ -305,12 +330,17 @@ class Runners:
         kept = self.idle
         if kept is None or kept.sizes["N"] < sizes["N"]:
             kept_bytes = 0 if kept is None else kept.num_bytes
-            sizes = {**sizes, "N": most_pages(self.program, self.cache, sizes["N"], kept_bytes)}
+            copies = most_snapshots(self.program, self.cache, self.max_batch_size, kept_bytes)
+            sizes = {**sizes, "C": copies, "N": most_pages(self.program, self.cache, sizes["N"], kept_bytes)}
+        else:
+            sizes = {**sizes, "C": kept.sizes["C"]}
         if not self.program.captured:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
             least = 2 if self.program.compiled and sizes["B"] > 1 else 1
             state = allocate(self.program, sizes, self.program.target.device)
-            return Runner(state, sizes, self._pages(sizes), Entrance(self.program, state).admit, least=least)
+            pages, admit = self._pages(sizes), Entrance(self.program, state).admit
+            snapshots = snapshots_of(self.program, state, pages.snapshots)
+            return Runner(state, sizes, pages, admit, least=least, snapshots=snapshots)
         wanted = bucket(sizes, self.max_batch_size, self.block_size)
         return GraphRunner(self._workspace(wanted))
 
@@ -357,7 +387,7 @@ class Runners:
         return space
 
     def _pages(self, sizes: Mapping[str, int]) -> PagePool:
-        # A page holds no recurrent state, so a sequence could not go on from pages alone.
-        reuse = self.cache.reuse_prefixes and not has_recurrent_state(self.program)
-        lookahead = self.program.drafter.lookahead
-        return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights)
+        reuse, lookahead = self.cache.reuse_prefixes, self.program.drafter.lookahead
+        places = boundaries(self.program, self.block_size)
+        snapshots = None if places is None else SnapshotPool(sizes["C"], places, snapshot_bytes(self.program))
+        return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights, snapshots=snapshots)

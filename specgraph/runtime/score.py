@@ -176,7 +176,7 @@ class Scoring:
     def __init__(self, runner: Runner, step: fx.GraphModule, cuts: Cuts) -> None:
         """``step`` is one that :class:`~specgraph.passes.score_rows.ScoreRows` has made."""
         self._runner, self._step, self._chunk = runner, step, max(2, min(cuts.chunk, cuts.most_rows))
-        self._prefill = Prefill(2, runner.sizes["B"], cuts.overhead, cuts.most_rows)
+        self._prefill = Prefill(2, runner.sizes["B"], cuts.overhead, cuts.most_rows, within=runner.pages.within)
         self._free_rows = list(range(runner.sizes["B"]))
         self._running: dict[int, _Place] = {}
         """By row."""
@@ -207,7 +207,7 @@ class Scoring:
                 break
             request, context = requests[number], requests[number].prompt[: starts[number]]
             names = self._names_of(number, request.prompt)
-            if not filling.isdisjoint(names[: len(pages.filled(context))]):
+            if not filling.isdisjoint(names[: pages.num_shareable(context)]):
                 continue
             reserved = pages.reserve(context, request.limit, target_only=True)
             if reserved is None:
@@ -220,8 +220,8 @@ class Scoring:
             own = {end: name for end, name in ends.items() if end > begin}
             self._running[row] = _Place(number, request.prompt, reserved, begin, own)
             filling.update(own.values())
-            self._prefill.add(row, request.prompt, begin, request.limit)
-            entering.append(Entering(row, request, reserved.pages, begin))
+            self._prefill.add(row, request.prompt, begin, request.limit, reserved.boundaries)
+            entering.append(Entering(row, request, reserved.pages, begin, reserved.snapshot))
         if entering:
             self._runner.admit(entering)
 
@@ -242,6 +242,10 @@ class Scoring:
         given = torch.tensor(begins, dtype=state["start"].dtype, device="cpu")
         scatter_state_(rows, [state["start"]], [uploaded(given, rows.device)])
         results = self._runner.run(self._step, rows, window)
+        reached = [(self._running[row], row, boundary) for row, boundary in chunk.reached]
+        self._runner.keep_states(
+            ((place.pages, place.prompt, row, boundary) for place, row, boundary in reached), target_only=True
+        )
         # The row of token t says how probable token t + 1 is.
         told = [(place.number, place.done + 1, count) for place, count in zip(places, chunk.forced, strict=True)]
         self._results.append((told, results))

@@ -196,7 +196,9 @@ class Session:
         self._check_open()
         engine, pages = self._engine, self._engine.pages
         followed = self._followers.count
-        return Room(engine.num_free_rows, engine.num_rows, pages.num_free, pages.count, engine.num_waiting, followed)
+        counts = engine.num_free_rows, engine.num_rows, pages.num_free, pages.count, engine.num_waiting, followed
+        kept = pages.snapshots
+        return Room(*counts) if kept is None else Room(*counts, kept.num_known, kept.count, kept.num_bytes)
 
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.

@@ -39,12 +39,16 @@ def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[s
 
 
 class Entering(NamedTuple):
-    """A sequence that begins in ``row``, with these pages. The first ``begin`` tokens of its prompt are in them."""
+    """A sequence that begins in ``row``, with these pages. The first ``begin`` tokens of its prompt are in them.
+
+    ``snapshot`` is the one with the state of the target's recurrent layers behind these tokens.
+    """
 
     row: int
     request: Request
     pages: Sequence[int]
     begin: int = 0
+    snapshot: int | None = None
 
 
 class Entrance:

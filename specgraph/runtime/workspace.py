@@ -21,6 +21,7 @@ from specgraph.kernels.step.results import num_columns
 from specgraph.runtime.cuda_graphs import Mailbox, Pool, num_traced
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prompt_shapes import entries, power_of_two
+from specgraph.runtime.snapshots import snapshots_of
 from specgraph.runtime.state import Entering, Entrance, padded_block, staged, uploaded
 
 
@@ -99,7 +100,8 @@ class Workspace:
         counters: arrival counters of its launches, which other streams must not touch.
         pages: those of its KV cache, and what is known of them.
         mailbox: where results of its steps go.
-        num_bytes: bytes of the state.
+        snapshots: copies of its recurrent state; None if there are none.
+        num_bytes: bytes of the state and of its snapshots.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], pages: PagePool, pool: Pool) -> None:
@@ -107,7 +109,8 @@ class Workspace:
         self.sizes = dict(sizes)
         self.pages = pages
         self.state = allocate(program, sizes, device)
-        self.num_bytes = num_bytes(program, self.state)
+        self.snapshots = snapshots_of(program, self.state, pages.snapshots)
+        self.num_bytes = num_bytes(program, self.state) + (pages.snapshots.num_bytes if pages.snapshots else 0)
         self._entrance = Entrance(program, self.state)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
@@ -165,8 +168,14 @@ class Workspace:
             f"captured for {len({shape.mode[:2] for shape in self.shapes})} kinds of request: decode steps of "
             f"{_listed(decode)} sequences; steps with prompts of {_listed(f'{r} rows of {b}' for b, r in prompts)} "
             f"sequences; these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
-            f"{self.num_bytes / 1e6:,.0f} MB"
+            f"{self.num_bytes / 1e6:,.0f} MB{self._described_snapshots()}"
         )
+
+    def _described_snapshots(self) -> str:
+        pool = self.pages.snapshots
+        if pool is None or not pool.count:
+            return ""
+        return f", of which {pool.num_bytes / 1e6:,.0f} MB are for {pool.count} snapshots of recurrent state"
 
 
 def _listed(items: Iterable[object]) -> str:
@@ -199,4 +208,4 @@ def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> di
     grain = max(1, power_of_two(sizes["N"]) // 64)
     total = -(-sizes["N"] // grain) * grain
     few = {letter: power_of_two(sizes.get(letter, 1)) for letter in ("E", "W")}
-    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, **few}
+    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "C": sizes.get("C", 0), **few}

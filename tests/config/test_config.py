@@ -128,7 +128,7 @@ def test_a_table_that_says_no_k_gets_one_sentence(given: Any, message: str) -> N
         assert str(caught.value).startswith(message)
 
 
-CACHE_KEYS = "block_size, prefill_chunk, pool_tokens, memory_share, reuse_prefixes"
+CACHE_KEYS = "block_size, prefill_chunk, pool_tokens, memory_share, reuse_prefixes, snapshots"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "part of a nested key": (
         {"draft": {"num_spec": 3}},
