@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import specgraph
-from specgraph import SpeculativeDecoder
+from specgraph import Session, SpeculativeDecoder
 from specgraph.kernels.recurrent.arguments import GatedDeltaRule
 from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
@@ -129,35 +129,42 @@ SHARED, *TAILS = ragged_prompts((100, 3, 20, 40, 1, 33))
 WITH_PREFIX = [torch.cat([SHARED[: 100 - 17 * (index % 3)], tail]) for index, tail in enumerate(TAILS)] + [SHARED[:48]]
 
 
+def poison_unused(session: Session) -> None:
+    """Write NaN to all rows of recurrent state, which no sequence has now, and to all snapshots that nobody finds."""
+    runner = session._engine._runner
+    assert runner.snapshots is not None and runner.pages.snapshots is not None
+    used = {*runner.pages.snapshots._known.values()}
+    for there, kept in (pair for pairs in runner.snapshots._pairs.values() for pair in pairs):
+        if there.is_floating_point():
+            there.fill_(torch.nan)
+            kept[[snapshot for snapshot in range(len(kept)) if snapshot not in used]] = torch.nan
+
+
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [("lfm2", "none"), ("olmo_hybrid", "eagle3"), ("qwen3_next", "ngram"), ("mamba2", "ngram"), ("mamba", "none")],
 )
 def test_a_state_that_is_shared_changes_no_bit(architecture: str, kind: str) -> None:
-    """Copies run between replays of captured steps; the second call finds what the first has left in the workspace."""
+    """Copies run between replays of captured steps, in calls that share a workspace and in a session."""
     decoder = decoder_of(architecture, kind, 3)
     seeds = [*range(len(WITH_PREFIX))]
     options: dict[str, Any] = {**OPTIONS, "temperature": 1.0}
+    decoder._runners.cache = replace(decoder._runners.cache, reuse_prefixes=False)
     alone = decoder.generate(WITH_PREFIX, seed=seeds, **options)
-    decoder._runners.idle = None
-    decoder._runners.cache = replace(decoder._runners.cache, reuse_prefixes=True)
+    assert alone.stats.reused_tokens == 0
+    decoder._runners.idle, decoder._runners.cache = None, replace(decoder._runners.cache, reuse_prefixes=True)
     for order in ([*seeds], [*reversed(seeds)], seeds[1:] + seeds[:1]):
         out = decoder.generate([WITH_PREFIX[index] for index in order], seed=order, **options)
         wanted = [(alone.new_tokens[index], (alone.logprobs or [])[index]) for index in order]
         assert not any(differing([*zip(out.new_tokens, out.logprobs or [], strict=True)], wanted))
-    assert out.stats.reused_tokens >= sum((len(prompt) - 1) // 16 * 16 for prompt in WITH_PREFIX) - 16
-    with decoder.session(return_logprobs=True) as session:
-        runner = session._engine._runner
-        assert runner.snapshots is not None
-        used = {*runner.pages.snapshots._known.values()}  # type: ignore[union-attr]
-        for there, kept in (pair for pairs in runner.snapshots._pairs.values() for pair in pairs):
-            if there.is_floating_point():  # a NaN in what nobody uses harms nobody
-                there.fill_(torch.nan)
-                kept[[slot for slot in range(len(kept)) if slot not in used]] = torch.nan
-        same: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "eos_token_id": [], "temperature": 1.0}
-        numbers = {session.submit(WITH_PREFIX[index], seed=index, **same): index for index in seeds}
-        found: dict[int, list[int]] = {index: [] for index in seeds}
-        for event in session:
-            found[numbers[event.id]] += event.tokens
-        assert [found[index] for index in seeds] == [tokens.tolist() for tokens in alone.new_tokens]
-        assert session.stats.prefix_hit_rate > 0.5
+    assert out.stats.reused_tokens
+    same: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "eos_token_id": [], "temperature": 1.0}
+    with decoder.session() as session:
+        for _ in range(2):
+            poison_unused(session)
+            numbers = {session.submit(WITH_PREFIX[index], seed=index, **same): index for index in seeds}
+            found: dict[int, list[int]] = {index: [] for index in seeds}
+            for event in session:
+                found[numbers[event.id]] += event.tokens
+            assert [found[index] for index in seeds] == [tokens.tolist() for tokens in alone.new_tokens]
+        assert session.stats.prefix_hit_rate > 0.4
