@@ -1,9 +1,10 @@
-"""How many pages there is room for."""
+"""How many pages, snapshots and rows of recurrent state there is room for."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -17,6 +18,8 @@ from specgraph.runtime.snapshots import FEWEST, snapshot_bytes
 
 SNAPSHOT_SHARE = 0.1
 """The share of the free memory that snapshots of recurrent state take at most, unless their number is given."""
+Sizes = dict[str, int]
+"""What a state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`, and ``C`` snapshots."""
 
 
 def page_bytes(program: Program) -> int:
@@ -30,10 +33,46 @@ def page_size(program: Program, cache: CacheConfig) -> int:
     return program.block_size if block_sizes(program) else cache.block_size
 
 
-def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0) -> int:
+def state_bytes(program: Program) -> int:
+    """Bytes of recurrent state and cached rows of a sequence, over all layers; 0 without recurrent layers."""
+    buffers = [buffer for spec in program.inputs.values() for buffer in buffers_of(spec)]
+    return sum(b.row_bytes({}) for b in buffers if b.chunk is not None or b.settled_rows is not None)
+
+
+def limited(
+    program: Program, cache: CacheConfig, sizes: Mapping[str, int], max_batch_size: int, kept: int = 0
+) -> Sizes:
+    """``sizes`` of a session, with as many rows, snapshots and pages as there is memory for.
+
+    Snapshots come first (:data:`SNAPSHOT_SHARE`). Of what is left, rows of recurrent state take half at most, and what
+    they leave is for pages. ``kept`` are the bytes of a state that is freed for the new one.
+
+    Raises:
+        InputError: there is no memory for a single page.
+    """
+    copies = most_snapshots(program, cache, max_batch_size, kept)
+    taken = copies * snapshot_bytes(program)
+    rows = most_rows(program, cache, sizes["B"], kept, taken)
+    taken += rows * state_bytes(program)
+    return {**sizes, "B": rows, "C": copies, "N": most_pages(program, cache, sizes["N"], kept, taken)}
+
+
+def most_rows(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:
+    """The number of rows of a session that could use ``wanted``: all, or a power of two.
+
+    ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
+    """
+    free, size = free_bytes(program.target.device), state_bytes(program)
+    if free is None or not size:
+        return wanted
+    most = max(1, int((cache.memory_share * (free + kept_bytes) - taken) / 2 / size))
+    return wanted if wanted <= most else 1 << (most.bit_length() - 1)
+
+
+def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:
     """The number of pages that a session gets if ``wanted`` is what it could use.
 
-    ``kept_bytes`` are those of a state that is freed for the new one.
+    ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
 
     Raises:
         InputError: there is no memory for a single page.
@@ -42,13 +81,18 @@ def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: in
     free, size = free_bytes(program.target.device), page_bytes(program)
     if free is None or not size:
         return most
-    room = int(cache.memory_share * (free + kept_bytes) / size)
+    room = int((cache.memory_share * (free + kept_bytes) - taken) / size)
     if room < 1:
         raise InputError(
             f"There is no memory for the KV cache: a page takes {size} bytes, and {free + kept_bytes} "
-            f"are free, of which cache.memory_share allows {cache.memory_share}. Free some, or raise the share."
+            f"are free, of which cache.memory_share allows {cache.memory_share}{_beside(taken)}. Free some, or raise "
+            "the share."
         )
     return min(most, room)
+
+
+def _beside(taken: int) -> str:
+    return f", and recurrent state takes {taken} of these" if taken else ""
 
 
 def most_snapshots(program: Program, cache: CacheConfig, max_batch_size: int, kept_bytes: int = 0) -> int:

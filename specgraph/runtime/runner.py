@@ -32,7 +32,7 @@ from specgraph.kernels.step.results import pack_results
 from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
-from specgraph.runtime.memory import most_pages, most_snapshots, page_size
+from specgraph.runtime.memory import limited, page_size
 from specgraph.runtime.pages import PagePool, Reservation
 from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
@@ -322,16 +322,15 @@ class Runners:
     def take(self, sizes: Mapping[str, int]) -> Runner:
         """A runner over a state in which no sequence is active, and which has room for ``sizes``.
 
-        There may be fewer pages, as many as there is memory for.
+        There may be fewer pages and rows, as many as there is memory for.
 
         Raises:
             InputError: there is no memory for a single page.
         """
         kept = self.idle
-        if kept is None or kept.sizes["N"] < sizes["N"]:
+        if kept is None or any(kept.sizes[name] < sizes[name] for name in ("B", "N")):
             kept_bytes = 0 if kept is None else kept.num_bytes
-            copies = most_snapshots(self.program, self.cache, self.max_batch_size, kept_bytes)
-            sizes = {**sizes, "C": copies, "N": most_pages(self.program, self.cache, sizes["N"], kept_bytes)}
+            sizes = limited(self.program, self.cache, sizes, self.max_batch_size, kept_bytes)
         else:
             sizes = {**sizes, "C": kept.sizes["C"]}
         if not self.program.captured:

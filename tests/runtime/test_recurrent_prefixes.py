@@ -15,7 +15,7 @@ import specgraph
 from specgraph import Session, SpeculativeDecoder
 from specgraph.config import CacheConfig
 from specgraph.drafters.base import DraftHead
-from specgraph.errors import ConfigError
+from specgraph.errors import ConfigError, InputError
 from specgraph.ir.state import each_buffer
 from specgraph.kernels.recurrent.arguments import CHUNK
 from specgraph.runtime import memory
@@ -52,7 +52,7 @@ def decoder_of(
     return specgraph.compile_speculative(model, given, draft=head)
 
 
-NO_LIMITS = {"pool_tokens": None, "snapshots": None}
+NO_LIMITS = {"pool_tokens": None, "snapshots": None, "memory_share": 0.9}
 
 
 def opened(decoder: SpeculativeDecoder, *, reuse: bool = True, **cache: Any) -> Session:
@@ -189,6 +189,27 @@ def test_snapshots_take_no_more_than_their_share_of_the_free_memory(monkeypatch:
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     assert memory.most_snapshots(program, CacheConfig(), 8) == 16
     assert memory.most_snapshots(program, CacheConfig(), 20) == 40
+
+
+def test_rows_take_no_more_than_half_of_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(DELTA, "none")
+    program, row = decoder._program, memory.state_bytes(decoder._program)
+    page, cache = memory.page_bytes(program), CacheConfig(reuse_prefixes=False, memory_share=1.0)
+    assert row > snapshot_bytes(program)  # a snapshot holds no cached rows
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10 * row)
+    assert memory.most_rows(program, cache, 5) == 5
+    assert memory.most_rows(program, cache, 6) == 4
+    sizes = memory.limited(program, cache, {"B": 6, "N": 1 << 30}, 6)
+    assert sizes == {"B": 4, "C": 0, "N": 6 * row // page}
+    sizes = memory.limited(program, replace(cache, reuse_prefixes=True), {"B": 6, "N": 1 << 30}, 6)
+    copies = int(row / snapshot_bytes(program))
+    assert sizes == {"B": 4, "C": copies, "N": (6 * row - copies * snapshot_bytes(program)) // page}
+    with opened(decoder, memory_share=0.5) as session:  # room for 2 sequences beside each other, and others wait
+        assert session.room.rows == 2
+        assert all(len(own) for own in steps_of(session, seed=1))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: row)
+    with pytest.raises(InputError, match=r"cache.memory_share allows 0.9, and recurrent state takes \d+ of these"):
+        opened(decoder)
 
 
 def test_other_weights_find_no_state() -> None:
