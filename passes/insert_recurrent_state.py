@@ -49,30 +49,33 @@ class InsertRecurrentState(Pass):
     exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:
-        """Rewrite the target; the step graph passes the state to it.
+        """Rewrite every module with recurrent layers; the step graph passes the state to ``target``.
 
         Raises:
-            UnsupportedModelError: a module of the drafter's has recurrent layers.
+            UnsupportedModelError: a drafter that makes no chain has recurrent layers. It would not say which rows of a
+                call are settled.
         """
-        found = {name: recurrent_ops(module.graph) for name, module in program.modules.unchanged.items()}
-        others = [name for name, nodes in found.items() if nodes and name != "target"]
-        if others:
-            raise UnsupportedModelError(
-                f"The draft's {others[0]} has recurrent layers, which are supported in a target alone so far; use a "
-                "draft whose layers are attention, or a head."
-            )
-        if not found["target"]:
-            return PassResult(0, notes=("no layer is recurrent",))
-        target = program.modules["target"]
-        nodes = recurrent_ops(target.graph)
-        buffers = _give_state(target, nodes, program.drafter.num_speculative_tokens)
-        bind_target(program)
-        return PassResult(len(nodes), notes=(f"{len(buffers)} buffers for {len(nodes)} ops",))
+        drafter, notes, matches = program.drafter, list[str](), 0
+        for name, module in program.modules.where(lambda graph: bool(recurrent_ops(graph))):
+            if name != "target" and not drafter.chained:
+                raise UnsupportedModelError(
+                    f"{name} has recurrent layers, which a draft may have if it drafts as a chain, and {drafter.name} "
+                    "does not; use a draft model, or a head whose layers are attention."
+                )
+            nodes = recurrent_ops(module.graph)
+            # An unshifted chain runs the newest token again in the next step, so that row is not settled either.
+            unsettled = drafter.num_speculative_tokens + (name != "target")
+            buffers = _give_state(module, nodes, unsettled)
+            notes.append(f"{name}: {len(buffers)} buffers for {len(nodes)} ops")
+            matches += len(nodes)
+            if name == "target":
+                bind_target(program)
+        return PassResult(matches, notes=tuple(notes) or ("no layer is recurrent",))
 
 
-def has_recurrent_state(program: Program) -> bool:
-    """Whether the target keeps a state besides keys and values."""
-    return any(node.target is SETTLE for node in program.modules.unchanged["target"].graph.nodes)
+def has_recurrent_state(graph: fx.Graph) -> bool:
+    """Whether a module keeps a state besides keys and values."""
+    return any(graph.find_nodes(op="call_function", target=SETTLE))
 
 
 def recurrent_ops(graph: fx.Graph) -> list[fx.Node]:

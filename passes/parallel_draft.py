@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.errors import PassError
+from specgraph.errors import PassError, UnsupportedModelError
 from specgraph.ir.drafter import Mask
 from specgraph.ir.graphs import calls, constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.insert_recurrent_state import has_recurrent_state
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class ParallelDraft(Pass):
             raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
         if not drafter.chained:
             raise PassError(f"parallel_draft: {drafter.name} makes no chain of draft calls; set draft.parallel=false.")
+        if has_recurrent_state(program.modules.unchanged["draft"].graph):
+            raise UnsupportedModelError(
+                f"parallel_draft: this {drafter.name} has recurrent layers, which draft as a chain so far; set "
+                "draft.parallel=false."
+            )
         if drafter.mask is None:
             missing = "mask_hidden and a mask token" if drafter.features else "mask token (draft.mask_token_id)"
             raise PassError(

@@ -73,28 +73,31 @@ def _process(logits: Tensor, temperature: Tensor, top_k: Tensor) -> Tensor:
     return weights
 
 
-def check_fresh_start(run: Run, times: int = 4) -> None:
-    """Caches, proposals and draft logits equal those of each sequence alone in a new state, at a few of the steps."""
+def check_fresh_start(run: Run, times: int = 4, atol: float = TOLERANCE["atol"]) -> None:
+    """Caches, proposals and draft logits equal those of each sequence alone in a new state, at a few of the steps.
+
+    ``atol`` is for models that round to float32 inside, which a difference of 2e-14 can change by 6e-8.
+    """
     last = len(run.steps) - 1
     for at in sorted({last * part // times for part in range(1, times + 1)}):
         for row, tokens in enumerate(run.steps[at].accepted):
             if len(tokens) > 1:
-                _check_fresh_start(run, at, row, tokens)
+                _check_fresh_start(run, at, row, tokens, atol)
 
 
-def _check_fresh_start(run: Run, at: int, row: int, tokens: list[int]) -> None:
+def _check_fresh_start(run: Run, at: int, row: int, tokens: list[int], atol: float) -> None:
     step = run.steps[at]
     caches, drafts, logits, kept = fresh_start(run, row, tokens)
     rows = slots_of(run, row, range(run.real_rows(len(tokens))))
     for index, (cache, fresh) in enumerate(zip(step.caches, caches, strict=True)):
-        _close(cache.flatten(0, 1)[rows], fresh, f"step {at}, sequence {row}, cache {index}")
+        _close(cache.flatten(0, 1)[rows], fresh, f"step {at}, sequence {row}, cache {index}", atol)
     for name, fresh in kept.items():
         own = step.kept[name][row][tuple(slice(size) for size in fresh.shape)]  # alone, a sequence has its own S
-        _close(own, fresh, f"step {at}, sequence {row}, {name}")
+        _close(own, fresh, f"step {at}, sequence {row}, {name}", atol)
     usable = run.usable(row, len(tokens))
     assert step.drafts[row, :usable].tolist() == drafts[:usable].tolist(), f"step {at}, sequence {row}"
     if logits is not None and step.draft_logits is not None:
-        _close(step.draft_logits[row, :usable], logits[:usable], f"step {at}, sequence {row}, draft logits")
+        _close(step.draft_logits[row, :usable], logits[:usable], f"step {at}, sequence {row}, draft logits", atol)
 
 
 def check_fresh_drafts(run: Run, times: int = 4) -> None:
@@ -111,8 +114,8 @@ def check_fresh_drafts(run: Run, times: int = 4) -> None:
                 assert run.steps[at].drafts[row, :usable].tolist() == drafts[:usable].tolist(), f"step {at}, row {row}"
 
 
-def _close(actual: Tensor, expected: Tensor, where: str) -> None:
-    torch.testing.assert_close(actual, expected, **TOLERANCE, msg=lambda text: f"{where}: {text}")
+def _close(actual: Tensor, expected: Tensor, where: str, atol: float = TOLERANCE["atol"]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol, msg=lambda text: f"{where}: {text}")
 
 
 def check_oracle(run: Run, next_logits: NextLogits, rule: str) -> None:
@@ -165,7 +168,7 @@ def _draft_slots(run: Run, step: harness.Step) -> list[list[list[int]]]:
     for offset in range(further):
         rows = [e - 1 if turns else e + offset for e in ends]
         calls.append(_slots(run, [range(row, row + a) for row, a in zip(rows, active, strict=True)], 1))
-    return [call for call in calls for _ in range(2 * run.program.drafter.model.num_layers)]
+    return [call for call in calls for _ in range(2 * run.program.drafter.model.attention_layers)]
 
 
 def _slots(run: Run, positions: Sequence[range], width: int) -> list[list[int]]:

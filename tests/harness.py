@@ -34,6 +34,7 @@ from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request, Sampling
 from specgraph.runtime.state import Entering, Entrance, load_chunk, sizes_for
 from tests.decoding import CONFIG
+from tests.recurrent_drafts import poison_unsettled_rows, recurrent_state
 
 OVERHEAD = 16
 """What a prompt step costs besides its rows, in rows, where a test cuts prompts itself."""
@@ -89,7 +90,7 @@ KNOWN = ("start", "num_rows", "num_forced", "block_table", "max_length", "histor
 def own_state(program: Program, state: State) -> dict[str, Tensor]:
     """What else a drafter keeps of every sequence, ``[B, ...]`` by name."""
     own = [n for n, spec in program.inputs.items() if isinstance(spec, Buffer) and spec.owner == "sequence"]
-    return {name: state[name].clone() for name in own if name not in KNOWN}
+    return {name: state[name].clone() for name in own if name not in KNOWN} | recurrent_state(program, state)
 
 
 @dataclass
@@ -232,7 +233,8 @@ def forced_run(
 ) -> Run:  # fmt: skip
     """Play a random history against the stage after ``insert_draft``.
 
-    With ``poison``, every draft cache row that holds no accepted token is NaN before each step.
+    With ``poison``, every draft cache row that holds no accepted token is NaN before each step, and so is every cached
+    row of a recurrent layer that is not settled.
     """
     options = options or Options()
     history = History(prompts, limits, seed, alphabet)
@@ -293,6 +295,7 @@ def _poison(run: Run, accepted: Sequence[Sequence[int]]) -> None:
         keep = rows[owned].clone()
         rows.fill_(torch.nan)
         rows[owned] = keep
+    poison_unsettled_rows(run.program, run.state)
 
 
 def slots_of(run: Run, row: int, positions: Sequence[int]) -> list[int]:
@@ -558,6 +561,9 @@ BUGS: dict[str, Callable[[Program], int]] = {
     "target hidden in the chain": _other_inputs(hidden=_target_hidden),
     "catch-up skips the last row, shifted": _other_inputs(1, num_rows=_function(_without_one, "num_rows")),
     "rejected rows written, shifted": _other_inputs(1, num_rows=_function(_rejected_rows_too, "num_emitted")),
+    # Recurrent layers
+    "chained rows are settled": _other_inputs(num_forced=_function(torch.zeros_like, "num_emitted")),
+    "the newest token is settled": _other_inputs(1, num_forced=_function(torch.clone, "num_emitted")),
     # Several modules
     "provisional rows stay": lambda p: _replace(p, step.rerun, _nothing_kept),
     "kept one row early": lambda p: _replace(p, step.keep_rows_, _kept_one_row_early),

@@ -6,6 +6,10 @@ state up to the last multiple of its chunk at which all rows are settled, and ca
 were settled when a sequence was last run is therefore all that is needed to know where the state of an op stands,
 whatever its chunk: ``settled[row] // chunk * chunk``.
 
+A call may also continue rows of earlier calls that are not settled themselves: a chain of drafts runs one row after the
+other, before any of them is verified. Such a call has fewer than 0 settled rows, counted from its first one. It reads
+the cached rows in front of it, caches its own, and folds nothing.
+
 Source of the idea to cache rows since a state was written: ReplaySSM (Dao AI Lab and NVIDIA, 2026). There, a state is
 folded when the cached rows are full, so its bits depend on what was accepted before. Folding at absolute boundaries
 makes them a function of the tokens.
@@ -35,7 +39,7 @@ class Span(NamedTuple):
         begin: the position of its first row.
         before: how many of its rows were settled before this call.
         num_rows: how many of the call's rows are real.
-        num_settled: how many of these are settled.
+        num_settled: how many of these are settled; ``-n`` if the last ``n`` rows in front of the call are not, either.
     """
 
     entry: int
@@ -60,7 +64,8 @@ class RecurrentSpan:
         rows: int64 ``[b]``, the row of the state of each sequence of the call, -1 for no sequence.
         positions: int64 ``[b, T]``.
         num_rows: int64 ``[b]``, how many of the rows are real; they come first.
-        num_forced: int64 ``[b]``, how many of the tokens that the rows give are known: one row more is settled.
+        num_forced: int64 ``[b]``, how many of the tokens that the rows give are known: one row more is settled. It is
+            ``-n - 1`` if the last ``n`` rows in front of the call are not settled.
         max_length: int64 ``[b]``; rows from there on are not real.
     """
 

@@ -46,6 +46,7 @@ from specgraph.kernels.step.step import (
     scatter_state_,
     settle,
     take_rows,
+    unsettled_rows,
     writes,
 )
 from specgraph.kernels.step.tracing import (
@@ -118,6 +119,7 @@ __all__ = [
     "trace_columns",
     "trace_temperature",
     "unpack_rows",
+    "unsettled_rows",
     "verified_drafts",
     "writes",
 ]

@@ -194,6 +194,11 @@ def chain_positions(start: Tensor, num_emitted: Tensor, offset: int) -> Tensor:
     return (start + num_emitted + offset).unsqueeze(1)
 
 
+def unsettled_rows(num_emitted: Tensor, count: int) -> Tensor:
+    """Minus ``count`` ``[B]``: of a call's rows, and the ``count - 1`` in front of them, none is settled."""
+    return torch.full_like(num_emitted, -count)
+
+
 def history_length(start: Tensor, num_emitted: Tensor) -> Tensor:
     """The number of accepted tokens ``[B]``. The last one is at position ``start + num_emitted``."""
     return start + num_emitted + 1

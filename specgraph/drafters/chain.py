@@ -6,6 +6,10 @@ the first token of the window. A drafter that reads the target's hidden states i
 ``t + 1`` and what ``draft_features`` computes from the target's hidden states at ``t``, and predicts token ``t + 2``.
 In further calls, the hidden state is the one that the drafter's own head returned beside the logits. Cache rows of
 rejected drafts are overwritten, so the cache and the proposals depend on accepted tokens only.
+
+The next step begins to write rows at the position ``start + num_emitted``, whether the drafter is shifted or not. So
+the rows in front of it are settled (:mod:`specgraph.kernels.recurrent.span`), and recurrent layers fold no others into
+their state.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from specgraph.kernels import step as functions
 BODY, HEAD, FEATURES = "draft_body", "draft_head", "draft_features"
 """The modules of such a drafter. The body turns rows into hidden states and has a KV cache, and the head turns hidden
 states into logits. ``draft_features`` turns the target's hidden states into those that the first call reads."""
+SETTLED_BY = "num_forced"
+"""The input of a body with recurrent layers that says which rows are settled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +54,16 @@ class ChainDrafter(Drafter):
         step.add_module("draft", _join(step.take_module(BODY), step.take_module(HEAD)))
         bound = step.bind("draft", "draft")
         inputs = self._shifted(step) if self.shifted else self._unshifted(step)
+        recurrent = SETTLED_BY in bound
+        if recurrent:
+            inputs[SETTLED_BY] = step.call(functions.last_row, step.num_emitted, name="last_settled")
         state = {name: node for name, node in bound.items() if name not in inputs}
         token: fx.Node | None = None
         for row in range(count):
             if token is not None:
                 inputs |= {"tokens": token, "positions": self._position(step, row), "num_rows": step.num_emitted}
+                if recurrent:
+                    inputs[SETTLED_BY] = self._settled_before(step, row)
             call = step.draft(**state, **inputs, name=f"draft_{row}")
             if row:
                 step.mark_scratch(call)
@@ -66,8 +77,19 @@ class ChainDrafter(Drafter):
 
     def _position(self, step: DraftStep, row: int) -> fx.Node:
         """The position ``[B, 1]`` of the row in the call that makes draft number ``row``."""
-        offset = row - 1 if self.shifted else row
+        offset = self._offset(row)
         return step.call(functions.chain_positions, step.start, step.num_emitted, offset, name=f"position_{row}")
+
+    def _settled_before(self, step: DraftStep, row: int) -> fx.Node:
+        """What says in the call that makes draft number ``row`` that its row, and those of the chain, are not settled.
+
+        It is minus the number of rows ``[B]`` from the first one that is not settled up to this call's.
+        """
+        return step.call(functions.unsettled_rows, step.num_emitted, self._offset(row) + 1, name=f"settled_{row}")
+
+    def _offset(self, row: int) -> int:
+        """How far behind ``start + num_emitted`` the row lies that gives draft number ``row``."""
+        return row - 1 if self.shifted else row
 
     def _unshifted(self, step: DraftStep) -> dict[str, fx.Node]:
         """Inputs of the first call: the first token of the window, and all emitted tokens."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import threading
 from collections import deque
@@ -29,6 +30,7 @@ from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_count
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
+from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
@@ -330,7 +332,7 @@ class Runners:
         kept = self.idle
         if kept is None or any(kept.sizes[name] < sizes[name] for name in ("B", "N")):
             kept_bytes = 0 if kept is None else kept.num_bytes
-            sizes = limited(self.program, self.cache, sizes, self.max_batch_size, kept_bytes)
+            sizes = limited(self.program, self._cache, sizes, self.max_batch_size, kept_bytes)
         else:
             sizes = {**sizes, "C": kept.sizes["C"]}
         if not self.program.captured:
@@ -385,8 +387,18 @@ class Runners:
             space = Workspace(self.program, wanted, self._pages(wanted), pool)
         return space
 
+    @property
+    def _cache(self) -> CacheConfig:
+        """The cache as it was asked for, but that nothing is shared if a draft has a recurrent state.
+
+        A snapshot stands where the target's rows are settled, and a draft model settles its own one later.
+        """
+        modules = self.program.modules.unchanged.items()
+        alone = not any(has_recurrent_state(module.graph) for name, module in modules if name != "target")
+        return self.cache if alone else dataclasses.replace(self.cache, reuse_prefixes=False)
+
     def _pages(self, sizes: Mapping[str, int]) -> PagePool:
-        reuse, lookahead = self.cache.reuse_prefixes, self.program.drafter.lookahead
+        reuse, lookahead = self._cache.reuse_prefixes, self.program.drafter.lookahead
         places = boundaries(self.program, self.block_size)
         snapshots = None if places is None else SnapshotPool(sizes["C"], places, snapshot_bytes(self.program))
         return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights, snapshots=snapshots)

@@ -139,11 +139,6 @@ def test_a_pipeline_that_would_leave_the_state_out_is_refused() -> None:
         compiled(model_of(SMALL), pipeline={"order": order})
 
 
-def test_what_is_not_supported_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"draft_body has recurrent layers, .* use a draft whose layers"):
-        specgraph.compile_speculative(make_model("llama"), {**CONFIG}, draft=make_model(SMALL))
-
-
 def test_layers_that_select_keys_are_refused_by_name() -> None:
     layers = {"layer_types": ["linear_attention", "indexed_attention"], "q_lora_rank": 16, "qk_rope_head_dim": 0}
     small = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}

@@ -10,13 +10,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 from specgraph.kernels.recurrent.arguments import CachedConv, CausalConv
 from specgraph.kernels.recurrent.conv import CACHED_CONV, causal_conv_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
+from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run, unsettled
 
 CHANNELS, LENGTHS = 6, (1, 2, 5, 40)
 PLANS = [(1, 3), (3, 0), (4, 1), (4, 7)]
 """The number of weights, and K."""
-FORMS = [*(("reference", torch.float64, 1e-12, accept) for accept in ("none", "all", "mixed")),
-         *((form, torch.float32, 1e-6, "mixed") for form in ("triton", "cpu"))]  # fmt: skip
+FORMS = [*(("reference", torch.float64, 1e-12, accept) for accept in ("none", "all", "mixed", "drafts")),
+         *((form, torch.float32, 1e-6, accept) for form in ("triton", "cpu") for accept in ("mixed", "drafts")),
+]  # fmt: skip
 """A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 
 
@@ -54,8 +55,8 @@ def decode(
     inputs = [(inputs_of(n + 12, n).to(device, dtype),) for n in LENGTHS[own]]
     plans = [[*history(n + 12, n, k, accept, seed + cuts)] for seed, n in enumerate(LENGTHS)][own]
     memory = Memory([2, 4, 0, 1][own])
-    form_with_state = RECURRENT[torch.ops.specgraph.causal_conv.default]
-    (kept,) = (b.allocate({"B": 5}, device) for b in form_with_state.buffers([inputs[0][0].unsqueeze(0), weight], k))
+    form_with_state, given = RECURRENT[torch.ops.specgraph.causal_conv.default], [inputs[0][0].unsqueeze(0), weight]
+    (kept,) = (b.allocate({"B": 5}, device) for b in form_with_state.buffers(given, unsettled(k, accept)))
     kept.fill_(torch.nan)
 
     def call(x: Tensor, span: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def test_any_history_gives_what_the_definition_gives(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_depends_on_the_history(form: str, dtype: torch.dtype) -> None:
     wanted, _ = decode(form, dtype, 4, 7, "all")
-    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
+    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts")]):
         outs, _ = decode(form, dtype, 4, k, accept, cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     for number, own in enumerate(wanted):

@@ -11,7 +11,7 @@ from specgraph.frontend.recurrent import mamba_hook
 from specgraph.kernels.recurrent.arguments import CHUNK, SelectiveScan
 from specgraph.kernels.recurrent.scan import ANCHORED_SCAN, selective_scan_reference
 from specgraph.kernels.state import RECURRENT
-from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run
+from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run, unsettled
 
 CHANNELS, SIZE = 6, 4
 LENGTHS = {"reference": (1, 5, CHUNK, 2 * CHUNK + 5), "triton": (1, CHUNK, CHUNK + 5)}
@@ -19,8 +19,9 @@ LENGTHS["cpu"] = LENGTHS["reference"]
 MORE = {"reference": 24, "triton": 12, "cpu": 24}
 """Prompts, and how much further every sequence is decoded, which is across a boundary; less in the interpreter."""
 DECAY = -torch.linspace(0.1, 4, CHANNELS * SIZE, dtype=torch.float64).reshape(CHANNELS, SIZE)
-FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed")),
-         *((form, torch.float32, 1e-5, "mixed") for form in ("triton", "cpu"))]  # fmt: skip
+FORMS = [*(("reference", torch.float64, 1e-10, accept) for accept in ("none", "all", "mixed", "drafts")),
+         *((form, torch.float32, 1e-5, accept) for form in ("triton", "cpu") for accept in ("mixed", "drafts")),
+]  # fmt: skip
 """A variant, what it is tested in, how near it is to the definition (of the largest value), and what is accepted."""
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -60,8 +61,8 @@ def decode(
     inputs = [tuple(x.to(device, dtype) for x in rows_of(n + more, seed)) for seed, n in enumerate(prompts)][own]
     plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)][own]
     memory, decay = Memory([3, 0, 5, 2][: len(prompts)][own]), DECAY.to(device, dtype)
-    x, dt, _, _ = inputs[0]
-    state = RECURRENT[torch.ops.specgraph.selective_scan.default].buffers([x[None], dt[None], decay], k)
+    (x, dt, _, _), rows = inputs[0], unsettled(k, accept)
+    state = RECURRENT[torch.ops.specgraph.selective_scan.default].buffers([x[None], dt[None], decay], rows)
     buffers = [buffer.allocate({"B": 6}, device) for buffer in state]
     for buffer in buffers[1:]:
         buffer.fill_(torch.nan)
@@ -97,7 +98,7 @@ def test_any_history_gives_what_the_definition_gives(
 @pytest.mark.parametrize("form", ["triton", "cpu"])
 def test_no_bit_depends_on_the_history(form: str) -> None:
     wanted, _, _ = decode(form, torch.float32, 7, "all")
-    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed")]):
+    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts")]):
         outs, _, _ = decode(form, torch.float32, k, accept, cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     for number, own in enumerate(wanted):
