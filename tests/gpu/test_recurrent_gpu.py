@@ -32,11 +32,16 @@ def model_of(architecture: str) -> PreTrainedModel:
     return make_model(architecture, dtype=torch.bfloat16).cuda()
 
 
-def decoder_of(architecture: str, kind: str, k: int, chunk: int = 64, rule: str = "strict") -> SpeculativeDecoder:
+def decoder_of(
+    architecture: str, kind: str, k: int, chunk: int = 64, rule: str = "strict", draft: str | None = None
+) -> SpeculativeDecoder:
+    """``draft`` is the architecture of a draft model."""
     model = model_of(architecture)
     config = {**CONFIG, "cache": {"prefill_chunk": chunk}, "draft": {"kind": kind, "num_speculative_tokens": k},
               "lowering": {"name": "gpu"}, "numerics": "bitwise", "max_batch_size": 5,
               "verify": {"rule": rule, "acceptance_rate": 0.7}}  # fmt: skip
+    if draft is not None:
+        return specgraph.compile_speculative(model, config, draft=model_of(draft))
     head = make_head(model) if kind == "eagle3" else None
     if head is not None:
         head.module.cuda()
@@ -168,3 +173,23 @@ def test_a_state_that_is_shared_changes_no_bit(architecture: str, kind: str) -> 
                 found[numbers[event.id]] += event.tokens
             assert [found[index] for index in seeds] == [tokens.tolist() for tokens in alone.new_tokens]
         assert session.stats.prefix_hit_rate > 0.4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "draft", "k"),
+    [("llama", "lfm2", 4), ("llama", "mamba", 7), ("qwen3_next", "mamba2", 3), ("mamba2", "qwen3_5_text", 7)],
+)
+def test_recurrent_draft_models_change_no_bit(architecture: str, draft: str, k: int) -> None:
+    plain, drafted = decoder_of(architecture, "none", 1), decoder_of(architecture, "draft_model", k, draft=draft)
+    for temperature in (0.0, 1.0):
+        wanted = run(plain, 5, temperature)
+        for batch in (1, 3, 5):
+            wrong = differing(run(drafted, batch, temperature), wanted)
+            assert not any(wrong), f"batch {batch}, temperature {temperature}: {wrong}"
+
+
+@pytest.mark.parametrize(("architecture", "k"), [("lfm2", 7), ("qwen3_next", 3), ("mamba2", 7), ("mamba", 3)])
+def test_every_draft_of_the_target_itself_is_accepted(architecture: str, k: int) -> None:
+    """Prompts of all lengths and 64 tokens, so that chains begin, end and cross boundaries at every place."""
+    out = decoder_of(architecture, "draft_model", k, draft=architecture).generate(PROMPTS, **OPTIONS)
+    assert all({*row[:-1]} == {k + 1} for row in out.stats.emitted_per_step), out.stats.emitted_per_step
