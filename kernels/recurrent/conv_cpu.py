@@ -77,6 +77,12 @@ def _places(active: tuple[Span, ...], batch: int, rows: int, before: int, slots:
         padding[own.entry * rows : own.entry * rows + own.num_rows] = [False] * own.num_rows
         kept += range(new + first, new + own.num_rows)
         lines += [own.row * slots + position % slots for position in range(own.begin + first, own.end)]
-    masks = (torch.tensor(mask, device="cpu").view(batch, -1, 1) if any(mask) else None for mask in (absent, padding))
-    indices = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (old, kept, lines))
-    return _Places(*masks, *indices)
+    return _Places(_mask(absent, batch), _mask(padding, batch), _index(old), _index(kept), _index(lines))
+
+
+def _mask(mask: list[bool], batch: int) -> Tensor | None:
+    return torch.tensor(mask, device="cpu").view(batch, -1, 1) if any(mask) else None
+
+
+def _index(index: list[int]) -> Tensor:
+    return torch.tensor(index, dtype=torch.int64, device="cpu")

@@ -34,7 +34,8 @@ def _carry(given: AnchoredScan, tiles: Tiles, out: Tensor) -> None:
     for stage in tiles.stages:
         read = torch.zeros(CHUNK * (stage.end - stage.first), c.shape[2], dtype=c.dtype, device="cpu")
         read.index_copy_(0, stage.rows.places, stage.rows.of(c[:, stage.first : stage.end]))
-        current, results = _states(current, given.a, *(_columns(own, stage) for own in lines), read, stage)
+        steps, entered, places = (_columns(own, stage) for own in lines)
+        current, results = _states(current, given.a, steps, entered, places, read, stage)
         out.index_copy_(0, stage.rows.call, results.index_select(0, stage.rows.places))
         if len(stage.folded):
             folded = current.index_select(0, stage.folded)
