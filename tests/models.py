@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3, Eagle3Config
@@ -115,6 +115,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "expand": 2, "time_step_rank": 4},
 }  # fmt: skip
 """Models with a recurrent state in some layers; the last three have no attention at all."""
+for _newer in {"bailing_hybrid"} - {*CONFIG_MAPPING}:
+    del HYBRIDS[_newer]  # an older transformers does not have it
 
 
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")

@@ -219,11 +219,17 @@ class PagePool:
         return next((count for count in range(len(pages), 0, -1) if pages[count - 1] in self.snapshots), 0)
 
     def _boundaries(self, prompt: Tensor, num_known: int, num_shared: int) -> tuple[int, ...]:
-        """Where a sequence should leave snapshots: where its ``prompt`` stops following known pages, and at its end."""
-        if self.snapshots is None or not self.snapshots.count:
+        """Where a sequence should leave snapshots: where its ``prompt`` stops following known pages, and at its end.
+
+        The last window of a prompt leaves the one at its end. Where pages are so long that this would take a window of
+        its own, there is none: most prompts come once, and would wait for it.
+        """
+        if self.snapshots is None or not self.snapshots.count or not self.reuses:
             return ()
-        size, last = self.block_size, self.snapshots.boundaries.last
-        ends = {last(size * num_known), size * self.num_shareable(prompt)}
+        size, places, length = self.block_size, self.snapshots.boundaries, prompt.numel()
+        ends = {places.last(size * num_known)}
+        if length - places.last(length) < places.within:
+            ends.add(places.last(length))
         return tuple(sorted(end for end in ends if end > size * num_shared))
 
     def _find(self, prompt: Tensor, target_only: bool) -> list[int]:

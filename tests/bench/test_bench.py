@@ -287,7 +287,8 @@ def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
     assert capsys.readouterr().err == (
         "error: target is not set: python -m specgraph bench "
-        "target=llama-3-8b-shape|llama-3.2-1b-shape|qwen3-30b-a3b-shape|qwen3.5-9b-shape|tiny-shape, "
+        "target=llama-3-8b-shape|llama-3.2-1b-shape|qwen3-30b-a3b-shape|qwen3.5-9b-shape|"
+        "qwen3.5-small-shape|tiny-shape, "
         "or the folder or name of a model.\n"
     )
 

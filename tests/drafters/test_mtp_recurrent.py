@@ -18,7 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 import specgraph
 from specgraph import SpeculativeDecoder
@@ -29,6 +35,7 @@ from specgraph.drafters.mtp_module import Mtp
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from specgraph.frontend.recurrent import hooked_recurrence
+from specgraph.training import format_question
 from specgraph.training.heads import train_head
 from specgraph.training.heads.config import HeadConfig
 from tests.checkpoints.running import info
@@ -333,3 +340,20 @@ def test_a_module_of_a_recurrent_target_is_trained_and_used(tmp_path: Path) -> N
     found = tested.generate(prompts, max_new_tokens=9).new_tokens
     plain = compiled(model, "none", 1).generate(prompts, max_new_tokens=9).new_tokens
     assert_same_tokens(model, prompts, found, plain)
+
+
+TRAINED = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid"
+
+
+def test_the_trained_head_changes_no_token_and_is_often_right() -> None:
+    """The model card has 200 questions; these are enough to see that both files belong together."""
+    target = AutoModelForCausalLM.from_pretrained(TRAINED / "target", dtype=torch.float32)
+    words = AutoTokenizer.from_pretrained(TRAINED / "target")
+    lines = (TRAINED.parents[1] / "data" / "gsm8k_test_200.jsonl").read_text().splitlines()[:4]
+    texts = [format_question(json.loads(line)["question"]) for line in lines]
+    prompts = [torch.tensor(words(text)["input_ids"]) for text in texts]
+    plain = specgraph.compile_speculative(target, CONFIG).generate(prompts, max_new_tokens=60)
+    drafted = specgraph.compile_speculative(target, {**CONFIG, "draft": {"num_speculative_tokens": 5}},
+                                            draft=TRAINED / "mtp").generate(prompts, max_new_tokens=60)  # fmt: skip
+    assert_same_tokens(target, prompts, drafted.new_tokens, plain.new_tokens)
+    assert drafted.stats.acceptance_length > 3

@@ -158,16 +158,15 @@ def test_the_second_of_a_kind_leaves_the_state_that_the_third_goes_on_from() -> 
         assert room.snapshot_bytes == 16 * snapshot_bytes(decoder_of(DELTA, "none")._program)
 
 
-def test_a_prompt_is_cut_only_where_its_end_leaves_no_state() -> None:
+def test_no_prompt_is_cut_for_the_snapshot_at_its_end() -> None:
     decoder = decoder_of(DELTA, "none", chunk=512)
-    for length, cuts in ((16, 0), (17, 0), (31, 0), (32, 1), (33, 0)):
+    for length in (16, 17, 31, 32, 33):
         with opened(decoder, reuse=False) as session:
             tokens_of(session, SHARED[:length], new=1)
             whole = session.stats.steps
         with opened(decoder) as session:
             tokens_of(session, SHARED[:length], new=1)
-            # With 32 tokens, the last boundary at which the last token is left to be run is 16.
-            assert (length, session.stats.steps) == (length, whole + cuts)
+            assert (length, session.stats.steps) == (length, whole)
 
 
 def test_without_snapshots_nothing_is_shared() -> None:
@@ -336,6 +335,17 @@ def test_a_prefix_is_shared_up_to_the_longest_boundary_with_a_snapshot() -> None
     assert pool.snapshots is not None and pool.snapshots.num_known == 3
 
 
+def test_a_prompt_that_would_be_cut_for_it_leaves_no_snapshot_at_its_end() -> None:
+    pool = PagePool(40, 8, snapshots=SnapshotPool(4, Boundaries(8, 4)))
+    assert [filled(pool, [first] * count).boundaries for first, count in ((1, 11), (2, 12), (3, 16))] == [
+        (8,),
+        (),
+        (16,),
+    ]
+    # Where it stops following what is known, it is cut all the same.
+    assert filled(pool, [2] * 9 + [4] * 5).boundaries == (8,)
+
+
 def test_a_snapshot_that_was_not_used_for_long_makes_room_and_one_goes_with_its_page() -> None:
     pool = pool_of(20, 2)
     assert pool.snapshots is not None
@@ -344,7 +354,7 @@ def test_a_snapshot_that_was_not_used_for_long_makes_room_and_one_goes_with_its_
     pool.give_back(filled(pool, [1] * 6))  # uses the first, so the second is the older one
     pool.give_back(filled(pool, [3] * 5))
     assert [filled_again(pool, [first] * 5) for first in (1, 2, 3)] == [2, 0, 2]
-    pool.give_back(filled(pool, [4] * 40))  # takes all pages
+    pool.give_back(filled(pool, [4] * 39))  # takes all pages
     assert pool.snapshots.num_known == 1 and filled_again(pool, [1] * 5) == 0
 
 
