@@ -158,6 +158,20 @@ def test_the_second_of_a_kind_leaves_the_state_that_the_third_goes_on_from() -> 
         assert room.snapshot_bytes == 16 * snapshot_bytes(decoder_of(DELTA, "none")._program)
 
 
+@pytest.mark.parametrize(("architecture", "kind"), [(DELTA, "none"), ("qwen3_5_text", "mtp"), ("mamba", "ngram")])
+def test_a_conversation_goes_on_behind_the_whole_prompt_before(architecture: str, kind: str) -> None:
+    """A prompt of whole chunks ends at a boundary, and its last window leaves the state there."""
+    decoder, tail = decoder_of(architecture, kind, chunk=512), OTHER[:5]
+    for length in (15, 16, 32, 33, 47, 48):
+        with opened(decoder) as session:
+            first = tokens_of(session, SHARED[:length])
+            second = torch.cat([SHARED[:length], torch.tensor(first), tail])
+            found = tokens_of(session, second)
+            assert (length, session.stats.reused_tokens) == (length, length // CHUNK * CHUNK)
+        with opened(decoder, reuse=False) as session:
+            assert tokens_of(session, second) == found
+
+
 def test_no_prompt_is_cut_for_the_snapshot_at_its_end() -> None:
     decoder = decoder_of(DELTA, "none", chunk=512)
     for length in (16, 17, 31, 32, 33):
