@@ -201,7 +201,8 @@ def _carry_kernel(
     key, column = tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
     own = column < VALUE
     out += (entry * rows * HEADS + head) * VALUE
-    # No kernel of the step has written the state, so it is loaded while the first kernel still runs.
+    # The first kernel lets this one begin when all kernels before it are done, of which one may have written the state.
+    # So the state is loaded while the first kernel still runs.
     tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
     both = (key < KEY)[:, None] & own[None, :]
     current = tl.load(tile, mask=both & (count > 0), other=0, cache_modifier=".cg")
