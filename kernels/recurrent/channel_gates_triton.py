@@ -28,6 +28,7 @@ from torch import Tensor
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
+from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
 _COLUMNS, _WARPS, _STAGES = 32, 4, 2
@@ -194,24 +195,10 @@ def _carry_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
-    entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row, begin, before, count, settled = row_span(span, entry)
-    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
-    begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
-    key, column = tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
-    own = column < VALUE
-    out += (entry * rows * HEADS + head) * VALUE
-    # The first kernel lets this one begin when all kernels before it are done, of which one may have written the state.
-    # So the state is loaded while the first kernel still runs.
-    tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
-    both = (key < KEY)[:, None] & own[None, :]
-    current = tl.load(tile, mask=both & (count > 0), other=0, cache_modifier=".cg")
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    for padding in range(loop_bound(count), loop_bound(rows)):
-        nothing = tl.zeros([BLOCK], out.dtype.element_ty)
-        tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
+    entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
+        out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
+    )
     if count > 0:
         v += entry * v_outer + head * v_head
         if rate is not None:

@@ -212,22 +212,21 @@ def _chunk(
     return left, tile_k, keeping[:, None] * update
 
 
-@triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
-def _carry_kernel(
-    out, q, v, rate, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
-    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
-    BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def begin_carrying(
+    out, state, span, rows, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (B, H, blocks of columns)."""
+    """What a program of the grid (B, H, blocks of columns) carries: its span, and its part of the state and its place.
+
+    Rows of the result behind the last one of its sequence become zeros.
+    """
     entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row, begin, before, count, settled = row_span(span, entry)
     # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
     begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
     key, column = tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
-    own, group = column < VALUE, head // GROUP
-    groups: tl.constexpr = HEADS // GROUP
+    own = column < VALUE
     out += (entry * rows * HEADS + head) * VALUE
     # The first kernel lets this one begin when all kernels before it are done, of which one may have written the state.
     # So the state is loaded while the first kernel still runs.
@@ -240,6 +239,24 @@ def _carry_kernel(
     for padding in range(loop_bound(count), loop_bound(rows)):
         nothing = tl.zeros([BLOCK], out.dtype.element_ty)
         tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
+    return row, begin, before, count, settled, column, out, tile, both, current
+
+
+@triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
+def _carry_kernel(
+    out, q, v, rate, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
+    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
+    BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The grid is (B, H, blocks of columns)."""
+    entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
+        out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
+    )
+    group = head // GROUP
+    groups: tl.constexpr = HEADS // GROUP
     if count > 0:
         q += entry * q_outer + group * q_head
         v += entry * v_outer + head * v_head
