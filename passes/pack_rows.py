@@ -62,14 +62,14 @@ class PackRows(Pass):
         """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""
         program.placeholder(ROOM, per_call("R"))
         try:
-            propagate(program)
+            propagate(program, inside=False)
         except VerificationError as error:
             return PassResult(0, near_misses=(NearMiss("step", f"its shapes are not known: {error}"),))
         before, refused = program.copy(), dict[str, str]()
         while True:
             result = _pack_calls(program, refused)
             try:
-                propagate(program)
+                propagate(program, inside=False)
             except VerificationError as error:
                 if not result.changed:
                     raise

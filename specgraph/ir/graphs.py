@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -75,8 +74,11 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in source.nodes:
         new[node] = own = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        own.args, own.kwargs = (fx.node.map_arg(part, new.__getitem__) for part in (node.args, node.kwargs))
-        own.meta = copy.copy(node.meta)
+        if node.args:
+            own.args = fx.node.map_arg(node.args, new.__getitem__)
+        if node.kwargs:
+            own.kwargs = fx.node.map_arg(node.kwargs, new.__getitem__)
+        own.meta.update(node.meta)
     return graph
 
 

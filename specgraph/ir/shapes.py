@@ -9,6 +9,7 @@ those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; 
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Hashable, Sequence
@@ -54,11 +55,13 @@ WRITTEN = ("shape", "outputs", "bytes")
 _MISSING = object()
 
 
-def propagate(program: ProgramView) -> None:
+def propagate(program: ProgramView, *, inside: bool = True) -> None:
     """Write ``node.meta["shape"]`` for the step graph and for every module that it calls.
 
     A module that is called several times keeps the strings of its first call. A module that is not called yet is run
     alone if its inputs are known, and left as it is otherwise. Nothing is computed and no tensor is copied.
+
+    Without ``inside``, only the nodes of the step graph are written, and modules that other programs share stay shared.
 
     Raises:
         VerificationError: an op refuses its arguments; names the graph, the node and the op's reason.
@@ -68,10 +71,10 @@ def propagate(program: ProgramView) -> None:
         run = _Run(program, mode)
         try:
             run.step()
-            for name in program.modules.keys() - run.named:
+            for name in program.modules.keys() - run.named if inside else ():
                 run.uncalled(name)
         finally:
-            run.write()  # of a wrong graph, what is known up to the node that fails
+            run.write(inside)  # of a wrong graph, what is known up to the node that fails
 
 
 def describe(value: Any) -> str:
@@ -164,19 +167,19 @@ class _Run:
 
     def step(self) -> None:
         """The step graph, and through it the modules."""
-        inputs = {name: self.allocate(spec) for name, spec in self.program.inputs.items()}
+        inputs = {name: self.input(spec) for name, spec in self.program.inputs.items()}
         self.graph("step", self.program.graph, None, inputs, write=True)
 
     def uncalled(self, name: str) -> None:
         """A module that nothing calls yet, if its inputs are known."""
-        module = self.program.modules.unchanged[name]
-        known = {n.name: self._known(n) for n in module.graph.nodes if n.op == "placeholder"}
+        placeholders = self.program.modules.unchanged[name].graph.find_nodes(op="placeholder")
+        known = {node.name: self._known(node) for node in placeholders}
         if all(value is not _MISSING for value in known.values()):
-            self.graph(name, module.graph, module, known, write=True)
+            self._module(name, (), known)
 
-    def write(self) -> None:
+    def write(self, inside: bool) -> None:
         """Write what is known of every node. A module whose nodes say it already may be shared, and stays so."""
-        for name, written in self._written.items():
+        for name, written in self._written.items() if inside else [("step", self._written["step"])]:
             graph = self.program.graph if name == "step" else self.program.modules.unchanged[name].graph
             if all(_described(node) == meta for node, meta in zip(graph.nodes, written, strict=False)):
                 continue
@@ -185,10 +188,10 @@ class _Run:
                 node.meta.pop("outputs", None)
                 node.meta.update(meta)
 
-    def allocate(self, spec: Input) -> Any:
-        """Fake tensors for an input of the step graph."""
+    def input(self, spec: Input) -> Any:
+        """The layouts of an input of the step graph."""
         device = self.program.target.device
-        return map_input(lambda buffer: buffer.allocate(SIZES, device), spec)
+        return map_input(lambda buffer: _layout(buffer, device), spec)
 
     def graph(
         self, name: str, graph: fx.Graph, root: fx.GraphModule | None, inputs: dict[str, Any], *, write: bool
@@ -282,10 +285,16 @@ class _Run:
     def _known(self, node: fx.Node) -> Any:
         """A value for the input of a module that is not called yet: it is state that was described, or was traced."""
         if "state" in node.meta:
-            return self.allocate(node.meta["state"])
+            return self.input(node.meta["state"])
         traced = node.meta.get("val")
         buffer = _buffer(traced) if isinstance(traced, Tensor) else None
-        return self.allocate(buffer) if buffer is not None else _MISSING
+        return self.input(buffer) if buffer is not None else _MISSING
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(buffer: Buffer, device: torch.device) -> Layout:
+    """The layout of a buffer for :data:`SIZES`. Inside of a ``FakeTensorMode``, no memory is taken for it."""
+    return Layout.of(buffer.allocate(SIZES, device))
 
 
 def _described(node: fx.Node) -> dict[str, Any]:
