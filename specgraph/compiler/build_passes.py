@@ -25,7 +25,7 @@ def build_passes(config: Config, device: torch.device | str = "cpu") -> list[Pas
         ConfigError: a pass or an option does not exist (the message names the nearest that does), or a pass of a user
             cannot be made.
     """
-    settled = OmegaConf.structured(settle_lowering(config, device))
+    settled = OmegaConf.create(dataclasses.asdict(settle_lowering(config, device)))
     wanted = cast(dict[str, Any], OmegaConf.to_container(settled.passes, resolve=True))
     own = [name for name, options in wanted.items() if isinstance(options, dict) and "_target_" in options]
     known = [*PASSES, *own]

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from importlib import resources
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import yaml
 
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
-
 
 def default_groups() -> dict[str, str]:
     """Every configuration group with the name of its default file, as ``conf/config.yaml`` lists them."""
-    listed = yaml.safe_load((resources.files("specgraph.conf") / "config.yaml").read_text())["defaults"]
+    listed = _content("config.yaml")["defaults"]
     return {group: name for entry in listed if isinstance(entry, dict) for group, name in entry.items()}
 
 
-def group_choices(group: str) -> list[str]:
+@functools.cache
+def group_choices(group: str) -> tuple[str, ...]:
     """The names of the files of one configuration group, without ``.yaml``."""
     names = (entry.name for entry in (resources.files("specgraph.conf") / group).iterdir())
-    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
 
 
 def presets() -> dict[str, str]:
@@ -39,5 +39,11 @@ def read_group(group: str, name: str) -> dict[str, Any]:
     if name not in choices:
         hint = did_you_mean(name, choices)
         raise ConfigError(f"There is no {group}={name}{hint}; {group} is one of {', '.join(choices)}.")
-    text = (resources.files("specgraph.conf") / group / f"{name}.yaml").read_text()
+    return copy.deepcopy(_content(f"{group}/{name}.yaml"))
+
+
+@functools.cache
+def _content(path: str) -> dict[str, Any]:
+    """The content of a file below ``conf``. Every compilation asks for some, and reading YAML takes milliseconds."""
+    text = resources.files("specgraph.conf").joinpath(path).read_text()
     return cast(dict[str, Any], yaml.safe_load(text) or {})

@@ -52,7 +52,7 @@ def load_config(given: ConfigLike = None) -> Config:
     table = _take_table(overlay)
     check_keys(overlay, base, Config)
     try:
-        merged = OmegaConf.merge(base, overlay)
+        merged = OmegaConf.unsafe_merge(base, overlay)  # which makes no copy of `base`: it is one
         config = cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, base, Config, overlay)) from None
