@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Without byte code for all of PyTorch, which takes minutes; Python makes it for what is imported, and keeps it.
+INSTALL := $(BIN)/pip install --quiet --no-compile -c constraints.txt
 COPY := $(VENV)/typed
 
 .DEFAULT_GOAL := help
@@ -16,11 +18,11 @@ install: $(READY) ## create .venv and install specgraph with its tools
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specgraph needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(INSTALL) --upgrade pip setuptools wheel
+	$(INSTALL) torch
+	$(INSTALL) -e '.[dev]'
 	# The tests compare heads with this package; it pins an older transformers, hence without what it depends on.
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps speculators hs-connectors
+	$(INSTALL) --no-deps speculators hs-connectors
 	touch $(READY)
 
 demo: install ## decode real questions with the shipped small models, with and without speculation
