@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Without byte code for all of PyTorch, which takes minutes; Python makes it for what is imported, and keeps it.
-INSTALL := $(BIN)/pip install --quiet --no-compile -c constraints.txt
+# Byte code for all of PyTorch takes minutes. Python makes it for what is imported, and keeps it unless told not to.
+INSTALL := $(BIN)/pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) -c constraints.txt
 COPY := $(VENV)/typed
 
 .DEFAULT_GOAL := help
