@@ -56,11 +56,11 @@ class Known(NamedTuple):
 
 
 class CalledBefore(NamedTuple):
-    """A call of a function in a step graph.
+    """A call of a function.
 
     Attributes:
         result: what it returned, with a :class:`Layout` in place of each tensor.
-        written: which of the nodes that it reads it wrote in place, by their places among these.
+        written: which of the nodes that it reads it wrote in place, by their places among these; empty in a module.
     """
 
     result: Any
@@ -115,17 +115,18 @@ def is_fixed(layouts: Any) -> bool:
     return not any(isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) for number in (*leaves, *sizes))
 
 
-def call_key(node: fx.Node, read: Sequence[Any]) -> Hashable:
+def call_key(node: fx.Node, read: Sequence[Any], checked: bool) -> Hashable:
     """Equal for calls of one function with arguments of equal layouts, or None if a size depends on values.
 
-    ``read`` are the values of the nodes among the arguments.
+    ``read`` are the values of the nodes among the arguments. Whether what a call writes is ``checked`` tells those
+    apart of which it is known.
     """
     layouts = layouts_of(read)
     if not is_fixed(layouts):
         return None
     names = {input_: f"%{index}" for index, input_ in enumerate(node.all_input_nodes)}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
-    return node.target, repr(args), repr(kwargs), repr(layouts)
+    return node.target, repr(args), repr(kwargs), repr(layouts), checked
 
 
 def find_call(key: Hashable) -> CalledBefore | None:
@@ -137,8 +138,8 @@ def find_call(key: Hashable) -> CalledBefore | None:
 
 
 def remember_call(key: Hashable, read: Sequence[Any], result: Any, written: tuple[int, ...]) -> None:
-    """Keep what a call returned, unless a size depends on values or the call returned memory of its arguments: a write
-    into that would be one into the arguments.
+    """Keep what a call returned, unless a size depends on values or the call returned memory of ``read``: a write into
+    that would be one into the arguments.
     """
     layouts = layouts_of(result)
     if not is_fixed(layouts) or _storages(result) & _storages(read):

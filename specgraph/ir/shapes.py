@@ -67,8 +67,8 @@ def propagate(program: ProgramView, *, inside: bool = True) -> None:
         VerificationError: an op refuses its arguments; names the graph, the node and the op's reason.
     """
     shape_env = ShapeEnv()
-    with FakeTensorMode(shape_env=shape_env, static_shapes=True) as mode, torch.no_grad():
-        run = _Run(program, mode)
+    with FakeTensorMode(shape_env=shape_env, static_shapes=True), torch.no_grad():
+        run = _Run(program)
         try:
             run.step()
             for name in program.modules.keys() - run.named if inside else ():
@@ -152,14 +152,13 @@ def _sum(size: int) -> tuple[int, str] | None:
 
 
 class _Run:
-    """One propagation: the fake tensors of parameters and what modules returned for which shapes.
+    """One propagation: what modules returned for which shapes.
 
-    A value of the step graph is a fake tensor, or its layout where no call has needed the tensor yet.
+    A value is a fake tensor, or its layout where no call has needed the tensor yet.
     """
 
-    def __init__(self, program: ProgramView, mode: FakeTensorMode) -> None:
+    def __init__(self, program: ProgramView) -> None:
         self.program = program
-        self.mode = mode
         self.named: set[str] = set()
         self._written: dict[str, list[dict[str, Any]]] = {}
         self._results: dict[tuple[str, str], Any] = {}
@@ -223,7 +222,7 @@ class _Run:
             return inputs[node.name]
         if node.op == "get_attr":
             value = get_attribute(root, str(node.target)) if root is not None else None
-            return self.mode.from_tensor(value) if isinstance(value, Tensor) else value
+            return Layout.of(value) if isinstance(value, Tensor) else value
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "output":
             return args[0]
@@ -231,30 +230,34 @@ class _Run:
             self_, *rest = allocated(args)
             return getattr(self_, str(node.target))(*rest, **allocated(kwargs))
         if node.op == "call_module" and root is not None:
-            return root.get_submodule(str(node.target))(*args, **kwargs)
+            return root.get_submodule(str(node.target))(*allocated(args), **allocated(kwargs))
         if node.op == "call_module":
             return self._module(str(node.target), args, kwargs)
         assert callable(node.target)
         picks = node.target is operator.getitem and isinstance(args[0], tuple | list)
-        return node.target(*args, **kwargs) if picks or root is not None else self._function(node, values)
+        return node.target(*args) if picks else self._function(node, values, checked=root is None)
 
-    def _function(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """A call of a function by the step graph, which is known if an equal one was run before."""
+    def _function(self, node: fx.Node, values: dict[fx.Node, Any], *, checked: bool) -> Any:
+        """A call of a function, which is known if an equal one was run before.
+
+        If it is ``checked``, as in the step graph, it must have said what it writes.
+        """
         assert callable(node.target)
         inputs = node.all_input_nodes
-        key = call_key(node, [values[read] for read in inputs])
+        key = call_key(node, [values[read] for read in inputs], checked)
         if key is not None and (known := find_call(key)) is not None:
             _check_written(node, [inputs[index] for index in known.written])
             return known.result
         for read in inputs:
             values[read] = allocated(values[read])
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        before = [_versions(values[read]) for read in inputs]
+        watched = [values[read] for read in inputs] if checked else []
+        before = list(map(_versions, watched))
         result = node.target(*args, **kwargs)
-        written = [i for i, read in enumerate(inputs) if _versions(values[read]) != before[i]]
+        written = tuple(index for index, value in enumerate(watched) if _versions(value) != before[index])
         _check_written(node, [inputs[index] for index in written])
         if key is not None:
-            remember_call(key, [values[read] for read in inputs], result, tuple(written))
+            remember_call(key, watched, result, written)
         return result
 
     def _module(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
