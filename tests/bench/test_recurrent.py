@@ -19,7 +19,7 @@ from specgraph.ir.program import Program
 from specgraph.ir.traffic import STAGE, CallReads, state_size, step_reads, step_traffic
 from specgraph.kernels.recurrent.arguments import CHUNK
 from tests.decoding import compiled
-from tests.models import make_head, shared_model
+from tests.models import HYBRIDS, make_head, shared_model
 
 NAME = "qwen3.5-9b-shape"
 QUICK = ["device=cpu", "num_speculative_tokens=[2]", "steps=3", "warmup=1", "prompt_length=9",
@@ -33,7 +33,17 @@ SCAN_CONV = 0, 4 * 48, 3
 SCAN = 4 * 48 * 8, 4 * (48 + 48 + 8), CHUNK - 1
 LFM2_CONV = 0, 4 * 32, 2
 """Two layers, of which each has inputs as wide as the hidden state."""
-EXPECTED = {"qwen3_5_text": [CONV, DELTA_RULE], "mamba": 2 * [SCAN_CONV, SCAN], "lfm2": 2 * [LFM2_CONV]}
+KDA_CONV = 0, 4 * 3 * 4 * 8, 3
+KDA = 4 * 4 * 8 * 8, 4 * (3 * 4 * 8 + 4 * CHUNK), CHUNK - 1
+"""A cached row has a gate for each channel of its keys."""
+EXPECTED = {"qwen3_5_text": [CONV, DELTA_RULE], "mamba": 2 * [SCAN_CONV, SCAN], "lfm2": 2 * [LFM2_CONV],
+            "kimi_linear": [KDA_CONV, KDA], "bailing_hybrid": [KDA_CONV, KDA]}  # fmt: skip
+PER_TOKEN = {"qwen3_5_text": 4 * 2 * 2 * 8, "mamba": 0, "lfm2": 4 * 2 * 2 * 8,
+             "kimi_linear": 4 * 4 * (8 + 8 + 12), "bailing_hybrid": 4 * 4 * (8 + 8 + 12)}  # fmt: skip
+"""The bytes of the keys and values of one token, in the layer with attention."""
+COUNTED = [("qwen3_5_text", 3), ("mamba", 2), ("lfm2", 2), ("kimi_linear", 3),
+           *((name, 3) for name in HYBRIDS if name == "bailing_hybrid")]  # fmt: skip
+"""Architectures, each with a K. An older transformers does not have the last one."""
 
 
 @functools.cache
@@ -48,18 +58,17 @@ def moved(state: int, row: int, settled: int, new: int, tokens: float) -> float:
     return state + state * tokens / CHUNK + row * ((CHUNK - 1) / 2 + new)
 
 
-@pytest.mark.parametrize(("architecture", "k"), [("qwen3_5_text", 3), ("mamba", 2), ("lfm2", 2)])
+@pytest.mark.parametrize(("architecture", "k"), COUNTED)
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1.0), (5, 2.5)])
 def test_bytes_of_states_follow_from_the_buffers(architecture: str, k: int, batch: int, tokens: float) -> None:
     traffic = step_traffic(program_of(architecture, k), batch, 20.0, k, tokens)
     ops = EXPECTED[architecture]
     assert traffic.state == batch * sum(moved(*op, k + 1, tokens) for op in ops)
-    attention_layers = {"qwen3_5_text": 1, "mamba": 0, "lfm2": 1}[architecture]
-    assert traffic.cache == batch * 20 * attention_layers * 4 * 2 * 2 * 8
+    assert traffic.cache == batch * 20 * PER_TOKEN[architecture]
     assert traffic.total == traffic.target_weights + traffic.cache + traffic.state
 
 
-@pytest.mark.parametrize(("architecture", "k"), [("qwen3_5_text", 3), ("mamba", 2), ("lfm2", 2)])
+@pytest.mark.parametrize(("architecture", "k"), COUNTED)
 def test_memory_of_a_sequence_has_room_for_rows_that_are_not_settled(architecture: str, k: int) -> None:
     expected = 0
     for state, row, settled in EXPECTED[architecture]:
