@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from specgraph.drafters.step import SCRATCH
 from specgraph.errors import ConfigError
+from specgraph.ir.drafter import SCRATCH
 from specgraph.ir.graphs import calls, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from specgraph.errors import PassError
+from specgraph.ir.drafter import SCRATCH
 from specgraph.ir.graphs import constant
 from specgraph.ir.program import Program
 from specgraph.kernels import step
@@ -29,8 +30,6 @@ SAMPLING = {
 PATH = "path"
 """The input that names the accepted rows of the window, until verification computes it. Where no drafter asks for it,
 nothing does."""
-SCRATCH = "scratch"
-"""The note on a draft call that keeps nothing which a later step reads."""
 POINT_MASS = "point_mass"
 """The state, bool ``[B]``, that says which sequences' drafts are point masses although ``draft_logits`` are kept."""
 

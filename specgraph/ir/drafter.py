@@ -8,6 +8,9 @@ from torch import Tensor, fx
 
 from specgraph.ir.model_info import ModelInfo
 
+SCRATCH = "scratch"
+"""The note on a draft call that keeps nothing which a later step reads."""
+
 
 class Mask(Protocol):
     """The input of a drafter for a token that is not drafted yet, when it drafts in parallel.

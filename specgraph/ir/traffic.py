@@ -8,7 +8,8 @@ experts are equally likely.
 
 A recurrent op with a state reads that state once for each sequence, and writes it once in a chunk of tokens. It also
 reads the rows that it has cached since then, which are half of a full chunk on average, and writes the new rows. An op
-that keeps nothing but its last rows, such as a convolution, reads all of them.
+that keeps nothing but its last rows, such as a convolution, reads all of them. A draft call whose rows later steps
+write again (:data:`~specgraph.ir.drafter.SCRATCH`), as in a chain behind its first call, writes no state.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import fx
 
+from specgraph.ir.drafter import SCRATCH
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, STATEFUL, Buffer, buffers_of
@@ -76,7 +78,10 @@ class Reads:
         return sum(size * (context if window is None else min(context, window)) for size, window in self.caches)
 
     def state_bytes(self, rows: int, tokens: float) -> float:
-        """The bytes that recurrent ops move for one sequence with so many new ``rows``, of which ``tokens`` remain."""
+        """The bytes that recurrent ops move for one sequence with so many new ``rows``.
+
+        ``tokens`` is how many tokens the call folds into its states on average: those that a step gives, or none.
+        """
         total = 0.0
         for state, row, settled in self.states:
             cached = settled / 2 if state else settled
@@ -92,17 +97,19 @@ class CallReads:
         node: its name.
         module: the module that it calls.
         reads: what the module reads in one call.
+        settles: whether the call keeps rows that later steps read. Only such a call writes a state.
     """
 
     node: str
     module: str
     reads: Reads
+    settles: bool = True
 
     @staticmethod
     def of_record(record: dict[str, Any]) -> CallReads:
-        """What ``asdict`` made into a record, after JSON."""
+        """What ``asdict`` made into a record, after JSON. Records of older dumps do not say which calls settle rows."""
         sizes = {name: tuple(tuple(entry) for entry in entries) for name, entries in record["reads"].items()}
-        return CallReads(record["node"], record["module"], Reads(**sizes))
+        return CallReads(record["node"], record["module"], Reads(**sizes), record.get("settles", True))
 
     def to_record(self) -> dict[str, Any]:
         """Plain values, which JSON can hold."""
@@ -133,7 +140,7 @@ def traffic(
         size = call.reads.weight_bytes(batch * rows)
         target, draft = (target + size, draft) if of_target else (target, draft + size)
         cache += sum(call.reads.cache_bytes(context) for context in contexts)
-        state += batch * call.reads.state_bytes(rows, tokens)
+        state += batch * call.reads.state_bytes(rows, tokens if call.settles else 0.0)
     return Traffic(target, draft, round(cache), round(state))
 
 
@@ -151,7 +158,7 @@ def step_reads(program: Program) -> list[CallReads]:
         if node.op == "call_module":
             name = str(node.target)
             found[name] = found.get(name) or reads_of(program.modules.unchanged[name])
-            calls.append(CallReads(node.name, name, found[name]))
+            calls.append(CallReads(node.name, name, found[name], not node.meta.get(SCRATCH, False)))
     return calls
 
 

@@ -85,6 +85,19 @@ def test_what_a_step_reads_survives_a_file() -> None:
     assert [CallReads.of_record(record) for record in records] == calls
 
 
+@pytest.mark.parametrize("tokens", [1.0, 2.5])
+def test_of_a_chain_only_the_first_call_writes_states(tokens: float) -> None:
+    """The rows of the others are drafts, which the next step runs again if they were accepted."""
+    draft = shared_model("qwen3_5_text", 1)
+    program = compiled(shared_model("llama"), "draft_model", 3, draft=draft).stages[STAGE]
+    calls = [call for call in step_reads(program) if call.reads.states]
+    assert [(call.node, call.settles) for call in calls] == [("draft_0", True), ("draft_1", False), ("draft_2", False)]
+    first, other = (sum(moved(*op, 1, kept) for op in EXPECTED["qwen3_5_text"]) for kept in (tokens, 0.0))
+    assert step_traffic(program, 5, 20.0, 3, tokens).state == 5 * (first + 2 * other)
+    records = json.loads(json.dumps([call.to_record() for call in calls]))
+    assert [CallReads.of_record(record) for record in records] == calls
+
+
 def test_a_head_has_no_state_of_this_kind() -> None:
     model = shared_model("qwen3_5_text")
     program = compiled(model, "eagle3", 3, draft=make_head(model)).stages[STAGE]
