@@ -237,6 +237,7 @@ class Work:
     Attributes:
         decode_steps: steps in which sequences decoded, by their number.
         contexts: by the same number, the lengths of all sequences in these steps.
+        emitted: by the same number, the tokens that all sequences got in these steps.
         shared_steps: how many of them ran prompts, too.
         prompt_steps: steps that ran prompts alone.
         prompt_tokens: the tokens that these ran.
@@ -244,6 +245,7 @@ class Work:
 
     decode_steps: Counter[int] = field(default_factory=Counter)
     contexts: Counter[int] = field(default_factory=Counter)
+    emitted: Counter[int] = field(default_factory=Counter)
     shared_steps: int = 0
     prompt_steps: int = 0
     prompt_tokens: int = 0
@@ -260,6 +262,7 @@ class Work:
             if decoding:
                 self.decode_steps[len(decoding)] += 1
                 self.contexts[len(decoding)] += sum(known[place] for place in decoding)
+                self.emitted[len(decoding)] += sum(len(chunk.tokens[place]) for place in decoding)
                 self.shared_steps += chunk.prompt_tokens > 0
             else:
                 self.prompt_steps += 1
@@ -272,7 +275,9 @@ class Work:
         """The bytes that the steps must read; of those that ran prompts, only the weights count."""
         total = 0
         for batch, steps in self.decode_steps.items():
-            total += steps * step_traffic(program, batch, self.contexts[batch] / steps / batch, k).total
+            decoded = steps * batch
+            context, tokens = self.contexts[batch] / decoded, self.emitted[batch] / decoded
+            total += steps * step_traffic(program, batch, context, k, tokens).total
         if self.prompt_steps:
             rows = self.prompt_tokens // self.prompt_steps
             found = step_traffic(program, max(1, rows // (k + 1)), 0.0, k)

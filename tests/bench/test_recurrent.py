@@ -18,6 +18,7 @@ from specgraph.cli import main
 from specgraph.ir.program import Program
 from specgraph.ir.traffic import STAGE, CallReads, state_size, step_reads, step_traffic
 from specgraph.kernels.recurrent.arguments import CHUNK
+from specgraph.runtime.outputs import StreamChunk
 from tests.decoding import compiled
 from tests.models import HYBRIDS, make_head, shared_model
 
@@ -115,6 +116,18 @@ def test_of_steps_that_ran_prompts_only_the_weights_count() -> None:
     program = program_of("qwen3_5_text", 3)
     weights = step_traffic(program, 1, 0.0, 3).target_weights
     assert Work(prompt_steps=2, prompt_tokens=80).num_bytes(program, 3) == 2 * weights
+
+
+def test_states_of_a_session_are_written_as_often_as_its_steps_give_tokens() -> None:
+    """Five steps of two sequences, of which one gets 4 tokens in each and the other 1: 2.5 for both on average."""
+    program, work = program_of("qwen3_5_text", 3), Work()
+    steps = [StreamChunk([[7] * 4, [7]], [False, False], None) for _ in range(6)]
+    work.add_call([9, 9], steps)
+    assert (work.prompt_steps, work.decode_steps, work.emitted) == (1, {2: 5}, {2: 25})
+    contexts = [[9 + 4 * (step + 1), 9 + step + 1] for step in range(5)]
+    mean = sum(map(sum, contexts)) / 10
+    prompts = step_traffic(program, 1, 0.0, 3).target_weights
+    assert work.num_bytes(program, 3) == 5 * step_traffic(program, 2, mean, 3, 2.5).total + prompts
 
 
 def test_weights_of_the_9b_shape() -> None:
