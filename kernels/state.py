@@ -150,12 +150,16 @@ class Recurrent:
             (:mod:`specgraph.kernels.recurrent.span`) to the buffers it asks for, all indexed.
         arguments: from the traced op's arguments, the nodes of its buffers, and the node of the call's span to the
             positional arguments of ``op``.
+        operations: from the arguments of ``op`` but for its buffers and its span, as an object of the class that
+            declares them, to the floating-point operations that one row needs by the op's definition. Those on single
+            elements, such as gates, do not count.
     """
 
     op: Callable[..., Any]
     names: tuple[str, ...]
     buffers: Callable[[Sequence[Tensor], int], tuple[Buffer, ...]]
     arguments: Callable[[Sequence[Any], Sequence[Any], Any], tuple[Any, ...]]
+    operations: Callable[[Any], int]
 
 
 RECURRENT: dict[Callable[..., Any], Recurrent] = {}

@@ -270,9 +270,16 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     return Buffer(("B", heads, size, width), dtype, indexed=True, chunk=CHUNK), *caches
 
 
+def _operations(given: AnchoredDeltaRule) -> int:
+    """A row adds one product to every state and reads one from it; a correction reads another one."""
+    (_, _, heads, width), size = given.v.shape, given.k.shape[3]
+    return 2 * (2 if given.rate is None else 3) * heads * size * width
+
+
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
     torch.ops.specgraph.anchored_delta_rule.default,
     ("state", "keys", "errors", "gates", "inverse"),
     _buffers,
     lambda arguments, state, span: (*arguments[:4], *state, span, *arguments[4:]),
+    _operations,
 )

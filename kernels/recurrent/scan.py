@@ -130,9 +130,15 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     return Buffer(("B", channels, size), x.dtype, indexed=True, chunk=CHUNK), *rows
 
 
+def _operations(given: AnchoredScan) -> int:
+    """A row adds one product to every state and reads one from it."""
+    return 4 * given.a.numel()
+
+
 RECURRENT[torch.ops.specgraph.selective_scan.default] = Recurrent(
     torch.ops.specgraph.anchored_scan.default,
     ("state", "steps", "entered", "places"),
     _buffers,
     lambda arguments, state, span: (*arguments[:5], *state, span),
+    _operations,
 )

@@ -1,9 +1,10 @@
 """Counts the floating-point operations that reading a prompt needs, on the step graph before it is lowered.
 
 A product with a weight takes two operations for each of its elements and each row. Attention takes two for each element
-of a key and of a value, for every row, head and position that the row sees. All rows of a prompt go through the target,
-and only the last one through its vocabulary projection. Nothing else counts: what a drafter runs, what recurrent layers
-do with their states (for ``qwen3.5-9b-shape`` below 1% of what its products need), and operations on single elements.
+of a key and of a value, for every row, head and position that the row sees. What a recurrent op needs for a row by its
+definition is declared beside it (:data:`~specgraph.kernels.state.RECURRENT`); a kernel that computes rows in chunks
+needs more. All rows of a prompt go through the target, and only the last one through its vocabulary projection. What a
+drafter runs does not count, and neither do operations on single elements.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import fx
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.traffic import experts_per_row
+from specgraph.kernels.ops import find
+from specgraph.kernels.state import RECURRENT
 
 WEIGHT = {torch.ops.aten.linear.default: 1, torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
 """Which argument of a product is the weight."""
@@ -26,7 +29,8 @@ ATTENTION = torch.ops.specgraph.paged_attention.default
 def prompt_flops(program: Program, length: int) -> float:
     """The operations that a prompt of ``length`` tokens needs up to its first new token."""
     target, projection = program.modules.unchanged["target"], program.modules.unchanged["lm_head"]
-    return length * _of_products(target) + _of_attention(target, length) + _of_products(projection)
+    rows = _of_products(target) + _of_recurrence(target)
+    return length * rows + _of_attention(target, length) + _of_products(projection)
 
 
 def _of_products(module: fx.GraphModule) -> float:
@@ -35,6 +39,23 @@ def _of_products(module: fx.GraphModule) -> float:
     experts = list(calls(module.graph, EXPERTS))
     elements = sum(_value(weight).numel() for weight in weights)
     return 2.0 * (elements + sum(_value(node.args[1])[0].numel() * experts_per_row(node) for node in experts))
+
+
+def _of_recurrence(module: fx.GraphModule) -> int:
+    """The operations of one row in recurrent ops, whatever these are."""
+    found = ((form, node) for form in RECURRENT.values() for node in calls(module.graph, form.op))
+    return sum(form.operations(_arguments(node)) for form, node in found)
+
+
+def _arguments(node: fx.Node) -> Any:
+    """What a recurrent op is called with in a graph, as an object of the class that declares its arguments.
+
+    Its buffers have no values there, and neither has its span; both are None.
+    """
+    op = find(node.target)
+    assert op is not None, f"{node.target} is not declared"
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta.get("val"))
+    return op.arguments(*args, **kwargs)
 
 
 def _of_attention(module: fx.GraphModule, length: int) -> float:

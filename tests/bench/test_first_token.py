@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specgraph.bench import run
+from specgraph.bench import arithmetic, run
 from specgraph.bench.arithmetic import prompt_flops
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.report import FIRST_TOKEN_COLUMNS
@@ -59,6 +59,28 @@ def test_a_row_runs_through_the_experts_that_it_meets() -> None:
     program = before_lowering("qwen3_moe")
     attention = 2 * 2 * 4 * 16
     assert prompt_flops(program, 2) - prompt_flops(program, 1) == 2 * per_row + 2 * attention
+
+
+CONV = 2 * 4 * (2 * 2 * 8 + 4 * 8)
+RECURRENT = {
+    "qwen3_5_text": CONV + 2 * 3 * 4 * 8 * 8,
+    "kimi_linear": 2 * 4 * 3 * 4 * 8 + 2 * 3 * 4 * 8 * 8,
+    "mamba2": 2 * (2 * 4 * (64 + 2 * 2 * 16) + 2 * 2 * 8 * 16 * 8),
+    "mamba": 2 * (2 * 4 * 48 + 4 * 48 * 8),
+    "lfm2": 2 * 2 * 3 * 32,
+}
+"""The operations of one row. Every convolution takes two for each weight, and every state of a gated delta rule six for
+each of its elements: to add to it, to read it and to correct what is added. Without a correction, as in Mamba-2 and
+Mamba, it takes four. See tests.models."""
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_recurrent_ops_count_for_every_row(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = before_lowering(architecture)
+    counted = [prompt_flops(program, length) for length in (7, 40)]
+    monkeypatch.setattr(arithmetic, "RECURRENT", {})
+    without = [prompt_flops(program, length) for length in (7, 40)]
+    assert [a - b for a, b in zip(counted, without, strict=True)] == [n * RECURRENT[architecture] for n in (7, 40)]
 
 
 def test_batch_sizes_are_fewer_for_the_first_token() -> None:
