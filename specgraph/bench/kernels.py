@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from specgraph.bench.case import Case, Place, Product
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.recurrent import RecurrentCall, prompt_case, step_case
 from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
 from specgraph.config.load import drafter_options
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
-from specgraph.kernels.linear import library
 from specgraph.kernels.linear.experts import EXPERT_LINEAR
 from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
 from specgraph.kernels.ops import Op
@@ -39,8 +40,6 @@ BEFORE_NORM = ("o", "delta_rule_out", "down")
 """The names of the linears (:attr:`~specgraph.bench.sizes.Sizes.linears`) that lowering joins with a norm."""
 _VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
 """The pairs of temperature and top-p with which ``verify`` is timed."""
-
-Make = Callable[[], tuple[Call, dict[str, Call]]]
 
 
 @dataclass(frozen=True)
@@ -67,36 +66,12 @@ class KernelRow:
     library_us: float | None
 
 
-@dataclass(frozen=True)
-class Product:
-    """What decides whether a linear runs our kernel or a library's: the arguments of
-    :func:`specgraph.kernels.linear.library.is_faster`.
-    """
-
-    kind: library.Kind
-    weight: library.Shape
-    rows: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel at one shape. ``make`` makes new inputs and returns our call and the calls of libraries.
-
-    ``product`` is set for linears, for which :data:`LIBRARY_FORM` is one of the libraries.
-    """
-
-    kernel: str
-    shape: str
-    bytes: int
-    make: Make
-    product: Product | None = None
-
-
 def bench_kernels(
-    sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
-) -> Iterator[KernelRow]:
+    sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float,
+    recurrent: Sequence[RecurrentCall] = (),
+) -> Iterator[KernelRow]:  # fmt: skip
     """Measure every kernel at every shape, one row for each."""
-    for case in cases(sizes, options, device, dtype):
+    for case in cases(sizes, options, device, dtype, recurrent):
         yield measure(case, options, device, bandwidth)
 
 
@@ -118,14 +93,18 @@ def measure(
                      None if best is None else 1e6 * libraries[best])  # fmt: skip
 
 
-def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def cases(
+    sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype,
+    recurrent: Sequence[RecurrentCall] = (),
+) -> Iterator[Case]:  # fmt: skip
     """The cases that are measured.
 
-    These are linears, experts and norms for each number of rows; attention, verification and prompt lookup for each
-    batch size and K; and a chunk of a prompt, which has ``cache.prefill_chunk`` rows and follows the context.
+    These are linears, experts and norms for each number of rows; attention, the ``recurrent`` calls of the target,
+    verification and prompt lookup for each batch size and K; and a chunk of a prompt, which has ``cache.prefill_chunk``
+    rows and follows the context.
     """
     shapes = [(batch, k + 1) for batch in options.batches for k in [0, *options.num_speculative_tokens]]
-    place, chunk, linears = _Place(device, dtype), options.cache.prefill_chunk, sizes.linears
+    place, chunk, linears = Place(device, dtype), options.cache.prefill_chunk, sizes.linears
     decoded = {batch * width for batch, width in shapes}
     for rows in sorted({*decoded, chunk}):
         # Only the last rows of a chunk go through the vocabulary projection.
@@ -138,8 +117,11 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
             yield _expert_linear(place, "gate_up", sizes.experts, sizes.hidden, 2 * width, rows)
             yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
         yield _norm(place, sizes.hidden, rows)
-    for batch, width in [*shapes, (1, chunk)]:
+    for batch, width in [*shapes, (1, chunk)] if sizes.heads else []:
         yield _attention(place, sizes, batch, width, options.prompt_length)
+    for call in recurrent:
+        yield from (step_case(call, batch, width, device) for batch, width in shapes)
+        yield prompt_case(call, chunk, device)
     for batch, width in shapes:
         if width > 1:
             yield from (_verify(place, sizes.vocab, batch, width, *how) for how in _VERIFIED)
@@ -148,24 +130,7 @@ def cases(sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch
             yield _lookup(place, options, "suffix", SUFFIX_LOOKUP, batch, width - 1)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Makes random inputs on a device, since nothing should be timed on zeros."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype) * scale
-
-    def full(self, shape: Sequence[int], value: float, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.full(tuple(shape), value, device=self.device, dtype=dtype)
-
-    def size(self, *counts: int) -> int:
-        return sum(counts) * self.dtype.itemsize
-
-
-def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+def _linear(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
     """``[rows, inputs] @ [outputs, inputs]^T``, compared with PyTorch's linear, which is cuBLAS on a GPU."""
 
     def make() -> tuple[Call, dict[str, Call]]:
@@ -180,7 +145,7 @@ def _linear(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> C
     return Case("linear", f"{name} {outputs}x{inputs}, {rows} rows", moved, make, product)
 
 
-def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+def _linear_after_norm(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
     """qkv or gate/up as in a lowered step: the linear scales by the norm before it, and gate/up applies the gate."""
     gated = name == "gate_up"
 
@@ -208,7 +173,7 @@ def _linear_after_norm(place: _Place, name: str, inputs: int, outputs: int, rows
     return Case("linear", f"{name} with {what}, {outputs}x{inputs}, {rows} rows", moved, make, product)
 
 
-def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
+def _linear_before_norm(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Case:
     """o or down as in a lowered step: the linear adds the residual and computes the parts of the norm after it."""
 
     def make() -> tuple[Call, dict[str, Call]]:
@@ -231,7 +196,7 @@ def _linear_before_norm(place: _Place, name: str, inputs: int, outputs: int, row
     return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make, product)
 
 
-def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outputs: int, rows: int) -> Case:
+def _expert_linear(place: Place, name: str, experts: Experts, inputs: int, outputs: int, rows: int) -> Case:
     """A product with the experts of each row, drawn with equal chances, compared with PyTorch's ``grouped_mm``."""
     drawn = torch.rand(rows, experts.count, generator=torch.Generator().manual_seed(0))
     chosen = drawn.topk(experts.per_token).indices.flatten()
@@ -251,7 +216,7 @@ def _expert_linear(place: _Place, name: str, experts: Experts, inputs: int, outp
 
 def step_products(sizes: Sizes, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """The linears and experts of a step for ``rows`` rows, each with everything that lowering joins to it."""
-    place, linears = _Place(device, dtype), sizes.linears
+    place, linears = Place(device, dtype), sizes.linears
     yield from (_linear_after_norm(place, n, *linears[n], rows) for n in AFTER_NORM if n in linears)
     yield from (_linear_before_norm(place, n, *linears[n], rows) for n in BEFORE_NORM if n in linears)
     yield _linear(place, "lm_head", *linears["lm_head"], rows)
@@ -261,7 +226,7 @@ def step_products(sizes: Sizes, rows: int, device: torch.device, dtype: torch.dt
         yield _expert_linear(place, "down", sizes.experts, width, sizes.hidden, rows)
 
 
-def _norm(place: _Place, width: int, rows: int) -> Case:
+def _norm(place: Place, width: int, rows: int) -> Case:
     def make() -> tuple[Call, dict[str, Call]]:
         x, weight = place.random(1, rows, width), place.random(width)
         libraries: dict[str, Call] = {"torch rms_norm": lambda: functional.rms_norm(x, (width,), weight, 1e-5)}
@@ -274,7 +239,7 @@ def _norm(place: _Place, width: int, rows: int) -> Case:
     return Case("rms_norm", f"{width} wide, {rows} rows", place.size(2 * rows * width, width), make)
 
 
-def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:
+def _attention(place: Place, sizes: Sizes, batch: int, rows: int, context: int) -> Case:
     """``rows`` new rows of each sequence after ``context`` cached ones. Libraries read dense keys and values."""
     length = context + rows
     heads, groups, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
@@ -312,7 +277,7 @@ def _attention(place: _Place, sizes: Sizes, batch: int, rows: int, context: int)
     return Case("paged_attention", f"batch {batch}, {rows} rows, context {context}", moved, make)
 
 
-def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float, top_p: float | None) -> Case:
+def _verify(place: Place, vocab: int, batch: int, rows: int, temperature: float, top_p: float | None) -> Case:
     """Verification of drafts that have no logits, compared with the fastest of several passes that only find maxima.
 
     Such a pass reads the same logits and computes the least that is possible.
@@ -347,7 +312,7 @@ def _verify(place: _Place, vocab: int, batch: int, rows: int, temperature: float
     )
 
 
-def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
+def _record_tokens(place: Place, batch: int, count: int, context: int) -> Case:
     """Recording the tokens of a step after ``context`` tokens of history, compared with plain PyTorch."""
 
     def make() -> tuple[Call, dict[str, Call]]:
@@ -362,7 +327,7 @@ def _record_tokens(place: _Place, batch: int, count: int, context: int) -> Case:
     return Case("record_tokens", f"batch {batch}, {count} tokens", 3 * 8 * batch * count, make)
 
 
-def _lookup(place: _Place, options: BenchConfig, kind: str, op: Op, batch: int, k: int) -> Case:
+def _lookup(place: Place, options: BenchConfig, kind: str, op: Op, batch: int, k: int) -> Case:
     """A lookup in the history as the drafter ``kind`` makes it, compared with plain PyTorch, which reads no padding.
 
     As in text, a few positions in 1,000 hold the token that is looked up.
@@ -379,7 +344,7 @@ def _lookup(place: _Place, options: BenchConfig, kind: str, op: Op, batch: int, 
     return Case(op.name, f"batch {batch}, K = {k}, {length} tokens", 8 * batch * (length + k), make)
 
 
-def _flashinfer(place: _Place) -> Any:
+def _flashinfer(place: Place) -> Any:
     """FlashInfer, if it is installed and supports this device; else None."""
     if place.device.type != "cuda" or place.dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from specgraph.bench.case import Product
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, Product, measure, step_products
+from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, measure, step_products
 from specgraph.bench.sizes import Sizes
 from specgraph.kernels.linear import library
 

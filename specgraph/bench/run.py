@@ -18,6 +18,7 @@ from specgraph.bench.kernels import KernelRow, bench_kernels
 from specgraph.bench.linears import LinearRow, bench_linears, describe_crossovers
 from specgraph.bench.models import SHAPES, random_target, shape_config
 from specgraph.bench.options import OptionRow, bench_options, option_lines
+from specgraph.bench.recurrent import recurrent_calls
 from specgraph.bench.sessions import SessionRow, bench_sessions, file_workload, random_workload
 from specgraph.bench.sizes import Sizes
 from specgraph.bench.soak import SoakRow, bench_soak, soak_text
@@ -137,10 +138,11 @@ def run_soak(model: PreTrainedModel, options: BenchConfig, config: Config) -> li
 def run_kernels(options: BenchConfig, device: torch.device) -> list[KernelRow]:
     """Measure and print single kernels with the shapes of a target."""
     dtype = dtype_on(options.dtype, device)
-    sizes = Sizes.of(_config(options.target))
+    config = _config(options.target)
+    recurrent = recurrent_calls(config, dtype)
     bandwidth = measure_bandwidth(device)
     found: list[KernelRow] = []
-    for row in bench_kernels(sizes, options, device, dtype, bandwidth):
+    for row in bench_kernels(Sizes.of(config), options, device, dtype, bandwidth, recurrent):
         found.append(row)
         print(f"{row.kernel}, {row.shape}: {row.us:.2f} us", flush=True)
     _finish(options, _about(options, device, dtype, bandwidth) | _repeats(options), found)

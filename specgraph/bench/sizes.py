@@ -59,7 +59,8 @@ class DeltaRule:
 class Sizes:
     """The sizes of a causal LM that matter to kernels. In layers with ``experts``, an MLP beside them is not timed.
 
-    ``gated_queries`` says whether the query projection also computes a gate for the output of attention.
+    ``gated_queries`` says whether the query projection also computes a gate for the output of attention. Without
+    ``heads`` there is neither attention nor an MLP, as in Mamba, and of the linears only ``lm_head`` is known.
     """
 
     hidden: int
@@ -75,13 +76,13 @@ class Sizes:
     @staticmethod
     def of(config: PretrainedConfig) -> Sizes:
         text: Any = config.get_text_config()
-        heads = text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", 0)
         return Sizes(
             hidden=text.hidden_size,
             intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1),
             vocab=text.vocab_size,
             experts=Experts.of(text),
             delta_rule=DeltaRule.of(text),
@@ -91,6 +92,8 @@ class Sizes:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """The widths (inputs, outputs) of the linears of a step, by name. q/k/v and gate/up are merged."""
+        if not self.heads:
+            return {"lm_head": (self.hidden, self.vocab)}
         width = self.heads * self.head_dim
         queries = width * (2 if self.gated_queries else 1)
         dense = {"gate_up": (self.hidden, 2 * self.intermediate), "down": (self.intermediate, self.hidden)}

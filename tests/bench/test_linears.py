@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from specgraph.bench.kernels import LIBRARY_FORM, Product, step_products
+from specgraph.bench.case import Product
+from specgraph.bench.kernels import LIBRARY_FORM, step_products
 from specgraph.bench.linears import LinearRow, changes, crossovers, describe_crossovers
 from specgraph.bench.models import shape_config
 from specgraph.bench.sizes import Experts, Sizes
