@@ -27,7 +27,8 @@ from specgraph.kernels.recurrent.arguments import CHUNK
 from specgraph.kernels.state import RECURRENT, Buffer
 
 CACHED = (CHUNK - 1) // 2
-"""The rows behind the state in a step: between two boundaries there are so many on average."""
+"""The settled rows behind the last boundary of the state in a step: between two of them there are so many on average.
+"""
 Operands = Sequence[Tensor | None]
 
 
@@ -95,7 +96,8 @@ def _calls_hooked_functions(text: PretrainedConfig) -> bool:
 
 def step_case(call: RecurrentCall, batch: int, rows: int, device: torch.device) -> Case:
     """A step with ``rows`` rows of each sequence, all but the first of them drafts. It folds nothing into a state."""
-    return _case(call, f"batch {batch}, {rows} rows, {CACHED} cached", _Rows(batch, rows, CHUNK + CACHED, 1), device)
+    where = f"batch {batch}, {rows} rows, {CACHED} behind a boundary"
+    return _case(call, where, _Rows(batch, rows, CHUNK + CACHED, 1), device)
 
 
 def prompt_case(call: RecurrentCall, rows: int, device: torch.device) -> Case:

@@ -90,7 +90,7 @@ def test_bytes_of_the_delta_rule() -> None:
     (_, call) = calls_of("olmo_hybrid")
     inputs = 4 * 4 * 8 + 2 * 4
     step = step_case(call, 2, 3, CPU)
-    assert (step.kernel, step.shape) == (DELTA, f"4 heads of 8x8, batch 2, 3 rows, {CACHED} cached")
+    assert (step.kernel, step.shape) == (DELTA, f"4 heads of 8x8, batch 2, 3 rows, {CACHED} behind a boundary")
     assert step.bytes == 4 * 2 * (STATE + ROW * (CACHED + 3) + 3 * inputs)
     prompt = prompt_case(call, 40, CPU)
     assert prompt.shape == "4 heads of 8x8, batch 1, 40 rows of a prompt"
@@ -137,12 +137,12 @@ def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     given = [f"target={tmp_path / 'model'}", "device=cpu", "dtype=float32", "steps=3", "warmup=1", "prompt_length=9"]
     sizes = ["batch_sizes=[2]", "num_speculative_tokens=[2]", "cache.prefill_chunk=32"]
     assert main(["bench", "kernels", *given, *sizes, f"json={written}"]) == 0
-    assert f"{SCAN}, 64 channels of 8, batch 2, 3 rows, 7 cached: " in capsys.readouterr().out
+    assert f"{SCAN}, 64 channels of 8, batch 2, 3 rows, 7 behind a boundary: " in capsys.readouterr().out
     rows = json.loads(written.read_text())["rows"]
     found = [row for row in rows if row["kernel"] == SCAN]
     assert [row["shape"] for row in found] == [
         f"64 channels of 8, batch {where}"
-        for where in ("2, 1 rows, 7 cached", "2, 3 rows, 7 cached", "1, 32 rows of a prompt")
+        for where in ("2, 1 rows, 7 behind a boundary", "2, 3 rows, 7 behind a boundary", "1, 32 rows of a prompt")
     ]
     assert all(row["us"] > 0 and row["library"] is None for row in found)
     assert all(row["limit_us"] == pytest.approx(row["bytes"] / 1e3) for row in found)
