@@ -1,6 +1,6 @@
 """Measure the acceptance tables of a model card: 200 GSM8K test questions, every drafter.
 
-Prints Markdown. On two cores all of tiny-math takes about an hour; the arguments choose a part, or other models.
+Prints Markdown. On two cores all of tiny-math takes about an hour; the arguments choose a part, other models, or a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ BATCH = 100
 
 @dataclass(frozen=True)
 class Models:
-    """A folder with a target and its drafts, each in a folder that is named after its kind."""
+    """A folder with a target and its drafts, each in a folder that is named after its kind, and where they run."""
 
     folder: Path
+    device: str = "cpu"
 
     @property
     def names(self) -> list[str]:
@@ -56,7 +57,7 @@ def load_prompts(models: Models, count: int) -> list[Tensor]:
 
 def make_decoder(models: Models, name: str, k: int, rule: str = "strict", **options: object) -> SpeculativeDecoder:
     """A decoder of the target drafted by ``name``; ``options`` are further keys of ``draft``."""
-    target = AutoModelForCausalLM.from_pretrained(models.folder / "target", dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(models.folder / "target", dtype=torch.float32).to(models.device)
     kind = {"peagle": "eagle3"}.get(name, name)
     draft = {"kind": kind, "num_speculative_tokens": k, **options}
     cfg = {"draft": draft, "verify": {"rule": rule}, "max_batch_size": 1000}
@@ -132,10 +133,11 @@ def main() -> None:
     parser.add_argument("questions", type=int, nargs="?", default=200, help="how many questions (200)")
     parser.add_argument("tables", nargs="*", choices=TABLES, default=list(TABLES), help="all tables, if none is named")
     parser.add_argument("--models", type=Path, default=MODELS, help="a folder with target and drafts (tiny-math)")
+    parser.add_argument("--device", default="cpu", help="where the decoders run, in float32 (cpu)")
     parser.add_argument("--drafts", nargs="+", help="all of the folder, and lookups")
     parser.add_argument("--k", type=int, default=5, help="drafts per step (5)")
     options = parser.parse_args()
-    models = Models(options.models)
+    models = Models(options.models, options.device)
     unknown = set(options.drafts or ()) - set(models.names)
     if unknown:
         parser.error(f"--drafts: {models.folder} has no {', '.join(sorted(unknown))}; it has {', '.join(models.names)}")
