@@ -1,7 +1,9 @@
-"""Make Triton's interpreter faster, and let it round to bfloat16 as a GPU does.
+"""Make Triton's interpreter faster, and let it round to bfloat16 and sum products as a GPU does.
 
 It is written for clarity: nearly all of its time is spent on the types around an operation and not on the operation.
-A GPU rounds a conversion to the nearest bfloat16, where the interpreter cuts off the lower half of a float32.
+A GPU rounds a conversion to the nearest bfloat16, where the interpreter cuts off the lower half of a float32. A GPU
+sums a product of matrices in steps, and each row of it depends on that row alone, which the interpreter's library does
+not promise. Nor does the interpreter multiply matrices of bfloat16, of which it takes the bits for numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ def speed_up() -> None:
     _patch_once_per_launch()
     _remember_types()
     _round_to_bfloat16()
+    _sum_in_steps()
     # Without debug, the assertion that no integer overflows is dropped after all that it needs has been computed.
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -100,6 +103,39 @@ def _round_to_bfloat16() -> None:
         return rounded.astype(np.uint16)
 
     interpreter._convert_float = nearest
+
+
+_STEP = 16
+"""Terms that one instruction of a GPU adds to a sum."""
+
+
+def _sum_in_steps() -> None:
+    """Let a product of floating-point matrices add its terms in steps, of which each is rounded once.
+
+    So a kernel may divide a product among calls of ``tl.dot`` that continue each other's sums, and give its rows other
+    places. The sum of a step is in float64, of which an order that depends on the place of a row changes no bit that is
+    left in float32.
+    """
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def in_steps(self: object, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        left, right, total = _float32(a), _float32(b), _float32(d)
+        if left is None or right is None or total is None:
+            return dot(self, a, b, d, *options)
+        left, right = left.astype(np.float64), right.astype(np.float64)
+        for first in range(0, left.shape[-1], _STEP):
+            part = np.matmul(left[..., first : first + _STEP], right[..., first : first + _STEP, :])
+            total = (part + total).astype(np.float32)
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = in_steps
+
+
+def _float32(tile: Any) -> Any:
+    """The numbers of a tile of float32, or of bfloat16, of which the interpreter keeps the bits; else None."""
+    if tile.dtype.scalar == core.bfloat16:
+        return (tile.data.astype(np.uint32) << 16).view(np.float32)
+    return tile.data if tile.dtype.scalar == core.float32 else None
 
 
 def _numbers(values: Sequence[Any]) -> tuple[Any, ...] | None:
