@@ -7,7 +7,8 @@ function of the state at the boundary and of the rows since, however a call grou
 1. A program prepares one chunk of one head: the new rows of the inverse by which the errors of rows become what they
    add to the state, how much of each error of the chunk a new row reads, and four weights of every row. All chunks of a
    prompt are prepared side by side.
-2. A program carries some columns of one head's state through the chunks, with products alone.
+2. A program carries some columns of one head's state through the chunks, with products alone. A step that decodes at
+   most half a chunk of rows has a kernel of its own for it, :mod:`specgraph.kernels.recurrent.delta_rule_step`.
 
 Queries and keys stay as they are given, in the model's dtype, and what brings them to length 1 is part of the weights.
 So a product of them is exact in every term, and :func:`_product` needs to divide only its other operand into parts.
@@ -16,6 +17,7 @@ Sums are of float32, and no product is contracted with a sum (``enable_fp_fusion
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,43 +28,14 @@ from torch import Tensor
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
+from specgraph.kernels.recurrent.delta_rule_step import STEP_COLUMNS, step_kernel, step_options
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
+from specgraph.kernels.recurrent.tiles_triton import HELD, KEPT, LEFT, PRECISION, READ, WEIGHTS, product, store_padding
 
 _COLUMNS, _PREPARING, _STAGES = 32, 2, 3
 _WARPS = {True: 2, False: 4}
 """Warps of a program that carries a state through a step (True), or through a prompt. They share the columns, and each
 number of a product is summed by one of them: no bit depends on how many there are. In the first kernel, one might."""
-_PRECISION = tl.constexpr("tf32x3")
-"""How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
-_HELD, _READ, _KEPT, _LEFT = (tl.constexpr(i) for i in range(4))
-_WEIGHTS = tl.constexpr(4)
-"""Weights of a row: on what the state holds for its key, on what its query reads from the state, on what it adds to the
-state at the end of the chunk, and what is left of the state behind it."""
-
-
-@triton.jit
-def _rest(full):
-    """The first eight digits of float32 as bfloat16, and what is left of it, both without an error."""
-    bits = full.to(tl.uint32, bitcast=True)
-    first = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return first, full - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _product(given, full, CHAINED: tl.constexpr = False):
-    """The product of a tile in the model's dtype with one of float32, as exact as float32.
-
-    Three parts of bfloat16 are all the digits of float32, and their products with bfloat16 are exact. ``CHAINED`` sums
-    take fewer registers and more time.
-    """
-    if given.dtype == tl.bfloat16:
-        high, rest = _rest(full)
-        middle, rest = _rest(rest)
-        low, _ = _rest(rest)
-        if CHAINED:
-            return tl.dot(given, high, tl.dot(given, middle, tl.dot(given, low)))
-        return tl.dot(given, low) + tl.dot(given, middle) + tl.dot(given, high)
-    return tl.dot(given.to(tl.float32), full, input_precision=_PRECISION)
 
 
 @triton.jit
@@ -85,9 +58,9 @@ def _decay(sums, lane):
 def _prepare_kernel(
     q, k, gate, rate, keys, gates, inverse, all_keys, all_inverse, scores, weights, span, scale, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
-    NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr,
+    BEHIND: tl.constexpr, NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
@@ -110,11 +83,11 @@ def _prepare_kernel(
         known, new = t < 0, (t >= 0) & (t < count)
         base, lines, line = row * SLOTS, entry * (rows + BEHIND), t + BEHIND
         old_k = keys + (base * groups + group) * KEY + slot[:, None] * (groups * KEY) + key[None, :]
-        own_k = k + entry * k_outer + group * k_head + t[:, None] * k_inner + key[None, :]
+        own_k = k + entry * k_outer * UNIT + group * k_head + t[:, None] * k_inner + key[None, :]
         tile_k = tl.load(old_k, mask=known[:, None] & inside[None, :], other=0)
         own_k = tl.load(own_k, mask=new[:, None] & inside[None, :], other=0)
         tile_k = tl.where(known[:, None], tile_k, own_k)
-        tile_q = q + entry * q_outer + group * q_head + t[:, None] * q_inner + key[None, :]
+        tile_q = q + entry * q_outer * UNIT + group * q_head + t[:, None] * q_inner + key[None, :]
         tile_q = tl.load(tile_q, mask=new[:, None] & inside[None, :], other=0)
         log = tl.load(gates + base * HEADS + head + slot * HEADS, mask=known, other=0)
         own_log = tl.load(gate + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
@@ -127,13 +100,13 @@ def _prepare_kernel(
         length, asked = _length(tile_k, NORMALISE, EPSILON), _length(tile_q, NORMALISE, EPSILON) * scale
         last = tl.sum(tl.where(lane == CHUNK - 1, sums, 0.0), 0)
         left, real = tl.exp(sums), known | new
-        weight = weights + lines * (_WEIGHTS * HEADS) + head + line * (_WEIGHTS * HEADS)
-        tl.store(weight + _HELD * HEADS, own_rate * length * left, mask=new)
-        tl.store(weight + _READ * HEADS, asked * left, mask=new)
-        tl.store(weight + _KEPT * HEADS, length * tl.exp(last - sums), mask=real)
-        tl.store(weight + _LEFT * HEADS, left, mask=real)
+        weight = weights + lines * (WEIGHTS * HEADS) + head + line * (WEIGHTS * HEADS)
+        tl.store(weight + HELD * HEADS, own_rate * length * left, mask=new)
+        tl.store(weight + READ * HEADS, asked * left, mask=new)
+        tl.store(weight + KEPT * HEADS, length * tl.exp(last - sums), mask=real)
+        tl.store(weight + LEFT * HEADS, left, mask=real)
         decay = _decay(sums, lane) * length[None, :]
-        seen = decay * asked[:, None] * tl.dot(tile_q, tl.trans(tile_k), input_precision=_PRECISION)
+        seen = decay * asked[:, None] * tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION)
 
         if STORE:
             tl.store(gates + base * HEADS + head + slot * HEADS, log, mask=new)
@@ -143,7 +116,7 @@ def _prepare_kernel(
         tl.store(all_keys + (place * groups + group) * KEY + stored[:, None] * (groups * KEY) + key[None, :], tile_k,
                  mask=(real & (head % GROUP == 0))[:, None] & inside[None, :])  # fmt: skip
         if rate is not None:
-            mixed = decay * length[:, None] * tl.dot(tile_k, tl.trans(tile_k), input_precision=_PRECISION)
+            mixed = decay * length[:, None] * tl.dot(tile_k, tl.trans(tile_k), input_precision=PRECISION)
             mixed = tl.where(lane[None, :] < lane[:, None], own_rate[:, None] * mixed, 0.0)
             old = inverse + (base * HEADS + head) * CHUNK + slot[:, None] * (HEADS * CHUNK) + lane[None, :]
             solved = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
@@ -155,7 +128,7 @@ def _prepare_kernel(
                 solved = tl.where((lane == i)[:, None], solution[None, :], solved)
             row_of = stored[:, None] * (HEADS * CHUNK) + lane[None, :]
             tl.store(all_inverse + (place * HEADS + head) * CHUNK + row_of, solved, mask=real[:, None])
-            seen = tl.dot(seen, solved, input_precision=_PRECISION)
+            seen = tl.dot(seen, solved, input_precision=PRECISION)
         row_of = line[:, None] * (HEADS * CHUNK) + lane[None, :]
         tl.store(scores + (lines * HEADS + head) * CHUNK + row_of, seen, mask=new[:, None])
 
@@ -184,31 +157,31 @@ def _chunk(
     tile_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
     lower = lane[None, :] <= lane[:, None]
     seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
-    weight = weights + line * (_WEIGHTS * HEADS)
-    reading = tl.load(weight + _READ * HEADS, mask=new, other=0)
-    keeping = tl.load(weight + _KEPT * HEADS, mask=real, other=0)
-    left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (_WEIGHTS * HEADS) + _LEFT * HEADS,
+    weight = weights + line * (WEIGHTS * HEADS)
+    reading = tl.load(weight + READ * HEADS, mask=new, other=0)
+    keeping = tl.load(weight + KEPT * HEADS, mask=real, other=0)
+    left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + LEFT * HEADS,
                    mask=first + CHUNK <= begin + count, other=0)  # fmt: skip
     error = tl.load(errors + slot[:, None] * (HEADS * VALUE) + column[None, :],
                     mask=(t < 0)[:, None] & own[None, :], other=0)  # fmt: skip
     if rate is not None:
         own_rate = tl.load(rate + t * HEADS, mask=new, other=0).to(tl.float32)
-        holding = tl.load(weight + _HELD * HEADS, mask=new, other=0)
+        holding = tl.load(weight + HELD * HEADS, mask=new, other=0)
         solved = tl.load(all_inverse + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
                          mask=real[:, None] & lower, other=0)  # fmt: skip
     # All is loaded by here: behind a product, a load would not begin before the product is there.
     own_error = tile_v.to(tl.float32)
     if rate is not None:
-        own_error = own_rate[:, None] * own_error - holding[:, None] * _product(tile_k, current)
+        own_error = own_rate[:, None] * own_error - holding[:, None] * product(tile_k, current)
     error = tl.where((t < 0)[:, None], error, own_error)
-    result = reading[:, None] * _product(tile_q, current) + tl.dot(seen, error, input_precision=_PRECISION)
+    result = reading[:, None] * product(tile_q, current) + tl.dot(seen, error, input_precision=PRECISION)
     tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=new[:, None] & own[None, :])  # fmt: skip
     tl.store(all_errors + stored[:, None] * (HEADS * VALUE) + column[None, :], error,
              mask=(new & (position >= begin + count - SLOTS))[:, None] & own[None, :])  # fmt: skip
     update = error
     if rate is not None:
-        update = tl.dot(solved, error, input_precision=_PRECISION)
+        update = tl.dot(solved, error, input_precision=PRECISION)
     return left, tile_k, keeping[:, None] * update
 
 
@@ -236,9 +209,7 @@ def begin_carrying(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for padding in range(loop_bound(count), loop_bound(rows)):
-        nothing = tl.zeros([BLOCK], out.dtype.element_ty)
-        tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
+    store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
     return row, begin, before, count, settled, column, out, tile, both, current
 
 
@@ -246,9 +217,9 @@ def begin_carrying(
 def _carry_kernel(
     out, q, v, rate, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
-    BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -258,8 +229,8 @@ def _carry_kernel(
     group = head // GROUP
     groups: tl.constexpr = HEADS // GROUP
     if count > 0:
-        q += entry * q_outer + group * q_head
-        v += entry * v_outer + head * v_head
+        q += entry * q_outer * UNIT + group * q_head
+        v += entry * v_outer * UNIT + head * v_head
         if rate is not None:
             rate += entry * rows * HEADS + head
         lines = entry * (rows + BEHIND)
@@ -267,7 +238,7 @@ def _carry_kernel(
         all_keys += (place * groups + group) * KEY
         all_inverse += (place * HEADS + head) * CHUNK
         scores += (lines * HEADS + head) * CHUNK
-        weights += lines * (_WEIGHTS * HEADS) + head
+        weights += lines * (WEIGHTS * HEADS) + head
         errors += (row * SLOTS * HEADS + head) * VALUE
         all_errors += (place * HEADS + head) * VALUE
         full = (begin + count) // CHUNK * CHUNK
@@ -277,7 +248,7 @@ def _carry_kernel(
                 first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
             )  # fmt: skip
-            current = current * left + _product(tl.trans(tile_k), update, CHAINED=True)
+            current = current * left + product(tl.trans(tile_k), update, CHAINED=True)
             tl.store(tile, current, mask=both & (first + CHUNK == kept))
         if full < begin + count:
             _chunk(
@@ -300,26 +271,36 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     lines: tuple[int, int] = (batch, behind + rows)
     precise: dict[str, Any] = {"dtype": exact(v.dtype), "device": v.device}
     scores = torch.empty(*lines, heads, CHUNK, **precise)
-    weights = torch.empty(*lines, _WEIGHTS.value, heads, **precise)
+    weights = torch.empty(*lines, WEIGHTS.value, heads, **precise)
     # New rows are stored where they are cached, or apart if there they would replace what is still read.
     caches = given.keys, given.errors, given.inverse
     stored = caches if in_place else tuple(cache.new_empty(*lines, *cache.shape[2:]) for cache in caches)
     keys, errors, inverse = stored
+    # Sequences are a multiple of a constant apart, from which the compiler knows how their rows are aligned.
+    unit = math.gcd(16, *(part.stride(0) for part in (q, k, v)))
+    q_strides, k_strides, v_strides = ((part.stride(0) // unit, *part.stride()[1:3]) for part in (q, k, v))
     options: dict[str, Any] = {
-        "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "BEHIND": behind, "STORE": in_place,
+        "UNIT": unit, "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "BEHIND": behind,
         "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl,
         **launch_options(pdl),
     }  # fmt: skip
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
         q, k, gate, rate, given.keys, given.gates, given.inverse, keys, inverse, scores, weights, given.span,
-        given.scale, rows, *q.stride()[:3], *k.stride()[:3], NORMALISE=given.normalise, EPSILON=EPSILON, **options,
-        num_warps=_PREPARING,
+        given.scale, rows, *q_strides, *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place,
+        num_warps=_PREPARING, **options,
     )  # fmt: skip
+    if in_place and unsettled < CHUNK // 2:
+        step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](
+            out, q, k, v, rate, given.state, keys, errors, inverse, scores, weights, given.span, rows,
+            *q_strides, *k_strides, *v_strides, VALUE=width, **options,
+            **step_options(q, k, given.state, options["WIDE"]),
+        )  # fmt: skip
+        return out
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
         out, q, v, rate, given.state, given.errors, keys, errors, inverse, scores, weights, given.span, rows,
-        *q.stride()[:3], *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
-        num_warps=_WARPS[in_place],
+        *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place, STAGES=1 if in_place else _STAGES,
+        num_warps=_WARPS[in_place], **options,
     )  # fmt: skip
     if not in_place:
         store_last_rows(given.gates, gate.to(given.gates.dtype), given.span)

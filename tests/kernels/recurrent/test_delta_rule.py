@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -149,12 +150,16 @@ PLANS = [(0, True, None), (1, True, None), (3, True, None), (7, True, None), (3,
 
 def decode(
     form: str, dtype: torch.dtype, k: int, accept: str, *, corrected: bool, channels: float | None = None,
-    cuts: int = 0, own: slice = ALL,
+    cuts: int = 0, own: slice = ALL, asked: torch.dtype | None = None,
 ) -> tuple[list[Tensor], Memory, list[Tensor]]:  # fmt: skip
-    """What sequences emit under a history, by default all of them, what they share, and the buffers."""
+    """What sequences emit under a history, by default all of them, what they share, and the buffers.
+
+    ``asked`` is the dtype of queries and keys, by default that of all rows.
+    """
     prompts, more, device = LENGTHS[form], MORE[form], device_of(form)
     given = [rows_of(n + more, seed, channels=channels) for seed, n in enumerate(prompts)]
-    inputs = [tuple(x.to(device, dtype) for x in rows) for rows in given][own]
+    dtypes = [asked or dtype] * 2 + [dtype] * 3
+    inputs = [tuple(x.to(device, to) for x, to in zip(rows, dtypes, strict=True)) for rows in given][own]
     plans = [[*history(n + more, n, k, accept, seed + cuts)] for seed, n in enumerate(prompts)][own]
     memory = Memory([3, 0, 5, 2][: len(prompts)][own])
     one = [x[:1].unsqueeze(0) for x in inputs[0]]
@@ -203,7 +208,8 @@ def test_any_history_gives_what_the_definition_gives(
 )
 def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: float | None) -> None:
     wanted, _, _ = decode(form, torch.float32, 7, "all", corrected=corrected, channels=channels)
-    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts")]):
+    # A step of more rows than half a chunk runs the kernel for prompts.
+    for cuts, (k, accept) in enumerate([(0, "all"), (1, "none"), (3, "mixed"), (3, "drafts"), (9, "all")]):
         outs, _, _ = decode(form, torch.float32, k, accept, corrected=corrected, channels=channels, cuts=cuts)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     # A program of Triton's sees one sequence, but a library's product has all rows of a call.
@@ -211,6 +217,19 @@ def test_no_bit_depends_on_the_history(form: str, corrected: bool, channels: flo
         one = slice(number, number + 1)
         (alone,), _, _ = decode(form, torch.float32, 3, "mixed", corrected=corrected, channels=channels, own=one)
         assert torch.equal(alone, own)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_no_bit_depends_on_the_history_of_rows_in_bfloat16(corrected: bool) -> None:
+    """A step reads its state in parts, of which there are two here."""
+    options: dict[str, Any] = {"corrected": corrected, "asked": torch.bfloat16}
+    wanted, _, _ = decode("triton", torch.float32, 9, "all", **options)
+    for seed, out in enumerate(wanted):
+        q, k, *rest = rows_of(LENGTHS["triton"][seed] + MORE["triton"], seed)
+        rows = q.bfloat16().double(), k.bfloat16().double(), *rest
+        assert_near(out, whole(rows, corrected=corrected), 1e-5)
+    outs, _, _ = decode("triton", torch.float32, 3, "mixed", cuts=1, **options)
+    assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

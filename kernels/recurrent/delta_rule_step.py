@@ -1,0 +1,239 @@
+"""The second kernel of the gated delta rule for a step that decodes: a few new rows behind a state.
+
+It gives every new row the bits that ``_carry_kernel`` of :mod:`specgraph.kernels.recurrent.delta_rule_triton` gives it
+in a prompt, but nearly all of its time is that of reading the state. So it computes less, and reads ahead of time:
+
+- The errors of known rows are cached, so what the state holds for a key is asked for new rows alone. These are at most
+  half a chunk. So one tile has room for both their keys and their queries, and one product serves both. The key of a
+  row lies at the row's place in the chunk, and its query half a chunk away from there. The rows of the product do not
+  move afterwards: weights, scores and results are loaded and stored in the order in which the queries lie. A row of a
+  product depends on that row alone, so its bits are those that it has elsewhere in a tile.
+- The state is read in parts of ``_PART`` keys, of which the next ones are copied to shared memory meanwhile. A part
+  continues the sums of the parts before it, as the instructions for one product of all keys do. A program then needs
+  few registers, and twice as many programs fit on a multiprocessor. Products of float32 in three parts of TF32 would
+  sum in another order, and so take all keys at once.
+- Neither keys and queries nor the state depend on the first kernel, so their product is made while that still runs.
+- The rows behind the boundary at which the state stands are fewer than two chunks, so at most one chunk becomes full.
+  Only then is the state read again, part by part, to store it and to multiply it with the rows behind the chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgraph.kernels.launch import supports_pdl
+from specgraph.kernels.recurrent.last_rows import row_span
+from specgraph.kernels.recurrent.tiles_triton import (
+    HELD,
+    KEPT,
+    LEFT,
+    PRECISION,
+    READ,
+    WEIGHTS,
+    product,
+    store_padding,
+    thirds,
+    total,
+)
+
+STEP_COLUMNS = 32
+"""Columns of a state that a program has."""
+_PART, _WARPS, _STAGES, _REGISTERS = 32, 2, 3, 128
+
+
+@triton.jit
+def _tile(
+    first, q, k, begin, count, q_inner: tl.constexpr, k_inner: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+    CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first part of the tile of keys and queries of the chunk at ``first``, and which rows it has."""
+    lane, key = tl.arange(0, CHUNK), tl.arange(0, PART)
+    t, asking = first + lane - begin, first + (lane ^ (CHUNK // 2)) - begin
+    asks = (asking >= 0) & (asking < count)
+    tile = q + asking[:, None] * q_inner + key[None, :]
+    if CORRECTED:
+        new = (t >= 0) & (t < count)
+        tile = tl.where(new[:, None], k + t[:, None] * k_inner + key[None, :], tile)
+        asks = asks | new
+    return tile, asks
+
+
+@triton.jit
+def _add(given, full, low, middle, high):
+    """Add a part of a product to the sums of which :func:`_answer` makes the whole one."""
+    if given.dtype == tl.bfloat16:
+        first, second, third = thirds(full)
+        low, middle, high = tl.dot(given, third, low), tl.dot(given, second, middle), tl.dot(given, first, high)
+    else:
+        high = tl.dot(given.to(tl.float32), full, high, input_precision=PRECISION)
+    return low, middle, high
+
+
+@triton.jit
+def _answer(low, middle, high, dtype: tl.constexpr):
+    """The product of which :func:`_add` has summed the parts; ``dtype`` is that of keys and queries."""
+    if dtype == tl.bfloat16:
+        high = total(low, middle, high)
+    return high
+
+
+@triton.jit
+def _given(
+    first, v, rate, errors, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Values and rates of the new rows of a chunk, and errors of the known ones."""
+    lane, own = tl.arange(0, CHUNK), column < VALUE
+    t, slot = first + lane - begin, (first + lane) % SLOTS
+    known, new = (t < 0) & (count > 0), (t >= 0) & (t < count)
+    value = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0,
+                    cache_modifier=".cg")  # fmt: skip
+    error = tl.load(errors + slot[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
+                    other=0, cache_modifier=".cg")  # fmt: skip
+    own_rate = tl.full([CHUNK], 1.0, tl.float32)
+    if rate is not None:
+        own_rate = tl.load(rate + t * HEADS, mask=new, other=0, cache_modifier=".cg").to(tl.float32)
+    return value, own_rate, error
+
+
+@triton.jit
+def _rows(
+    first, answer, value, own_rate, error, out, errors, scores, weights, begin, count, column, HEADS: tl.constexpr,
+    VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr, CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """Store results and errors of the new rows of a chunk, for whose tile the state gives ``answer``.
+
+    Returns the errors of all rows of the chunk.
+    """
+    lane, own = tl.arange(0, CHUNK), column < VALUE
+    place = lane ^ (CHUNK // 2)
+    t, asking = first + lane - begin, first + place - begin
+    new, asks = (t >= 0) & (t < count), (asking >= 0) & (asking < count)
+    line = asking + BEHIND
+    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :],
+                   mask=asks[:, None] & (lane[None, :] <= place[:, None]), other=0)  # fmt: skip
+    reading = tl.load(weights + line * (WEIGHTS * HEADS) + READ * HEADS, mask=asks, other=0)
+    own_error = value.to(tl.float32)
+    if CORRECTED:
+        holding = tl.load(weights + (t + BEHIND) * (WEIGHTS * HEADS) + HELD * HEADS, mask=new, other=0)
+        own_error = own_rate[:, None] * own_error - holding[:, None] * answer
+    error = tl.where(new[:, None], own_error, error)
+    result = reading[:, None] * answer + tl.dot(seen, error, input_precision=PRECISION)
+    tl.store(out + asking[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
+             mask=asks[:, None] & own[None, :])  # fmt: skip
+    slot = (first + lane) % SLOTS
+    tl.store(errors + slot[:, None] * (HEADS * VALUE) + column[None, :], error, mask=new[:, None] & own[None, :])
+    return error
+
+
+@triton.jit
+def _update(
+    first, error, inverse, weights, begin, HEADS: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
+    CHUNK: tl.constexpr, CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """What is left of the state behind the full chunk at ``first``, and what its rows add to it with their keys."""
+    lane = tl.arange(0, CHUNK)
+    line, slot = first + lane - begin + BEHIND, (first + lane) % SLOTS
+    keeping = tl.load(weights + line * (WEIGHTS * HEADS) + KEPT * HEADS)
+    left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + LEFT * HEADS)
+    update = error
+    if CORRECTED:
+        solved = tl.load(inverse + slot[:, None] * (HEADS * CHUNK) + lane[None, :],
+                         mask=lane[None, :] <= lane[:, None], other=0)  # fmt: skip
+        update = tl.dot(solved, error, input_precision=PRECISION)
+    return left, keeping[:, None] * update
+
+
+@triton.jit(do_not_specialize=["rows", "q_outer", "k_outer", "v_outer"])
+def step_kernel(
+    out, q, k, v, rate, state, keys, errors, inverse, scores, weights, span, rows,
+    q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
+    v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, UNIT: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
+    BEHIND: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The grid is (B, H, blocks of columns). New rows are stored where they are cached."""
+    entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, begin, before, count, settled = row_span(span, entry)
+    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
+    begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
+    key, column = tl.arange(0, PART), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    own, group, lines = column < VALUE, head // GROUP, entry * (rows + BEHIND)
+    groups: tl.constexpr = HEADS // GROUP
+    corrected: tl.constexpr = rate is not None
+    q += entry * q_outer * UNIT + group * q_head
+    k += entry * k_outer * UNIT + group * k_head
+    v += entry * v_outer * UNIT + head * v_head
+    if rate is not None:
+        rate += entry * rows * HEADS + head
+    out += (entry * rows * HEADS + head) * VALUE
+    keys += (row * SLOTS * groups + group) * KEY
+    errors += (row * SLOTS * HEADS + head) * VALUE
+    inverse += (row * SLOTS * HEADS + head) * CHUNK
+    scores += (lines * HEADS + head) * CHUNK
+    weights += lines * (WEIGHTS * HEADS) + head
+    current = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
+    first, full = before // CHUNK * CHUNK, (begin + count) // CHUNK * CHUNK
+
+    # The first kernel lets this one begin when all kernels before it are done. They have written what is read up to the
+    # wait, and it is not read from the L1 cache.
+    value, own_rate, error = _given(first, v, rate, errors, begin, count, column, v_inner, HEADS, VALUE, SLOTS, CHUNK)
+    tile, there = _tile(first, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
+    low = tl.zeros([CHUNK, BLOCK], tl.float32)
+    middle, high = low, low
+    for part in tl.range(0, WIDE, PART, num_stages=STAGES):
+        inside = part + key < KEY
+        given = tl.load(tile + part, mask=there[:, None] & inside[None, :], other=0, cache_modifier=".cg")
+        old = tl.load(current + part * VALUE, mask=(inside & (count > 0))[:, None] & own[None, :], other=0,
+                      cache_modifier=".cg")  # fmt: skip
+        low, middle, high = _add(given, old, low, middle, high)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
+    if count > 0:
+        answer = _answer(low, middle, high, q.dtype.element_ty)
+        error = _rows(first, answer, value, own_rate, error, out, errors, scores, weights, begin, count, column,
+                      HEADS, VALUE, SLOTS, BEHIND, CHUNK, corrected)  # fmt: skip
+        if first < full:
+            left, update = _update(first, error, inverse, weights, begin, HEADS, SLOTS, BEHIND, CHUNK, corrected)
+            chunk = keys + (first + tl.arange(0, CHUNK))[:, None] % SLOTS * (groups * KEY) + key[None, :]
+            stored = full == (begin + settled) // CHUNK * CHUNK
+            value, own_rate, error = _given(full, v, rate, errors, begin, count, column, v_inner, HEADS, VALUE, SLOTS,
+                                            CHUNK)  # fmt: skip
+            tile, there = _tile(full, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
+            low = tl.zeros([CHUNK, BLOCK], tl.float32)
+            middle, high = low, low
+            for part in tl.range(0, WIDE, PART, num_stages=1):
+                inside = part + key < KEY
+                both = inside[:, None] & own[None, :]
+                tile_k = tl.load(chunk + part, mask=inside[None, :], other=0)
+                given = tl.load(tile + part, mask=there[:, None] & inside[None, :], other=0)
+                old = tl.load(current + part * VALUE, mask=both, other=0, cache_modifier=".cg")
+                new = old * left + product(tl.trans(tile_k), update, CHAINED=True)
+                tl.store(current + part * VALUE, new, mask=both & stored)
+                low, middle, high = _add(given, new, low, middle, high)
+            _rows(full, _answer(low, middle, high, q.dtype.element_ty), value, own_rate, error, out, errors, scores,
+                  weights, begin, count, column, HEADS, VALUE, SLOTS, BEHIND, CHUNK, corrected)  # fmt: skip
+
+
+def _copied_whole(x: Tensor) -> bool:
+    """Whether ``x`` can be read 16 bytes at a time: all its strides, and where it begins, are multiples of that."""
+    places = (*x.stride()[:-1], x.shape[-1])
+    return x.data_ptr() % 16 == 0 and all(place * x.element_size() % 16 == 0 for place in places)
+
+
+def step_options(q: Tensor, k: Tensor, state: Tensor, wide: int) -> dict[str, Any]:
+    """How :func:`step_kernel` divides its work for these arguments, of which a tile is ``wide``."""
+    part = min(_PART, wide) if k.dtype == torch.bfloat16 else wide
+    # Copies of fewer than 16 bytes go through the L1 cache, which must not be read before the wait.
+    ahead = part == _PART and all(map(_copied_whole, (q, k, state)))
+    limit = {"maxnreg": _REGISTERS} if supports_pdl(k.device) else {}
+    return {"PART": part, "BLOCK": STEP_COLUMNS, "STAGES": _STAGES if ahead else 1, "num_warps": _WARPS, **limit}

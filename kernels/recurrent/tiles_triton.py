@@ -1,0 +1,65 @@
+"""What the kernels of the gated delta rule share: exact products, the weights of rows, and rows that are not real."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specgraph.kernels.attention.tiles import loop_bound
+
+PRECISION = tl.constexpr("tf32x3")
+"""How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
+HELD, READ, KEPT, LEFT = (tl.constexpr(i) for i in range(4))
+WEIGHTS = tl.constexpr(4)
+"""Weights of a row: on what the state holds for its key, on what its query reads from the state, on what it adds to the
+state at the end of the chunk, and what is left of the state behind it."""
+
+
+@triton.jit
+def _rest(full):
+    """The first eight digits of float32 as bfloat16, and what is left of it, both without an error."""
+    bits = full.to(tl.uint32, bitcast=True)
+    first = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return first, full - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def thirds(full):
+    """The digits of float32 as three parts of bfloat16, the highest first."""
+    high, rest = _rest(full)
+    middle, rest = _rest(rest)
+    low, _ = _rest(rest)
+    return high, middle, low
+
+
+@triton.jit
+def total(low, middle, high):
+    """The sum of three products, each of which is a sum of its own.
+
+    Triton would turn ``low + middle + high`` into one chain of instructions, in which every one waits for the one
+    before it. A multiplication by 1 has the same bits and stays as it is.
+    """
+    return tl.fma(tl.fma(low, 1.0, middle), 1.0, high)
+
+
+@triton.jit
+def product(given, full, CHAINED: tl.constexpr = False):
+    """The product of a tile in the model's dtype with one of float32, as exact as float32.
+
+    Three parts of bfloat16 are all the digits of float32, and their products with bfloat16 are exact. ``CHAINED`` sums
+    take fewer registers and more time.
+    """
+    if given.dtype == tl.bfloat16:
+        high, middle, low = thirds(full)
+        if CHAINED:
+            return tl.dot(given, high, tl.dot(given, middle, tl.dot(given, low)))
+        return total(tl.dot(given, low), tl.dot(given, middle), tl.dot(given, high))
+    return tl.dot(given.to(tl.float32), full, input_precision=PRECISION)
+
+
+@triton.jit
+def store_padding(out, count, rows, column, own, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store zeros as the result of one head for the rows of a sequence from ``count`` on, where columns are ``own``."""
+    for padding in range(loop_bound(count), loop_bound(rows)):
+        nothing = tl.zeros([BLOCK], out.dtype.element_ty)
+        tl.store(out + padding * (HEADS * VALUE) + column, nothing, mask=own)
