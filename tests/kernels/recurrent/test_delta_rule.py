@@ -225,8 +225,8 @@ def test_no_bit_depends_on_the_history_of_rows_in_bfloat16(corrected: bool) -> N
     options: dict[str, Any] = {"corrected": corrected, "asked": torch.bfloat16}
     wanted, _, _ = decode("triton", torch.float32, 9, "all", **options)
     for seed, out in enumerate(wanted):
-        q, k, *rest = rows_of(LENGTHS["triton"][seed] + MORE["triton"], seed)
-        rows = q.bfloat16().double(), k.bfloat16().double(), *rest
+        q, k, v, gate, rate = rows_of(LENGTHS["triton"][seed] + MORE["triton"], seed)
+        rows = q.bfloat16().double(), k.bfloat16().double(), v, gate, rate
         assert_near(out, whole(rows, corrected=corrected), 1e-5)
     outs, _, _ = decode("triton", torch.float32, 3, "mixed", cuts=1, **options)
     assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
