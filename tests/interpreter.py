@@ -106,15 +106,14 @@ def _round_to_bfloat16() -> None:
 
 
 _STEP = 16
-"""Terms that one instruction of a GPU adds to a sum."""
+"""Terms of bfloat16 that one instruction of a GPU adds to a sum."""
 
 
 def _sum_in_steps() -> None:
-    """Let a product of floating-point matrices add its terms in steps, of which each is rounded once.
+    """Let no row of a product depend on its place, and a product of bfloat16 add its terms in steps.
 
-    So a kernel may divide a product among calls of ``tl.dot`` that continue each other's sums, and give its rows other
-    places. The sum of a step is in float64, of which an order that depends on the place of a row changes no bit that is
-    left in float32.
+    So a kernel may give rows other places, and divide a product of bfloat16 among calls of ``tl.dot`` that continue
+    each other's sums. Sums are taken in float64, of which another order changes no bit that is left in float32.
     """
     dot = interpreter.InterpreterBuilder.create_dot
 
@@ -123,8 +122,10 @@ def _sum_in_steps() -> None:
         if left is None or right is None or total is None:
             return dot(self, a, b, d, *options)
         left, right = left.astype(np.float64), right.astype(np.float64)
+        if a.dtype.scalar == core.float32:
+            return interpreter.TensorHandle((left @ right).astype(np.float32) + total, d.dtype.scalar)
         for first in range(0, left.shape[-1], _STEP):
-            part = np.matmul(left[..., first : first + _STEP], right[..., first : first + _STEP, :])
+            part = left[..., first : first + _STEP] @ right[..., first : first + _STEP, :]
             total = (part + total).astype(np.float32)
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
