@@ -11,7 +11,8 @@ function of the state at the boundary and of the rows since, however a call grou
    most half a chunk of rows has a kernel of its own for it, :mod:`specgraph.kernels.recurrent.delta_rule_step`.
 
 Queries and keys stay as they are given, in the model's dtype, and what brings them to length 1 is part of the weights.
-So a product of them is exact in every term, and :func:`_product` needs to divide only its other operand into parts.
+So a product of them is exact in every term, and
+:func:`~specgraph.kernels.recurrent.tiles_triton.product` needs to divide only its other operand into parts.
 Sums are of float32, and no product is contracted with a sum (``enable_fp_fusion``).
 """
 
