@@ -29,11 +29,10 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
+from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, store_last_rows
+from specgraph.kernels.recurrent.tiles_triton import PRECISION, near_span
 
 _COLUMNS, _WARPS, _STAGES = 32, 4, 2
-_PRECISION = tl.constexpr("tf32x3")
-"""How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
 
 
 @triton.jit
@@ -68,8 +67,7 @@ def _prepare_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # behind the wait, for what the second kernel reads ahead of its own
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    row, begin, before, count, _ = row_span(span, entry)
-    begin, before, count = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32)
+    row, begin, before, count, _ = near_span(span, entry)
     first = (before // CHUNK + tl.program_id(1)) * CHUNK
     if (count > 0) & (first < begin + count):
         lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
@@ -135,7 +133,7 @@ def _prepare_kernel(
             begun = (base if STORE else lines) * HEADS + head
             row_of = stored[:, None] * (HEADS * CHUNK) + lane[None, :]
             tl.store(all_inverse + begun * CHUNK + row_of, solved, mask=real[:, None])
-            seen = tl.dot(seen, solved, input_precision=_PRECISION)
+            seen = tl.dot(seen, solved, input_precision=PRECISION)
         row_of = line[:, None] * (HEADS * CHUNK) + lane[None, :]
         tl.store(scores + (lines * HEADS + head) * CHUNK + row_of, seen, mask=new[:, None])
 
@@ -174,16 +172,16 @@ def _chunk(
     # All is loaded by here: behind a product, a load would not begin before the product is there.
     own_error = tile_v.to(tl.float32)
     if rate is not None:
-        own_error = own_rate[:, None] * own_error - tl.dot(tile_held, current, input_precision=_PRECISION)
+        own_error = own_rate[:, None] * own_error - tl.dot(tile_held, current, input_precision=PRECISION)
     error = tl.where((t < 0)[:, None], error, own_error)
-    result = tl.dot(tile_read, current, input_precision=_PRECISION) + tl.dot(seen, error, input_precision=_PRECISION)
+    result = tl.dot(tile_read, current, input_precision=PRECISION) + tl.dot(seen, error, input_precision=PRECISION)
     tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=new[:, None] & own[None, :])  # fmt: skip
     tl.store(all_errors + stored[:, None] * (HEADS * VALUE) + column[None, :], error,
              mask=(new & (position >= begin + count - SLOTS))[:, None] & own[None, :])  # fmt: skip
     update = error
     if rate is not None:
-        update = tl.dot(solved, error, input_precision=_PRECISION)
+        update = tl.dot(solved, error, input_precision=PRECISION)
     return remains, tile_kept, update
 
 
@@ -195,8 +193,7 @@ def _carry_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
-    entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
+    entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
     )
     if count > 0:
@@ -221,7 +218,7 @@ def _carry_kernel(
                 left + (first - start) // CHUNK * (HEADS * KEY), begin, count, column,
                 v_inner, HEADS, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
             )  # fmt: skip
-            added = tl.dot(tl.trans(tile_kept), update, input_precision=_PRECISION)
+            added = tl.dot(tl.trans(tile_kept), update, input_precision=PRECISION)
             current = current * remains[:, None] + added
             tl.store(tile, current, mask=both & (first + CHUNK == stored))
         if full < begin + count:

@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import supports_pdl
-from specgraph.kernels.recurrent.last_rows import row_span
 from specgraph.kernels.recurrent.tiles_triton import (
     HELD,
     KEPT,
@@ -35,6 +34,7 @@ from specgraph.kernels.recurrent.tiles_triton import (
     PRECISION,
     READ,
     WEIGHTS,
+    near_span,
     product,
     store_padding,
     thirds,
@@ -160,9 +160,7 @@ def step_kernel(
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns). New rows are stored where they are cached."""
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, begin, before, count, settled = row_span(span, entry)
-    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
-    begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
+    row, begin, before, count, settled = near_span(span, entry)
     key, column = tl.arange(0, PART), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     own, group, lines = column < VALUE, head // GROUP, entry * (rows + BEHIND)
     groups: tl.constexpr = HEADS // GROUP

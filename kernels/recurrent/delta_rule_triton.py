@@ -30,8 +30,18 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_step import STEP_COLUMNS, step_kernel, step_options
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
-from specgraph.kernels.recurrent.tiles_triton import HELD, KEPT, LEFT, PRECISION, READ, WEIGHTS, product, store_padding
+from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, store_last_rows
+from specgraph.kernels.recurrent.tiles_triton import (
+    HELD,
+    KEPT,
+    LEFT,
+    PRECISION,
+    READ,
+    WEIGHTS,
+    near_span,
+    product,
+    store_padding,
+)
 
 _COLUMNS, _PREPARING, _STAGES = 32, 2, 3
 _WARPS = {True: 2, False: 4}
@@ -72,8 +82,7 @@ def _prepare_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # behind the wait, for what the second kernel reads ahead of its own
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    row, begin, before, count, _ = row_span(span, entry)
-    begin, before, count = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32)
+    row, begin, before, count, _ = near_span(span, entry)
     first = (before // CHUNK + tl.program_id(1)) * CHUNK
     if (count > 0) & (first < begin + count):
         lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
@@ -191,14 +200,13 @@ def begin_carrying(
     out, state, span, rows, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a program of the grid (B, H, blocks of columns) carries: its span, and its part of the state and its place.
+    """What a program of the grid (B, H, blocks of columns) carries: its sequence and head, the span, and its part of
+    the state with its place.
 
     Rows of the result behind the last one of its sequence become zeros.
     """
     entry, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row, begin, before, count, settled = row_span(span, entry)
-    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
-    begin, before, count, settled = begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
+    row, begin, before, count, settled = near_span(span, entry)
     key, column = tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
     own = column < VALUE
     out += (entry * rows * HEADS + head) * VALUE
@@ -211,7 +219,7 @@ def begin_carrying(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
-    return row, begin, before, count, settled, column, out, tile, both, current
+    return entry, head, row, begin, before, count, settled, column, out, tile, both, current
 
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
@@ -223,8 +231,7 @@ def _carry_kernel(
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
-    entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
+    entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
     )
     group = head // GROUP
