@@ -178,7 +178,9 @@ class _Run:
 
     def write(self, inside: bool) -> None:
         """Write what is known of every node. A module whose nodes say it already may be shared, and stays so."""
-        for name, written in self._written.items() if inside else [("step", self._written["step"])]:
+        for name, written in self._written.items():
+            if name != "step" and not inside:
+                continue
             graph = self.program.graph if name == "step" else self.program.modules.unchanged[name].graph
             if all(_described(node) == meta for node, meta in zip(graph.nodes, written, strict=False)):
                 continue
