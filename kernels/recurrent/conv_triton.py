@@ -6,6 +6,8 @@ convolution is. So the bits of a row are a function of the inputs that it sees, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,13 +17,13 @@ from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedConv
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
-_ROWS, _TILE = 16, {True: 512, False: 1024}
+_ROWS, _TILE = 16, {True: 512, False: 2048}
 """The most rows of a program, and its rows times its channels, in a step (True) or in a prompt."""
 
 
-@triton.jit(do_not_specialize=["rows", "outer", "inner"])
+@triton.jit(do_not_specialize=["rows", "outer"])
 def _cached_conv_kernel(
-    out, x, weight, bias, inputs, span, rows, outer, inner,
+    out, x, weight, bias, inputs, span, rows, outer, inner: tl.constexpr, UNIT: tl.constexpr,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +35,7 @@ def _cached_conv_kernel(
     row, begin, _, count, _ = row_span(span, b)
     # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
     begin, count = begin.to(tl.int32), count.to(tl.int32)
-    x, inputs, out = x + b * outer, inputs + row * (SLOTS * CHANNELS), out + b * rows * CHANNELS
+    x, inputs, out = x + b * outer * UNIT, inputs + row * (SLOTS * CHANNELS), out + b * rows * CHANNELS
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     own, real = channel < CHANNELS, t < count
@@ -70,11 +72,13 @@ def cached_conv_triton(given: CachedConv) -> Tensor:
     in_place = rows <= most_in_place(slots, width - 1 + CHUNK - 1)
     together = min(_ROWS, triton.next_power_of_2(rows))
     block = min(_TILE[in_place] // together, triton.next_power_of_2(channels))
+    # Sequences are a multiple of a constant apart, from which the compiler knows how their rows are aligned.
+    unit = math.gcd(16, x.stride(0))
     bias, pdl = None if given.bias is None else given.bias.contiguous(), supports_pdl(out.device)
     _cached_conv_kernel[batch, triton.cdiv(rows, together), triton.cdiv(channels, block)](
-        out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0), x.stride(1),
-        CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place, ROWS=together,
-        BLOCK=block, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
+        out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0) // unit, x.stride(1),
+        UNIT=unit, CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place,
+        ROWS=together, BLOCK=block, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     if not in_place:
         store_last_rows(given.inputs, x, given.span)

@@ -10,8 +10,8 @@ in a prompt, but nearly all of its time is that of reading the state. So it comp
   product depends on that row alone, so its bits are those that it has elsewhere in a tile.
 - The state is read in parts of ``_PART`` keys, of which the next ones are copied to shared memory meanwhile. A part
   continues the sums of the parts before it, as the instructions for one product of all keys do. A program then needs
-  few registers, and twice as many programs fit on a multiprocessor. Products of float32 in three parts of TF32 would
-  sum in another order, and so take all keys at once.
+  few registers, and twice as many programs fit on a multiprocessor. A product of two tiles of float32 is six sums, and
+  takes all keys at once.
 - Neither keys and queries nor the state depend on the first kernel, so their product is made while that still runs.
 - The rows behind the boundary at which the state stands are fewer than two chunks, so at most one chunk becomes full.
   Only then is the state read again, part by part, to store it and to multiply it with the rows behind the chunk.
@@ -31,7 +31,6 @@ from specgraph.kernels.recurrent.tiles_triton import (
     HELD,
     KEPT,
     LEFT,
-    PRECISION,
     READ,
     WEIGHTS,
     near_span,
@@ -70,7 +69,7 @@ def _add(given, full, low, middle, high):
         first, second, third = thirds(full)
         low, middle, high = tl.dot(given, third, low), tl.dot(given, second, middle), tl.dot(given, first, high)
     else:
-        high = tl.dot(given.to(tl.float32), full, high, input_precision=PRECISION)
+        high = product(given.to(tl.float32), full)  # all keys are one part
     return low, middle, high
 
 
@@ -123,7 +122,7 @@ def _rows(
         holding = tl.load(weights + (t + BEHIND) * (WEIGHTS * HEADS) + HELD * HEADS, mask=new, other=0)
         own_error = own_rate[:, None] * own_error - holding[:, None] * answer
     error = tl.where(new[:, None], own_error, error)
-    result = reading[:, None] * answer + tl.dot(seen, error, input_precision=PRECISION)
+    result = reading[:, None] * answer + product(seen, error)
     tl.store(out + asking[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=asks[:, None] & own[None, :])  # fmt: skip
     slot = (first + lane) % SLOTS
@@ -145,7 +144,7 @@ def _update(
     if CORRECTED:
         solved = tl.load(inverse + slot[:, None] * (HEADS * CHUNK) + lane[None, :],
                          mask=lane[None, :] <= lane[:, None], other=0)  # fmt: skip
-        update = tl.dot(solved, error, input_precision=PRECISION)
+        update = product(solved, error)
     return left, keeping[:, None] * update
 
 

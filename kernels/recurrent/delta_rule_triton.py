@@ -7,8 +7,10 @@ function of the state at the boundary and of the rows since, however a call grou
 1. A program prepares one chunk of one head: the new rows of the inverse by which the errors of rows become what they
    add to the state, how much of each error of the chunk a new row reads, and four weights of every row. All chunks of a
    prompt are prepared side by side.
-2. A program carries some columns of one head's state through the chunks, with products alone. A step that decodes at
-   most half a chunk of rows has a kernel of its own for it, :mod:`specgraph.kernels.recurrent.delta_rule_step`.
+2. A program carries some columns of one head's state through the chunks, with products alone. It holds the state with
+   columns as rows: as the left operand of its products, and as what the last of them is added to, the state then lies
+   in nearly the same registers. A step that decodes at most half a chunk of rows has a kernel of its own,
+   :mod:`specgraph.kernels.recurrent.delta_rule_step`, which holds it as it is stored.
 
 Queries and keys stay as they are given, in the model's dtype, and what brings them to length 1 is part of the weights.
 So a product of them is exact in every term, and
@@ -36,6 +38,7 @@ from specgraph.kernels.recurrent.tiles_triton import (
     KEPT,
     LEFT,
     PRECISION,
+    RATE,
     READ,
     WEIGHTS,
     near_span,
@@ -43,10 +46,9 @@ from specgraph.kernels.recurrent.tiles_triton import (
     store_padding,
 )
 
-_COLUMNS, _PREPARING, _STAGES = 32, 2, 3
-_WARPS = {True: 2, False: 4}
-"""Warps of a program that carries a state through a step (True), or through a prompt. They share the columns, and each
-number of a product is summed by one of them: no bit depends on how many there are. In the first kernel, one might."""
+_PREPARING, _COLUMNS, _WARPS, _STAGES = 2, 16, 2, 3
+"""Warps of a program of the first kernel; columns, warps and stages of one of the second. Each number of a product is
+summed by one warp: no bit depends on how many the second has. In the first, one might."""
 
 
 @triton.jit
@@ -113,6 +115,7 @@ def _prepare_kernel(
         weight = weights + lines * (WEIGHTS * HEADS) + head + line * (WEIGHTS * HEADS)
         tl.store(weight + HELD * HEADS, own_rate * length * left, mask=new)
         tl.store(weight + READ * HEADS, asked * left, mask=new)
+        tl.store(weight + RATE * HEADS, own_rate, mask=new)
         tl.store(weight + KEPT * HEADS, length * tl.exp(last - sums), mask=real)
         tl.store(weight + LEFT * HEADS, left, mask=real)
         decay = _decay(sums, lane) * length[None, :]
@@ -145,15 +148,12 @@ def _prepare_kernel(
 
 @triton.jit
 def _chunk(
-    first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights, begin, count, column,
+    first, current, out, q, v, errors, all_keys, all_errors, all_inverse, scores, weights, begin, count, column,
     q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """Output and errors of the new rows of a chunk behind the state ``current``.
-
-    Returns what is left of the state behind it, its keys, and what its rows add to the state with them.
-    """
+    """The state behind a chunk, from the state ``current`` before it. Output and errors of its new rows are stored."""
     lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     own, inside = column < VALUE, key < KEY
     position = first + lane
@@ -164,35 +164,39 @@ def _chunk(
     tile_k = tl.load(all_keys + stored[:, None] * (groups * KEY) + key[None, :],
                      mask=real[:, None] & inside[None, :], other=0)  # fmt: skip
     tile_q = tl.load(q + t[:, None] * q_inner + key[None, :], mask=new[:, None] & inside[None, :], other=0)
-    tile_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
+    tile_v = tl.load(v + t[None, :] * v_inner + column[:, None], mask=new[None, :] & own[:, None], other=0)
     lower = lane[None, :] <= lane[:, None]
-    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
+    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None], other=0)
     weight = weights + line * (WEIGHTS * HEADS)
     reading = tl.load(weight + READ * HEADS, mask=new, other=0)
     keeping = tl.load(weight + KEPT * HEADS, mask=real, other=0)
     left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + LEFT * HEADS,
                    mask=first + CHUNK <= begin + count, other=0)  # fmt: skip
-    error = tl.load(errors + slot[:, None] * (HEADS * VALUE) + column[None, :],
-                    mask=(t < 0)[:, None] & own[None, :], other=0)  # fmt: skip
-    if rate is not None:
-        own_rate = tl.load(rate + t * HEADS, mask=new, other=0).to(tl.float32)
+    error = tl.zeros([column.shape[0], CHUNK], tl.float32)
+    if first < begin:  # Few chunks have known rows, and the mask of a load takes longer than a branch.
+        error = tl.load(errors + slot[None, :] * (HEADS * VALUE) + column[:, None],
+                        mask=(t < 0)[None, :] & own[:, None], other=0)  # fmt: skip
+    if CORRECTED:
+        own_rate = tl.load(weight + RATE * HEADS, mask=new, other=0)
         holding = tl.load(weight + HELD * HEADS, mask=new, other=0)
         solved = tl.load(all_inverse + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
-                         mask=real[:, None] & lower, other=0)  # fmt: skip
+                         mask=real[:, None], other=0)  # fmt: skip
     # All is loaded by here: behind a product, a load would not begin before the product is there.
+    held, asked = product(current, tl.trans(tile_k)), product(current, tl.trans(tile_q))
     own_error = tile_v.to(tl.float32)
-    if rate is not None:
-        own_error = own_rate[:, None] * own_error - holding[:, None] * product(tile_k, current)
-    error = tl.where((t < 0)[:, None], error, own_error)
-    result = reading[:, None] * product(tile_q, current) + tl.dot(seen, error, input_precision=PRECISION)
-    tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
-             mask=new[:, None] & own[None, :])  # fmt: skip
-    tl.store(all_errors + stored[:, None] * (HEADS * VALUE) + column[None, :], error,
-             mask=(new & (position >= begin + count - SLOTS))[:, None] & own[None, :])  # fmt: skip
+    if CORRECTED:
+        own_error = own_rate[None, :] * own_error - holding[None, :] * held
+    error = tl.where((t < 0)[None, :], error, own_error)
+    result = reading[None, :] * asked + product(error, tl.trans(tl.where(lower, seen, 0.0)))
+    tl.store(out + t[None, :] * (HEADS * VALUE) + column[:, None], result.to(out.dtype.element_ty),
+             mask=new[None, :] & own[:, None])  # fmt: skip
+    if first + CHUNK > begin + count - SLOTS:
+        tl.store(all_errors + stored[None, :] * (HEADS * VALUE) + column[:, None], error,
+                 mask=(new & (position >= begin + count - SLOTS))[None, :] & own[:, None])  # fmt: skip
     update = error
-    if rate is not None:
-        update = tl.dot(solved, error, input_precision=PRECISION)
-    return left, tile_k, keeping[:, None] * update
+    if CORRECTED:
+        update = product(error, tl.trans(tl.where(lower, solved, 0.0)))
+    return current * left + product(keeping[None, :] * update, tile_k, CHAINED=True)
 
 
 @triton.jit
@@ -224,23 +228,21 @@ def begin_carrying(
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
 def _carry_kernel(
-    out, q, v, rate, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
+    out, q, v, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
     entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
     )
-    group = head // GROUP
+    current, group = tl.trans(current), head // GROUP
     groups: tl.constexpr = HEADS // GROUP
     if count > 0:
         q += entry * q_outer * UNIT + group * q_head
         v += entry * v_outer * UNIT + head * v_head
-        if rate is not None:
-            rate += entry * rows * HEADS + head
         lines = entry * (rows + BEHIND)
         place = row * SLOTS if STORE else lines
         all_keys += (place * groups + group) * KEY
@@ -249,20 +251,15 @@ def _carry_kernel(
         weights += lines * (WEIGHTS * HEADS) + head
         errors += (row * SLOTS * HEADS + head) * VALUE
         all_errors += (place * HEADS + head) * VALUE
-        full = (begin + count) // CHUNK * CHUNK
         kept = (begin + settled) // CHUNK * CHUNK
-        for first in tl.range(loop_bound(before // CHUNK * CHUNK), loop_bound(full), CHUNK, num_stages=STAGES):
-            left, tile_k, update = _chunk(
-                first, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
+        for first in tl.range(loop_bound(before // CHUNK * CHUNK), loop_bound(begin + count), CHUNK, num_stages=STAGES):
+            current = _chunk(
+                first, current, out, q, v, errors, all_keys, all_errors, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+                CORRECTED,
             )  # fmt: skip
-            current = current * left + product(tl.trans(tile_k), update, CHAINED=True)
-            tl.store(tile, current, mask=both & (first + CHUNK == kept))
-        if full < begin + count:
-            _chunk(
-                full, current, out, q, v, rate, errors, all_keys, all_errors, all_inverse, scores, weights,
-                begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-            )  # fmt: skip
+            if first + CHUNK == kept:
+                tl.store(tile, tl.trans(current), mask=both)
 
 
 def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
@@ -306,9 +303,9 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
         return out
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, q, v, rate, given.state, given.errors, keys, errors, inverse, scores, weights, given.span, rows,
+        out, q, v, given.state, given.errors, keys, errors, inverse, scores, weights, given.span, rows,
         *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place, STAGES=1 if in_place else _STAGES,
-        num_warps=_WARPS[in_place], **options,
+        CORRECTED=rate is not None, num_warps=_WARPS, **options,
     )  # fmt: skip
     if not in_place:
         store_last_rows(given.gates, gate.to(given.gates.dtype), given.span)

@@ -10,8 +10,8 @@ from specgraph.kernels.recurrent.last_rows import row_span
 
 PRECISION = tl.constexpr("tf32x3")
 """How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
-HELD, READ, KEPT, LEFT = (tl.constexpr(i) for i in range(4))
-WEIGHTS = tl.constexpr(4)
+HELD, READ, KEPT, LEFT, RATE = (tl.constexpr(i) for i in range(5))
+WEIGHTS = tl.constexpr(5)
 """Weights of a row: on what the state holds for its key, on what its query reads from the state, on what it adds to the
 state at the end of the chunk, and what is left of the state behind it."""
 
@@ -54,18 +54,27 @@ def total(low, middle, high):
 
 
 @triton.jit
-def product(given, full, CHAINED: tl.constexpr = False):
-    """The product of a tile in the model's dtype with one of float32, as exact as float32.
+def product(left, right, CHAINED: tl.constexpr = False):
+    """The product of two tiles, as exact as float32. One of them may be of bfloat16.
 
-    Three parts of bfloat16 are all the digits of float32, and their products with bfloat16 are exact. ``CHAINED`` sums
-    take fewer registers and more time.
+    Three parts of bfloat16 are all the digits of float32, and their products are exact. Those that are less than the
+    last digit of the result are left out. The transposed product of transposed tiles has the same bits. ``CHAINED``
+    sums take fewer registers and more time.
     """
-    if given.dtype == tl.bfloat16:
-        high, middle, low = thirds(full)
+    if left.dtype == tl.bfloat16:
+        high, middle, low = thirds(right)
         if CHAINED:
-            return tl.dot(given, high, tl.dot(given, middle, tl.dot(given, low)))
-        return total(tl.dot(given, low), tl.dot(given, middle), tl.dot(given, high))
-    return tl.dot(given.to(tl.float32), full, input_precision=PRECISION)
+            return tl.dot(left, high, tl.dot(left, middle, tl.dot(left, low)))
+        return total(tl.dot(left, low), tl.dot(left, middle), tl.dot(left, high))
+    if right.dtype == tl.bfloat16:
+        high, middle, low = thirds(left)
+        if CHAINED:
+            return tl.dot(high, right, tl.dot(middle, right, tl.dot(low, right)))
+        return total(tl.dot(low, right), tl.dot(middle, right), tl.dot(high, right))
+    high, middle, low = thirds(left.to(tl.float32))
+    first, second, third = thirds(right.to(tl.float32))
+    least = total(tl.dot(high, third), tl.dot(low, first), tl.dot(middle, second))
+    return total(least, tl.fma(tl.dot(high, second), 1.0, tl.dot(middle, first)), tl.dot(high, first))
 
 
 @triton.jit

@@ -74,10 +74,17 @@ def philox(
     k0, k1 = key
     for _ in range(rounds):
         even, odd = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c2 = ((odd >> 32) & _WORD) ^ (c1 ^ k0), ((even >> 32) & _WORD) ^ (c3 ^ k1)
-        c1, c3 = odd & _WORD, even & _WORD
+        low = odd & _WORD, even & _WORD
+        c0, c2 = _high_word(odd, c1 ^ k0), _high_word(even, c3 ^ k1)
+        c1, c3 = low
         k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
+
+
+def _high_word(product: Tensor, mask: Tensor) -> Tensor:
+    """The upper half of a product, xor ``mask``; computed in place where it can be, since memory is what it waits for."""
+    high = product.bitwise_right_shift_(32).bitwise_and_(_WORD)
+    return high.bitwise_xor_(mask) if high.shape == mask.shape else high ^ mask
 
 
 def _words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, block: Tensor) -> tuple[Tensor, ...]:
