@@ -12,7 +12,7 @@ import torch
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .*\n\s*(.+)')
 _TORCH = str(Path(torch.__file__).parent)
-_HOOKS = str(Path(__file__).parents[1] / "frontend")
+_HOOKS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("frontend", "ir"))
 """Where the functions are that tracing puts into a model, such as the one in the place of its attention."""
 
 
@@ -23,9 +23,15 @@ def model_line(meta: Mapping[str, Any]) -> str | None:
     pass has made.
     """
     for file, number, code in reversed(_FRAME.findall(meta.get("stack_trace") or "")):
-        if not file.startswith(("torch/", _TORCH, _HOOKS)):
+        if is_models(file):
             return f"{_short(file)}:{number}: {code.strip()}"
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def is_models(file: str) -> bool:
+    """Whether a source file is neither PyTorch's nor one of tracing."""
+    return not file.startswith(("torch/", _TORCH, *_HOOKS))
 
 
 @functools.lru_cache(maxsize=1024)
