@@ -82,7 +82,7 @@ def philox(
 
 
 def _high_word(product: Tensor, mask: Tensor) -> Tensor:
-    """The upper half of a product, xor ``mask``; computed in place where it can be, since memory is what it waits for."""
+    """The upper half of a product, xor ``mask``; in place where that can be, since it is memory that takes long."""
     high = product.bitwise_right_shift_(32).bitwise_and_(_WORD)
     return high.bitwise_xor_(mask) if high.shape == mask.shape else high ^ mask
 
