@@ -30,7 +30,7 @@ from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, store_last_rows
-from specgraph.kernels.recurrent.tiles_triton import PRECISION, near_span
+from specgraph.kernels.recurrent.tiles_triton import PRECISION, near_span, wait_for_others
 
 _COLUMNS, _WARPS, _STAGES = 32, 4, 2
 
@@ -63,9 +63,7 @@ def _prepare_kernel(
     ``scores``, ``read``, ``held`` and ``kept`` are by the rows of the call, behind ``BEHIND`` lines for rows that are
     known, and ``left`` is by the chunks. If ``STORE``, ``all_inverse`` is the cache; else it is by the rows, too.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # behind the wait, for what the second kernel reads ahead of its own
+    wait_for_others(STORE, PDL)
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     row, begin, before, count, _ = near_span(span, entry)
     first = (before // CHUNK + tl.program_id(1)) * CHUNK
@@ -194,7 +192,7 @@ def _carry_kernel(
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
     entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
-        out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
+        out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, STORE, PDL
     )
     if count > 0:
         v += entry * v_outer + head * v_head

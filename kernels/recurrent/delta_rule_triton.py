@@ -32,7 +32,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_step import STEP_COLUMNS, step_kernel, step_options
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, store_last_rows
+from specgraph.kernels.recurrent.last_rows import by_row, most_in_place
 from specgraph.kernels.recurrent.tiles_triton import (
     HELD,
     KEPT,
@@ -44,6 +44,7 @@ from specgraph.kernels.recurrent.tiles_triton import (
     near_span,
     product,
     store_padding,
+    wait_for_others,
 )
 
 _PREPARING, _COLUMNS, _WARPS, _STAGES = 2, 16, 2, 3
@@ -80,9 +81,7 @@ def _prepare_kernel(
     If ``STORE``, ``all_keys`` and ``all_inverse`` are the caches; else they are by the rows of the call, behind
     ``BEHIND`` lines for rows that are known, as ``scores`` and ``weights`` always are.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # behind the wait, for what the second kernel reads ahead of its own
+    wait_for_others(STORE, PDL)
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
     row, begin, before, count, _ = near_span(span, entry)
     first = (before // CHUNK + tl.program_id(1)) * CHUNK
@@ -148,7 +147,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _chunk(
-    first, current, out, q, v, errors, all_keys, all_errors, all_inverse, scores, weights, begin, count, column,
+    first, current, out, q, v, errors, all_keys, all_inverse, scores, weights, begin, count, column,
     q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
     WIDE: tl.constexpr, CORRECTED: tl.constexpr,
@@ -191,7 +190,7 @@ def _chunk(
     tl.store(out + t[None, :] * (HEADS * VALUE) + column[:, None], result.to(out.dtype.element_ty),
              mask=new[None, :] & own[:, None])  # fmt: skip
     if first + CHUNK > begin + count - SLOTS:
-        tl.store(all_errors + stored[None, :] * (HEADS * VALUE) + column[:, None], error,
+        tl.store(errors + slot[None, :] * (HEADS * VALUE) + column[:, None], error,
                  mask=(new & (position >= begin + count - SLOTS))[None, :] & own[:, None])  # fmt: skip
     update = error
     if CORRECTED:
@@ -200,9 +199,36 @@ def _chunk(
 
 
 @triton.jit
+def _keep_last_rows(
+    keys, gates, inverse, gate, all_keys, all_inverse, row, entry, head, begin, count, rows, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    HELD_ROWS: tl.constexpr, CORRECTED: tl.constexpr,
+):  # fmt: skip
+    """Store what the first kernel made of a sequence's last new rows where it is cached: each at its position modulo
+    ``SLOTS``. The first kernel cannot, since its other programs still read what is cached there.
+    """
+    lane, key, column = tl.arange(0, HELD_ROWS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
+    position = begin + count - SLOTS + lane
+    t, slot = position - begin, position % SLOTS
+    late, inside = (lane < SLOTS) & (t >= 0), key < KEY
+    log = tl.load(gate + (entry * rows * HEADS + head) + t * HEADS, mask=late, other=0)
+    tl.store(gates + row * (SLOTS * HEADS) + head + slot * HEADS, log.to(gates.dtype.element_ty), mask=late)
+    if CORRECTED:
+        solved = tl.load(all_inverse + t[:, None] * (HEADS * CHUNK) + column[None, :], mask=late[:, None], other=0)
+        inverse += (row * SLOTS * HEADS + head) * CHUNK
+        tl.store(inverse + slot[:, None] * (HEADS * CHUNK) + column[None, :], solved, mask=late[:, None])
+    if head % GROUP == 0:
+        groups: tl.constexpr = HEADS // GROUP
+        both = late[:, None] & inside[None, :]
+        tile = tl.load(all_keys + t[:, None] * (groups * KEY) + key[None, :], mask=both, other=0)
+        keys += (row * SLOTS * groups + head // GROUP) * KEY
+        tl.store(keys + slot[:, None] * (groups * KEY) + key[None, :], tile, mask=both)
+
+
+@triton.jit
 def begin_carrying(
     out, state, span, rows, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What a program of the grid (B, H, blocks of columns) carries: its sequence and head, the span, and its part of
     the state with its place.
@@ -219,24 +245,22 @@ def begin_carrying(
     tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
     both = (key < KEY)[:, None] & own[None, :]
     current = tl.load(tile, mask=both & (count > 0), other=0, cache_modifier=".cg")
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_others(STORE, PDL)
     store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
     return entry, head, row, begin, before, count, settled, column, out, tile, both, current
 
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "v_outer"])
 def _carry_kernel(
-    out, q, v, state, errors, all_keys, all_errors, all_inverse, scores, weights, span, rows,
+    out, q, v, gate, state, keys, errors, gates, inverse, all_keys, all_inverse, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, HELD_ROWS: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The grid is (B, H, blocks of columns)."""
+    """The grid is (B, H, blocks of columns). ``HELD_ROWS`` is a power of two that is not below ``SLOTS``."""
     entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
-        out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, PDL
+        out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, STORE, PDL
     )
     current, group = tl.trans(current), head // GROUP
     groups: tl.constexpr = HEADS // GROUP
@@ -250,20 +274,26 @@ def _carry_kernel(
         scores += (lines * HEADS + head) * CHUNK
         weights += lines * (WEIGHTS * HEADS) + head
         errors += (row * SLOTS * HEADS + head) * VALUE
-        all_errors += (place * HEADS + head) * VALUE
         kept = (begin + settled) // CHUNK * CHUNK
         for first in tl.range(loop_bound(before // CHUNK * CHUNK), loop_bound(begin + count), CHUNK, num_stages=STAGES):
             current = _chunk(
-                first, current, out, q, v, errors, all_keys, all_errors, all_inverse, scores, weights,
+                first, current, out, q, v, errors, all_keys, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
                 CORRECTED,
             )  # fmt: skip
             if first + CHUNK == kept:
                 tl.store(tile, tl.trans(current), mask=both)
+        if not STORE and tl.program_id(2) == 0:
+            all_keys += BEHIND * (groups * KEY)
+            all_inverse += BEHIND * (HEADS * CHUNK)
+            _keep_last_rows(
+                keys, gates, inverse, gate, all_keys, all_inverse, row, entry, head, begin, count, rows,
+                HEADS, GROUP, KEY, SLOTS, CHUNK, WIDE, HELD_ROWS, CORRECTED,
+            )  # fmt: skip
 
 
 def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
-    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` in two kernels, or six for prompts."""
+    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` in two kernels."""
     batch, rows, heads, width = given.v.shape
     (groups, size), slots = given.k.shape[2:], given.keys.shape[1]
     q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
@@ -278,9 +308,9 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     scores = torch.empty(*lines, heads, CHUNK, **precise)
     weights = torch.empty(*lines, WEIGHTS.value, heads, **precise)
     # New rows are stored where they are cached, or apart if there they would replace what is still read.
-    caches = given.keys, given.errors, given.inverse
-    stored = caches if in_place else tuple(cache.new_empty(*lines, *cache.shape[2:]) for cache in caches)
-    keys, errors, inverse = stored
+    keys, inverse = (
+        cache if in_place else cache.new_empty(*lines, *cache.shape[2:]) for cache in (given.keys, given.inverse)
+    )
     # Sequences are a multiple of a constant apart, from which the compiler knows how their rows are aligned.
     unit = math.gcd(16, *(part.stride(0) for part in (q, k, v)))
     q_strides, k_strides, v_strides = ((part.stride(0) // unit, *part.stride()[1:3]) for part in (q, k, v))
@@ -296,19 +326,16 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     )  # fmt: skip
     if in_place and unsettled < CHUNK // 2:
         step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](
-            out, q, k, v, rate, given.state, keys, errors, inverse, scores, weights, given.span, rows,
+            out, q, k, v, rate, given.state, keys, given.errors, inverse, scores, weights, given.span, rows,
             *q_strides, *k_strides, *v_strides, VALUE=width, **options,
             **step_options(q, k, given.state, options["WIDE"]),
         )  # fmt: skip
         return out
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, q, v, given.state, given.errors, keys, errors, inverse, scores, weights, given.span, rows,
-        *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place, STAGES=1 if in_place else _STAGES,
-        CORRECTED=rate is not None, num_warps=_WARPS, **options,
+        out, q, v, gate, given.state, given.keys, given.errors, given.gates, given.inverse, keys, inverse, scores,
+        weights, given.span, rows, *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place,
+        STAGES=1 if in_place else _STAGES, HELD_ROWS=triton.next_power_of_2(slots), CORRECTED=rate is not None,
+        num_warps=_WARPS, **options,
     )  # fmt: skip
-    if not in_place:
-        store_last_rows(given.gates, gate.to(given.gates.dtype), given.span)
-        for cache, part in zip(caches, stored, strict=True):
-            store_last_rows(cache.flatten(2), part[:, behind:].flatten(2), given.span)
     return out

@@ -27,6 +27,19 @@ def near_span(span, entry):
 
 
 @triton.jit
+def wait_for_others(STEP: tl.constexpr, PDL: tl.constexpr):
+    """Wait for the kernels before this one and, in a step, let the next one start.
+
+    It starts behind the wait, for what it reads ahead of its own. In a prompt it does not: its programs would crowd on
+    the multiprocessors that are done first, where they then take turns from the first chunk to the last.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if STEP:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _rest(full):
     """The first eight digits of float32 as bfloat16, and what is left of it, both without an error."""
     bits = full.to(tl.uint32, bitcast=True)
