@@ -59,6 +59,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage five times at the end, and what tests keep, such as traces, is a great deal by then."""
+    gc.freeze()
+
+
 @pytest.fixture
 def torch_compile() -> Iterator[None]:
     """``torch.compile`` compiles, whatever the environment variable above says."""
