@@ -37,3 +37,8 @@ def test_nodes_of_a_model_have_lines_and_those_of_the_step_have_none() -> None:
     assert len(known) > len(lines) / 2
     assert all(line.startswith(("transformers/models/llama/", "transformers/")) for line in known)
     assert {node["line"] for node in listing(last)} == {None}
+    # The innermost frame of a linear layer is PyTorch's; that of a rotation is in a function that is no ``forward``.
+    traced = [(node["calls"], node["line"]) for node in listing(decoder.stages["trace"], "target")]
+    linears = [line for calls, line in traced if calls == "aten.linear.default"]
+    assert linears and all("_proj(" in line for line in linears)
+    assert any("apply_rotary_pos_emb(" in line for calls, line in traced if calls == "aten.cat.default")
