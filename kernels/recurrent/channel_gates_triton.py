@@ -29,8 +29,8 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, store_last_rows
-from specgraph.kernels.recurrent.tiles_triton import PRECISION, near_span, wait_for_others
+from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, near_span, store_last_rows
+from specgraph.kernels.recurrent.tiles_triton import PRECISION, wait_for_others
 
 _COLUMNS, _WARPS, _STAGES = 32, 4, 2
 

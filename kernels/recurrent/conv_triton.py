@@ -6,8 +6,6 @@ convolution is. So the bits of a row are a function of the inputs that it sees, 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, CachedConv
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
+from specgraph.kernels.recurrent.last_rows import by_row, common_stride, most_in_place, near_span, store_last_rows
 
 _ROWS, _TILE = 16, {True: 512, False: 2048}
 """The most rows of a program, and its rows times its channels, in a step (True) or in a prompt."""
@@ -32,9 +30,7 @@ def _cached_conv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
-    row, begin, _, count, _ = row_span(span, b)
-    # Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
-    begin, count = begin.to(tl.int32), count.to(tl.int32)
+    row, begin, _, count, _ = near_span(span, b)
     x, inputs, out = x + b * outer * UNIT, inputs + row * (SLOTS * CHANNELS), out + b * rows * CHANNELS
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -72,9 +68,8 @@ def cached_conv_triton(given: CachedConv) -> Tensor:
     in_place = rows <= most_in_place(slots, width - 1 + CHUNK - 1)
     together = min(_ROWS, triton.next_power_of_2(rows))
     block = min(_TILE[in_place] // together, triton.next_power_of_2(channels))
-    # Sequences are a multiple of a constant apart, from which the compiler knows how their rows are aligned.
-    unit = math.gcd(16, x.stride(0))
     bias, pdl = None if given.bias is None else given.bias.contiguous(), supports_pdl(out.device)
+    unit = common_stride(x)
     _cached_conv_kernel[batch, triton.cdiv(rows, together), triton.cdiv(channels, block)](
         out, x, given.weight.contiguous(), bias, given.inputs, given.span, rows, x.stride(0) // unit, x.stride(1),
         UNIT=unit, CHANNELS=channels, WIDTH=width, SLOTS=slots, SILU=bool(given.activation), STORE=in_place,

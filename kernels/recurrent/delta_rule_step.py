@@ -27,17 +27,18 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.launch import supports_pdl
+from specgraph.kernels.recurrent.last_rows import near_span
 from specgraph.kernels.recurrent.tiles_triton import (
     HELD,
     KEPT,
     LEFT,
     READ,
     WEIGHTS,
-    near_span,
     product,
     store_padding,
     thirds,
     total,
+    wait_for_others,
 )
 
 STEP_COLUMNS = 32
@@ -190,10 +191,7 @@ def step_kernel(
         old = tl.load(current + part * VALUE, mask=(inside & (count > 0))[:, None] & own[None, :], other=0,
                       cache_modifier=".cg")  # fmt: skip
         low, middle, high = _add(given, old, low, middle, high)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
+    wait_for_others(True, PDL)
     store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
     if count > 0:
         answer = _answer(low, middle, high, q.dtype.element_ty)

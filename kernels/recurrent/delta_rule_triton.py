@@ -5,7 +5,7 @@ position gives it, whether it is cached, new, or not there. So every product has
 function of the state at the boundary and of the rows since, however a call groups them.
 
 1. A program prepares one chunk of one head: the new rows of the inverse by which the errors of rows become what they
-   add to the state, how much of each error of the chunk a new row reads, and four weights of every row. All chunks of a
+   add to the state, how much of each error of the chunk a new row reads, and five weights of every row. All chunks of a
    prompt are prepared side by side.
 2. A program carries some columns of one head's state through the chunks, with products alone. It holds the state with
    columns as rows: as the left operand of its products, and as what the last of them is added to, the state then lies
@@ -20,7 +20,6 @@ Sums are of float32, and no product is contracted with a sum (``enable_fp_fusion
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_step import STEP_COLUMNS, step_kernel, step_options
-from specgraph.kernels.recurrent.last_rows import by_row, most_in_place
+from specgraph.kernels.recurrent.last_rows import by_row, common_stride, most_in_place, near_span
 from specgraph.kernels.recurrent.tiles_triton import (
     HELD,
     KEPT,
@@ -41,7 +40,6 @@ from specgraph.kernels.recurrent.tiles_triton import (
     RATE,
     READ,
     WEIGHTS,
-    near_span,
     product,
     store_padding,
     wait_for_others,
@@ -240,8 +238,8 @@ def begin_carrying(
     key, column = tl.arange(0, WIDE), block * BLOCK + tl.arange(0, BLOCK)
     own = column < VALUE
     out += (entry * rows * HEADS + head) * VALUE
-    # The first kernel lets this one begin when all kernels before it are done, of which one may have written the state.
-    # So the state is loaded while the first kernel still runs.
+    # In a step, the first kernel lets this one begin when all kernels before it are done, of which one may have written
+    # the state. So the state is loaded while the first kernel still runs.
     tile = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
     both = (key < KEY)[:, None] & own[None, :]
     current = tl.load(tile, mask=both & (count > 0), other=0, cache_modifier=".cg")
@@ -311,8 +309,7 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     keys, inverse = (
         cache if in_place else cache.new_empty(*lines, *cache.shape[2:]) for cache in (given.keys, given.inverse)
     )
-    # Sequences are a multiple of a constant apart, from which the compiler knows how their rows are aligned.
-    unit = math.gcd(16, *(part.stride(0) for part in (q, k, v)))
+    unit = common_stride(q, k, v)
     q_strides, k_strides, v_strides = ((part.stride(0) // unit, *part.stride()[1:3]) for part in (q, k, v))
     options: dict[str, Any] = {
         "UNIT": unit, "HEADS": heads, "GROUP": heads // groups, "KEY": size, "SLOTS": slots, "BEHIND": behind,

@@ -6,6 +6,8 @@ rows than a step that decodes, the two may share a place in the cache, and then 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,14 @@ def by_row(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def common_stride(*parts: Tensor) -> int:
+    """A divisor of the distances between sequences in all ``parts``, at most 16.
+
+    As a constant of a kernel that gets the distances divided by it, it tells the compiler how rows are aligned.
+    """
+    return math.gcd(16, *(part.stride(0) for part in parts))
+
+
 @triton.jit
 def row_span(span, b):
     """Of sequence ``b``: its row of the state, its first position, where it was settled, its rows, the settled ones.
@@ -31,6 +41,16 @@ def row_span(span, b):
     row, begin = tl.load(at, cache_modifier=".cg"), tl.load(at + 1, cache_modifier=".cg")
     before, count = tl.load(at + 2, cache_modifier=".cg"), tl.load(at + 3, cache_modifier=".cg")
     return row, begin, before, count, tl.load(at + 4, cache_modifier=".cg")
+
+
+@triton.jit
+def near_span(span, entry):
+    """What :func:`row_span` reads, all but the row as int32.
+
+    Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
+    """
+    row, begin, before, count, settled = row_span(span, entry)
+    return row, begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["outer", "inner", "size"])

@@ -1,4 +1,4 @@
-"""What kernels of the gated delta rule share: spans, exact products, weights of rows, and rows that are not real."""
+"""What kernels of the gated delta rule share: waits, exact products, weights of rows, and rows that are not real."""
 
 from __future__ import annotations
 
@@ -6,32 +6,21 @@ import triton
 import triton.language as tl
 
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.recurrent.last_rows import row_span
 
 PRECISION = tl.constexpr("tf32x3")
 """How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
 HELD, READ, KEPT, LEFT, RATE = (tl.constexpr(i) for i in range(5))
 WEIGHTS = tl.constexpr(5)
 """Weights of a row: on what the state holds for its key, on what its query reads from the state, on what it adds to the
-state at the end of the chunk, and what is left of the state behind it."""
-
-
-@triton.jit
-def near_span(span, entry):
-    """What :func:`~specgraph.kernels.recurrent.last_rows.row_span` reads, all but the row as int32.
-
-    Only the beginning of a sequence's part of a tensor may be far away; what is added to it per element is int32.
-    """
-    row, begin, before, count, settled = row_span(span, entry)
-    return row, begin.to(tl.int32), before.to(tl.int32), count.to(tl.int32), settled.to(tl.int32)
+state at the end of the chunk, what is left of the state behind it, and the rate, in float32."""
 
 
 @triton.jit
 def wait_for_others(STEP: tl.constexpr, PDL: tl.constexpr):
     """Wait for the kernels before this one and, in a step, let the next one start.
 
-    It starts behind the wait, for what it reads ahead of its own. In a prompt it does not: its programs would crowd on
-    the multiprocessors that are done first, where they then take turns from the first chunk to the last.
+    It starts behind the wait, for what it reads ahead of its own. In a prompt it does not: a few programs that run for
+    long are then slower, probably because they crowd on the multiprocessors that are done first, and stay there.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

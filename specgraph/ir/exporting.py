@@ -19,19 +19,17 @@ import contextlib
 import copy
 import functools
 import itertools
-import sys
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import CellType, FrameType, FunctionType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace, proxy
 
-from specgraph.ir.origins import is_models
+from specgraph.ir.origins import ModelFrames
 
 _EXPORTING = threading.RLock()
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -54,7 +52,7 @@ def exporting() -> Iterator[None]:
         for name, method in (("__enter__", _enter_no_grad), ("__exit__", _exit_no_grad)):
             stack.enter_context(replaced_here(torch.no_grad, name, method))
         if hasattr(proxy, "CapturedTraceback"):
-            nearest = _only_here(_ModelFrames, proxy.CapturedTraceback.extract)
+            nearest = _only_here(ModelFrames, proxy.CapturedTraceback.extract)
             stack.enter_context(replaced(proxy, "CapturedTraceback", SimpleNamespace(extract=nearest)))
         yield
 
@@ -72,33 +70,6 @@ def _enter_no_grad(self: torch.no_grad) -> None:
 def _exit_no_grad(self: torch.no_grad, *error: object) -> None:
     if self.prev:
         torch.set_grad_enabled(True)
-
-
-class _ModelFrames:
-    """What :func:`~specgraph.ir.origins.model_line` needs of the call stack of a node.
-
-    It is the innermost frame that is a model's, and the ``forward`` that it belongs to, without which torch.fx takes no
-    stack. To note every frame takes a tenth of an export.
-    """
-
-    def __init__(self) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_models(frame.f_code.co_filename):
-            frame = frame.f_back
-        self._frames = [] if frame is None else [_summary(frame)]
-        while frame is not None and frame.f_code.co_name != "forward":
-            frame = frame.f_back
-        if frame is None:
-            self._frames = []
-        elif frame.f_code.co_name != self._frames[0].name:
-            self._frames.insert(0, _summary(frame))
-
-    def summary(self) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list(self._frames)
-
-
-def _summary(frame: FrameType) -> traceback.FrameSummary:
-    return traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, lookup_line=False)
 
 
 @contextlib.contextmanager
