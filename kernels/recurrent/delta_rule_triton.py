@@ -40,14 +40,17 @@ from specgraph.kernels.recurrent.tiles_triton import (
     RATE,
     READ,
     WEIGHTS,
+    load_rows,
+    load_values,
     product,
     store_padding,
     wait_for_others,
 )
 
-_PREPARING, _COLUMNS, _WARPS, _STAGES = 2, 16, 2, 3
-"""Warps of a program of the first kernel; columns, warps and stages of one of the second. Each number of a product is
-summed by one warp: no bit depends on how many the second has. In the first, one might."""
+_PREPARING: dict[bool, dict[str, Any]] = {False: {"num_warps": 2}, True: {"num_warps": 1, "maxnreg": 128}}
+"""Warps of a program of the first kernel, in a prompt of a half precision (True) or else. No bit depends on which."""
+_COLUMNS, _WARPS, _STAGES = 16, 2, 3
+"""Columns, warps and stages of a program of the second kernel. Each number of a product is summed by one warp."""
 
 
 @triton.jit
@@ -134,7 +137,9 @@ def _prepare_kernel(
                 loop_bound(tl.maximum(begin - first, 0)), loop_bound(tl.minimum(begin + count - first, CHUNK))
             ):
                 factors = tl.sum(tl.where((lane == i)[None, :], tl.trans(mixed), 0.0), 1)
-                solution = tl.where(lane == i, 1.0, -tl.sum(factors[:, None] * solved, 0))
+                # As two sums, whose order is the same for one warp and for two.
+                halves = tl.sum(tl.reshape(factors[:, None] * solved, [2, CHUNK // 2, CHUNK]), 1)
+                solution = tl.where(lane == i, 1.0, -tl.sum(halves, 0))
                 solved = tl.where((lane == i)[:, None], solution[None, :], solved)
             row_of = stored[:, None] * (HEADS * CHUNK) + lane[None, :]
             tl.store(all_inverse + (place * HEADS + head) * CHUNK + row_of, solved, mask=real[:, None])
@@ -148,9 +153,12 @@ def _chunk(
     first, current, out, q, v, errors, all_keys, all_inverse, scores, weights, begin, count, column,
     q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr, CORRECTED: tl.constexpr,
+    WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk, from the state ``current`` before it. Output and errors of its new rows are stored."""
+    """The state behind a chunk, from the state ``current`` before it. Output and errors of its new rows are stored.
+
+    ``FULL``: all its rows are new, and tiles have no padding, so that nothing is masked.
+    """
     lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     own, inside = column < VALUE, key < KEY
     position = first + lane
@@ -158,35 +166,37 @@ def _chunk(
     real, new = t < count, (t >= 0) & (t < count)
     line = t + BEHIND
     stored = slot if STORE else line
-    tile_k = tl.load(all_keys + stored[:, None] * (groups * KEY) + key[None, :],
-                     mask=real[:, None] & inside[None, :], other=0)  # fmt: skip
-    tile_q = tl.load(q + t[:, None] * q_inner + key[None, :], mask=new[:, None] & inside[None, :], other=0)
-    tile_v = tl.load(v + t[None, :] * v_inner + column[:, None], mask=new[None, :] & own[:, None], other=0)
+    tile_k = all_keys + stored[:, None] * (groups * KEY) + key[None, :]
+    tile_k = load_rows(tile_k, real[:, None] & inside[None, :], FULL)
+    tile_q = load_rows(q + t[:, None] * q_inner + key[None, :], new[:, None] & inside[None, :], FULL)
+    own_error = load_values(v, t, column, new[None, :] & own[:, None], v_inner, FULL, PAIRED)
     lower = lane[None, :] <= lane[:, None]
-    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None], other=0)
+    seen = load_rows(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], new[:, None], FULL)
     weight = weights + line * (WEIGHTS * HEADS)
-    reading = tl.load(weight + READ * HEADS, mask=new, other=0)
-    keeping = tl.load(weight + KEPT * HEADS, mask=real, other=0)
-    left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + LEFT * HEADS,
-                   mask=first + CHUNK <= begin + count, other=0)  # fmt: skip
+    reading = load_rows(weight + READ * HEADS, new, FULL)
+    keeping = load_rows(weight + KEPT * HEADS, real, FULL)
+    last = weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + LEFT * HEADS
+    left = load_rows(last, first + CHUNK <= begin + count, FULL)
     error = tl.zeros([column.shape[0], CHUNK], tl.float32)
-    if first < begin:  # Few chunks have known rows, and the mask of a load takes longer than a branch.
+    if not FULL and first < begin:  # Few chunks have known rows, and the mask of a load takes longer than a branch.
         error = tl.load(errors + slot[None, :] * (HEADS * VALUE) + column[:, None],
                         mask=(t < 0)[None, :] & own[:, None], other=0)  # fmt: skip
     if CORRECTED:
-        own_rate = tl.load(weight + RATE * HEADS, mask=new, other=0)
-        holding = tl.load(weight + HELD * HEADS, mask=new, other=0)
-        solved = tl.load(all_inverse + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
-                         mask=real[:, None], other=0)  # fmt: skip
+        own_rate = load_rows(weight + RATE * HEADS, new, FULL)
+        holding = load_rows(weight + HELD * HEADS, new, FULL)
+        solved = load_rows(all_inverse + stored[:, None] * (HEADS * CHUNK) + lane[None, :], real[:, None], FULL)
     # All is loaded by here: behind a product, a load would not begin before the product is there.
     held, asked = product(current, tl.trans(tile_k)), product(current, tl.trans(tile_q))
-    own_error = tile_v.to(tl.float32)
     if CORRECTED:
         own_error = own_rate[None, :] * own_error - holding[None, :] * held
-    error = tl.where((t < 0)[None, :], error, own_error)
+    error = own_error if FULL else tl.where((t < 0)[None, :], error, own_error)
     result = reading[None, :] * asked + product(error, tl.trans(tl.where(lower, seen, 0.0)))
-    tl.store(out + t[None, :] * (HEADS * VALUE) + column[:, None], result.to(out.dtype.element_ty),
-             mask=new[None, :] & own[:, None])  # fmt: skip
+    result = result.to(out.dtype.element_ty)
+    stored_at = out + t[None, :] * (HEADS * VALUE) + column[:, None]
+    if FULL:
+        tl.store(stored_at, result)
+    else:
+        tl.store(stored_at, result, mask=new[None, :] & own[:, None])
     if first + CHUNK > begin + count - SLOTS:
         tl.store(errors + slot[None, :] * (HEADS * VALUE) + column[:, None], error,
                  mask=(new & (position >= begin + count - SLOTS))[None, :] & own[:, None])  # fmt: skip
@@ -194,6 +204,25 @@ def _chunk(
     if CORRECTED:
         update = product(error, tl.trans(tl.where(lower, solved, 0.0)))
     return current * left + product(keeping[None, :] * update, tile_k, CHAINED=True)
+
+
+@triton.jit
+def _chunks(
+    start, end, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights, begin, count,
+    column, q_inner: tl.constexpr, v_inner: tl.constexpr, HEADS: tl.constexpr, groups: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr, CORRECTED: tl.constexpr, PAIRED: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The state behind the chunks from ``start`` to ``end``; that at ``kept`` is stored at ``tile``. See `_chunk`."""
+    for first in tl.range(loop_bound(start), loop_bound(end), CHUNK, num_stages=STAGES):
+        current = _chunk(
+            first, current, out, q, v, errors, all_keys, all_inverse, scores, weights, begin, count, column,
+            q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE, CORRECTED, PAIRED,
+            FULL,
+        )  # fmt: skip
+        if first + CHUNK == kept:
+            tl.store(tile, tl.trans(current), mask=both)
+    return current
 
 
 @triton.jit
@@ -254,7 +283,8 @@ def _carry_kernel(
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, v_outer, v_inner: tl.constexpr, v_head: tl.constexpr,
     UNIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, HELD_ROWS: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, HELD_ROWS: tl.constexpr, CORRECTED: tl.constexpr,
+    PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns). ``HELD_ROWS`` is a power of two that is not below ``SLOTS``."""
     entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
@@ -272,15 +302,28 @@ def _carry_kernel(
         scores += (lines * HEADS + head) * CHUNK
         weights += lines * (WEIGHTS * HEADS) + head
         errors += (row * SLOTS * HEADS + head) * VALUE
-        kept = (begin + settled) // CHUNK * CHUNK
-        for first in tl.range(loop_bound(before // CHUNK * CHUNK), loop_bound(begin + count), CHUNK, num_stages=STAGES):
-            current = _chunk(
-                first, current, out, q, v, errors, all_keys, all_inverse, scores, weights,
+        start, end, kept = before // CHUNK * CHUNK, begin + count, (begin + settled) // CHUNK * CHUNK
+        TILED: tl.constexpr = STAGES > 1 and KEY == WIDE and VALUE % BLOCK == 0
+        if TILED:
+            # Whole chunks of new rows have a loop of their own, without masks.
+            whole = tl.minimum((begin + CHUNK - 1) // CHUNK * CHUNK, end)
+            behind = tl.maximum(end // CHUNK * CHUNK, whole)
+            current = _chunks(
+                start, whole, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-                CORRECTED,
+                CORRECTED, PAIRED, False, 1,
             )  # fmt: skip
-            if first + CHUNK == kept:
-                tl.store(tile, tl.trans(current), mask=both)
+            current = _chunks(
+                whole, behind, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights,
+                begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+                CORRECTED, PAIRED, True, STAGES,
+            )  # fmt: skip
+            start = behind
+        _chunks(
+            start, end, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights,
+            begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+            CORRECTED, PAIRED, False, 1 if TILED else STAGES,
+        )  # fmt: skip
         if not STORE and tl.program_id(2) == 0:
             all_keys += BEHIND * (groups * KEY)
             all_inverse += BEHIND * (HEADS * CHUNK)
@@ -319,7 +362,7 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
         q, k, gate, rate, given.keys, given.gates, given.inverse, keys, inverse, scores, weights, given.span,
         given.scale, rows, *q_strides, *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place,
-        num_warps=_PREPARING, **options,
+        **_PREPARING[not in_place and v.element_size() == 2], **options,
     )  # fmt: skip
     if in_place and unsettled < CHUNK // 2:
         step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](
@@ -329,10 +372,11 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
         )  # fmt: skip
         return out
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
+    paired = v.dtype == torch.bfloat16 and v.data_ptr() % 4 == 0 and not any(step % 2 for step in v.stride()[:3])
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
         out, q, v, gate, given.state, given.keys, given.errors, given.gates, given.inverse, keys, inverse, scores,
         weights, given.span, rows, *q_strides, *v_strides, VALUE=width, BLOCK=block, STORE=in_place,
         STAGES=1 if in_place else _STAGES, HELD_ROWS=triton.next_power_of_2(slots), CORRECTED=rate is not None,
-        num_warps=_WARPS, **options,
+        PAIRED=paired, num_warps=_WARPS, **options,
     )  # fmt: skip
     return out

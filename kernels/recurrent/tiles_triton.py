@@ -1,4 +1,4 @@
-"""What kernels of the gated delta rule share: waits, exact products, weights of rows, and rows that are not real."""
+"""What kernels of the gated delta rule share: waits, loads, exact products, weights of rows, and rows not real."""
 
 from __future__ import annotations
 
@@ -26,6 +26,30 @@ def wait_for_others(STEP: tl.constexpr, PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
         if STEP:
             tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_rows(pointers, mask, FULL: tl.constexpr):
+    """What lies there, and zeros where ``mask`` is false. If ``FULL``, it is true everywhere."""
+    if FULL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def load_values(v, t, column, mask, inner: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
+    """The values of the rows ``t``, float32 ``[columns, rows]``, and zeros where ``mask`` is false unless ``FULL``.
+
+    If ``PAIRED``, two of bfloat16 are loaded as one number: the pipeline of a loop copies nothing ahead that has less
+    than four bytes. The columns are then those of the program, in blocks along the third axis of the grid.
+    """
+    if FULL and PAIRED:
+        half: tl.constexpr = column.shape[0] // 2
+        pair = tl.program_id(2) * half + tl.arange(0, half)
+        pairs = tl.load(v.to(tl.pointer_type(tl.int32)) + t[:, None] * (inner // 2) + pair[None, :])
+        even, odd = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+        return tl.trans(tl.reshape(tl.join(even, odd), [t.shape[0], column.shape[0]]))
+    return load_rows(v + t[None, :] * inner + column[:, None], mask, FULL).to(tl.float32)
 
 
 @triton.jit
