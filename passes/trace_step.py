@@ -1,10 +1,10 @@
 """A variant of the step that also says how probable drafts were, and the token that the target chose by itself.
 
 For the drafts that a step verifies, the op ``score`` gives their probabilities under the target: those that the rule
-compares, or at temperature 1 for a greedy sequence. A second call of it does the same for the tokens that the step
-emits, since the token in the place of a rejected draft has the same row of logits. For the drafts that the step makes,
-the op gives the probabilities that they were drawn with. All of them travel to the host with the other results of the
-step, so nothing waits for it.
+compares, or at temperature 1 for a greedy sequence. The same call does so for the tokens that the step emits, since the
+token in the place of a rejected draft has the same row of logits. For the drafts that the step makes, the op gives the
+probabilities that they were drawn with. All of them travel to the host with the other results of the step, so nothing
+waits for it.
 
 The decoder applies this pass to the steps of requests that ask for a trace.
 """
@@ -32,11 +32,15 @@ EMITTED = 4
 """Which argument of ``advance_`` are the emitted tokens; the next one is their number."""
 NUM_EMITTED = 3
 """Which argument of a function that draws drafts is the number of emitted tokens."""
+TRACED = ("traced_tokens", "traced_counts", "traced_rows", "traced_temperature")
+"""What the results of ``trace_tokens`` are called in a graph."""
+DRAWN = ("draft_ids", "num_drawn")
+"""What the results of ``drawn_ids`` are called."""
 
 
 @dataclass(frozen=True)
 class TraceStep(Pass):
-    """Options: ``unused``, options of sampling to do without."""
+    """Options: ``unused``, options of sampling to do without; the temperature is never one of them."""
 
     unused: tuple[str, ...] = ()
 
@@ -48,17 +52,19 @@ class TraceStep(Pass):
         """Rewrite the step graph, which returns one more tensor; modules and state stay as they are."""
         (advance,) = calls(program.graph, step.advance_)
         sampling = {name: gathered(program, name) for name in PROCESSING if name not in self.unused}
-        tracer = _Tracer(program, sampling)
         with program.graph.inserting_before(advance):
-            if "temperature" in sampling:
-                sampling["temperature"] = tracer.call(step.trace_temperature, sampling["temperature"])
-            verified, last = tracer.verified(), tracer.last_emitted(advance)
+            logits = last_processor(program.one("logits"))
+            tokens, counts, num_rows, temperature = _traced_tokens(program, logits, advance)
+            tracer = _Tracer(program, {**sampling, "temperature": temperature})
+            target = tracer.score(logits, tokens, num_rows, "target_logprobs")
             draws = [node for node in program.graph.nodes if node.target in DRAWS]
             groups = [*_together(draws)]
-            tokens = [tracer.side_by_side(group) for group in groups]
-            drawn = [tracer.drawn(*both) for both in zip(groups, tokens, strict=True)]
+            drawn = [draw for group in groups for draw in group]
             drafts: Any = advance.args[6]
-            traced = tracer.call(step.trace_columns, verified, last, tokens, drawn, list(drafts), count=_count(program))
+            traced = program.graph.call_function(
+                step.trace_columns, (target, counts, drawn, [*map(tracer.drawn, groups)], [*drafts]),
+                {"count": _count(program)},
+            )  # fmt: skip
         traced.name = "traced"
         (results,) = program.graph.output_node().args
         program.set_output(*results, traced)  # type: ignore[misc]
@@ -79,6 +85,19 @@ def _together(draws: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         yield [draw for draw in draws if vocabularies[draw] is vocabulary]
 
 
+def _traced_tokens(program: Program, logits: fx.Node, advance: fx.Node) -> list[fx.Node]:
+    """What ``trace_tokens`` gives of the rows of ``logits`` and of the tokens that ``advance`` is handed."""
+    num_rows, num_forced, temperature = (gathered(program, name) for name in ("num_rows", "num_forced", "temperature"))
+    emitted, num_emitted = advance.args[EMITTED], advance.args[EMITTED + 1]
+    given = (program.input("window"), num_rows, num_forced, emitted, num_emitted, temperature, logits)
+    traced = program.graph.call_function(step.trace_tokens, given)
+    return [_item(program, traced, index, name) for index, name in enumerate(TRACED)]
+
+
+def _item(program: Program, node: fx.Node, index: int, name: str) -> fx.Node:
+    return program.graph.create_node("call_function", operator.getitem, (node, index), name=name)
+
+
 @dataclass(frozen=True)
 class _Tracer:
     """Adds nodes where the graph of ``program`` inserts. ``sampling`` are the options that shape distributions."""
@@ -86,39 +105,19 @@ class _Tracer:
     program: Program
     sampling: dict[str, fx.Node]
 
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.program.graph.call_function(function, args, kwargs)
+    def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
+        """The log-probabilities ``[B, R]`` with which tokens were drawn by ``draws``, which share a vocabulary."""
+        graph, vocabulary = self.program.graph, draws[0].kwargs.get("draft_to_target")
+        given = ([*draws], draws[0].args[NUM_EMITTED], *([] if vocabulary is None else [vocabulary]))
+        both = graph.call_function(step.drawn_ids, given)
+        ids, count = (_item(self.program, both, index, name) for index, name in enumerate(DRAWN))
+        logits: list[Any] = [draw.args[LOGITS] for draw in draws]
+        every = logits[0]
+        if len(logits) > 1:
+            every = graph.create_node("call_function", torch.cat, (logits, 1), name="drawn_logits")
+        return self.score(every, ids, count, "draft_logprobs")
 
-    def verified(self) -> fx.Node:
-        """The log-probabilities ``[B, D]`` of the drafts that the step verifies."""
-        logits = last_processor(self.program.one("logits"))
-        drafts = self.call(step.verified_drafts, self.program.input("window"), logits)
-        rows = [gathered(self.program, name) for name in ("num_rows", "num_forced")]
-        return self._score(logits, drafts, self.call(step.num_verified, *rows, drafts))
-
-    def last_emitted(self, advance: fx.Node) -> fx.Node:
-        """The log-probability ``[B, 1]`` of the last token that the step emits and hands to ``advance``."""
-        logits = last_processor(self.program.one("logits"))
-        emitted, num_emitted = advance.args[EMITTED], advance.args[EMITTED + 1]
-        forced = gathered(self.program, "num_forced")
-        tokens = self.call(step.emitted_tokens, emitted, forced, logits)
-        count = self.call(step.num_emitted_rows, emitted, num_emitted, forced, tokens)
-        return self.call(step.last_logprob, self._score(logits, tokens, count), count)
-
-    def drawn(self, draws: Sequence[fx.Node], tokens: fx.Node) -> fx.Node:
-        """The log-probabilities ``[B, R]`` with which ``draws``, which share a vocabulary, have drawn ``tokens``."""
-        first = draws[0]
-        count = self.call(step.active_drafts, first.args[NUM_EMITTED], tokens)
-        vocabulary = first.kwargs.get("draft_to_target")
-        if vocabulary is not None:
-            tokens = self.call(step.draft_ids, tokens, vocabulary)
-        return self._score(self.side_by_side([draw.args[LOGITS] for draw in draws]), tokens, count)
-
-    def side_by_side(self, values: Sequence[Any]) -> fx.Node:
-        """Tensors ``[B, R, ...]`` as one, row behind row."""
-        return self.call(torch.cat, [*values], 1) if len(values) > 1 else values[0]
-
-    def _score(self, logits: Any, tokens: fx.Node, count: fx.Node) -> fx.Node:
-        processed = "temperature" in self.sampling
-        options = {**self.sampling, "logprobs": "processed"} if processed else {}
-        return self.call(operator.getitem, self.call(SCORE, logits, tokens, count, **options), 0)
+    def score(self, logits: Any, tokens: fx.Node, count: fx.Node, name: str) -> fx.Node:
+        """The log-probabilities of the ``tokens`` of the first ``count`` ``[B]`` rows of ``logits``."""
+        options: dict[str, Any] = {**self.sampling, "logprobs": "processed"}
+        return _item(self.program, self.program.graph.call_function(SCORE, (logits, tokens, count), options), 0, name)

@@ -132,7 +132,7 @@ def row_tokens(
     STREAM: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, NOISE: tl.constexpr,
     MAPPED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """The entry that every row draws, int32 ``[R]``, and whether a needed row has a NaN (0 or 1).
+    """The entry that every row draws, int32 ``[R]``, and whether it is needed and has a NaN, int32 ``[R]`` (0 or 1).
 
     An entry is ``NO_TOKEN`` if the row has nothing but -inf. ``logits_rows`` ``[R]`` are the indices of rows of logits,
     all of one sequence. ``keys`` and ``noise_rows`` (int64) are the keys and rows of their noise.
@@ -162,4 +162,4 @@ def row_tokens(
             temperature, seed, keys, noise_rows, vocab, limit, stride, STREAM, SPLIT, TILE, NOISE, MAPPED, FLOORED,
         )  # fmt: skip
         drawn = tl.where(doubtful, exact, drawn)
-    return drawn, tl.max((runner_up > INF_KEY).to(tl.int32), 0)
+    return drawn, (runner_up > INF_KEY).to(tl.int32)

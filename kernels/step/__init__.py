@@ -49,22 +49,11 @@ from specgraph.kernels.step.step import (
     unsettled_rows,
     writes,
 )
-from specgraph.kernels.step.tracing import (
-    active_drafts,
-    draft_ids,
-    emitted_tokens,
-    last_logprob,
-    num_emitted_rows,
-    num_verified,
-    trace_columns,
-    trace_temperature,
-    verified_drafts,
-)
+from specgraph.kernels.step.tracing import drawn_ids, trace_columns, trace_tokens
 
 __all__ = [
     "FINAL_WRITES",
     "WRITES",
-    "active_drafts",
     "advance_",
     "along_path",
     "any_found",
@@ -73,10 +62,9 @@ __all__ = [
     "count_emitted",
     "cut_at_eos",
     "cut_rows",
-    "draft_ids",
     "draft_inputs",
     "draft_tokens",
-    "emitted_tokens",
+    "drawn_ids",
     "expand_draft_inputs",
     "for_host",
     "gather_state",
@@ -87,7 +75,6 @@ __all__ = [
     "keep_point_mass_",
     "keep_rows_",
     "last_accepted",
-    "last_logprob",
     "last_position",
     "last_row",
     "lookup_ngrams",
@@ -97,8 +84,6 @@ __all__ = [
     "needed_rows",
     "next_module_tokens",
     "next_tokens",
-    "num_emitted_rows",
-    "num_verified",
     "pack_rows",
     "packed_places",
     "positions_and_next",
@@ -117,9 +102,8 @@ __all__ = [
     "take_packed_rows",
     "take_rows",
     "trace_columns",
-    "trace_temperature",
+    "trace_tokens",
     "unpack_rows",
     "unsettled_rows",
-    "verified_drafts",
     "writes",
 ]

@@ -1,87 +1,400 @@
-"""Functions of step graphs that say why drafts were accepted or not, for the steps of requests that ask for it."""
+"""Functions of step graphs that say why drafts were accepted or not, for the steps of requests that ask for it.
+
+``specgraph::trace_tokens`` gives the tokens whose log-probabilities under the target are wanted, ``drawn_ids`` those
+whose log-probabilities under the drafter are wanted, and ``trace_columns`` puts together what the host is told. In
+between, ``specgraph::score`` (:mod:`specgraph.kernels.verify.score`) computes the log-probabilities. ``B`` is the
+number of sequences, ``T`` that of the rows of the window, and ``R`` that of the rows of logits; ids and counts are
+int64.
+
+Each of the three is one launch. As separate ATen operations they took 37, of 1.7 us, which a small model waits for.
+A program makes what belongs to one sequence, or in ``drawn_ids`` to one token. Nothing is computed but integers, and
+floats are copied, so that no sequence influences another.
+"""
+
+# Triton's functions have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.launch import launch_options, supports_pdl
+from specgraph.kernels.ops import Op, declare, triton_or_reference
 
-def verified_drafts(window: Tensor, logits: Tensor) -> Tensor:
-    """The drafts ``[B, R - 1]`` that the ``R`` rows of ``logits`` ``[B, R, V]`` verify, padding as 0.
+_NAN_BITS, _NO_ENTRY = tl.constexpr(0x7FC00000), tl.constexpr(2**31 - 1)
+"""The bits of ``torch.nan`` as a float32, and the number of an entry that no vocabulary has."""
+_MOST_AT_ONCE = 8192
+"""Entries of a draft's vocabulary that a program compares at a time."""
 
-    ``window`` ``[B, T]`` begins with the last token that was known. The rows are its first ones, if a sequence decodes.
+
+@dataclass(slots=True)
+class TraceTokens:
+    """What a step verifies and what it emits, see :func:`trace_tokens`; ``count`` is ``R``."""
+
+    window: Tensor
+    num_rows: Tensor
+    num_forced: Tensor
+    emitted: Tensor
+    num_emitted: Tensor
+    temperature: Tensor
+    count: int
+
+
+class TracedTokens(NamedTuple):
+    """What :func:`trace_tokens` gives.
+
+    Attributes:
+        tokens: ``[B, R, 2]``, for every row of the logits the draft that it verifies and the token that it emitted,
+            padding as 0.
+        counts: ``[B, 2]``, how many of both are no padding, from the first on: none of the drafts of a sequence whose
+            prompt the step runs.
+        num_rows: ``[B]``, how many rows have a token that is no padding.
+        temperature: ``[B]``, with 1 for a greedy sequence: its point mass would say nothing about a draft.
     """
-    return window[:, 1 : logits.shape[1]].clamp_min(0)
+
+    tokens: Tensor
+    counts: Tensor
+    num_rows: Tensor
+    temperature: Tensor
 
 
-def num_verified(num_rows: Tensor, num_forced: Tensor, drafts: Tensor) -> Tensor:
-    """How many of the ``drafts`` ``[B, D]`` a step verifies, int64 ``[B]``: none of a sequence whose prompt it runs."""
-    return torch.where(num_forced == 0, num_rows - 1, 0).clamp(0, drafts.shape[1])
+@dataclass(slots=True)
+class DrawnIds:
+    """Tokens ``[B, k]`` that were drawn one behind the other, as ids of the draft; see :func:`drawn_ids`."""
+
+    tokens: list[Tensor]
+    num_emitted: Tensor
+    draft_to_target: Tensor | None = None
 
 
-def emitted_tokens(emitted: Tensor, num_forced: Tensor, logits: Tensor) -> Tensor:
-    """What the ``R`` rows of ``logits`` ``[B, R, V]`` have emitted, ``[B, R]``, padding as 0.
+@dataclass(slots=True)
+class TraceColumns:
+    """What the host is told of a step, see :func:`trace_columns`."""
 
-    ``emitted`` ``[B, T]`` begins with ``num_forced`` ``[B]`` known tokens. As for ``verify``, the first row of the
-    logits is that of the first token which is not known, or an earlier one if fewer than ``R`` tokens follow there.
+    logprobs: Tensor
+    counts: Tensor
+    drawn: list[Tensor]
+    drawn_logprobs: list[Tensor]
+    drafts: list[Tensor]
+    _: KW_ONLY
+    count: int
+
+
+def trace_tokens(
+    window: Tensor, num_rows: Tensor, num_forced: Tensor, emitted: Tensor, num_emitted: Tensor, temperature: Tensor,
+    logits: Tensor,
+) -> TracedTokens:  # fmt: skip
+    """The drafts that the ``R`` rows of ``logits`` ``[B, R, V]`` verify, and the tokens that they have emitted.
+
+    Args:
+        window: ``[B, T]``, the last token that was known, and behind it the drafts, if a sequence decodes.
+        num_rows, num_forced: ``[B]``, how many rows of the window are real, and how many of their next tokens are
+            known, which is 0 for a sequence that decodes.
+        emitted: ``[B, T]``, which begins with the known tokens. As for ``verify``, the first row of the logits is that
+            of the first token which is not known, or an earlier one if fewer than ``R`` tokens follow there.
+        num_emitted: ``[B]``.
+        temperature: ``[B]``, 0 for a greedy sequence.
+        logits: nothing but its number of rows is read.
     """
-    rows = logits.shape[1]
-    if emitted.shape[1] > rows:
-        first = num_forced.clamp(max=emitted.shape[1] - rows).unsqueeze(1)
-        emitted = emitted.gather(1, first + torch.arange(rows, device=emitted.device))
-    return emitted.clamp_min(0)
+    traced: TracedTokens = torch.ops.specgraph.trace_tokens(
+        window, num_rows, num_forced, emitted, num_emitted, temperature, logits.shape[1]
+    )
+    return traced
 
 
-def num_emitted_rows(emitted: Tensor, num_emitted: Tensor, num_forced: Tensor, tokens: Tensor) -> Tensor:
-    """How many of ``tokens`` ``[B, R]``, which are those of :func:`emitted_tokens`, are no padding: int64 ``[B]``."""
-    rows = tokens.shape[1]
-    return (num_emitted - num_forced.clamp(max=emitted.shape[1] - rows)).clamp(0, rows)
+def drawn_ids(
+    tokens: list[Tensor], num_emitted: Tensor, draft_to_target: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ids in the draft's vocabulary of drawn ``tokens``, side by side, and how many of them were drawn.
 
+    Args:
+        tokens: ``[B, k]`` each, ids of the target; they have ``D`` columns in all.
+        num_emitted: ``[B]``. For a sequence that emitted nothing, no token was drawn.
+        draft_to_target: ``[Vd]``, the target's id of every id of the draft; None if they are the same.
 
-def last_logprob(logprobs: Tensor, count: Tensor) -> Tensor:
-    """The last of the first ``count`` ``[B]`` columns of ``logprobs`` ``[B, R]``: ``[B, 1]``."""
-    return logprobs.gather(1, (count - 1).clamp_min(0).unsqueeze(1))
-
-
-def trace_temperature(temperature: Tensor) -> Tensor:
-    """``temperature`` ``[B]``, with 1 for a greedy sequence: its point mass would say nothing about a draft."""
-    return torch.where(temperature > 0, temperature, 1.0)
-
-
-def draft_ids(tokens: Tensor, draft_to_target: Tensor) -> Tensor:
-    """The ids in the draft's vocabulary of drawn ``tokens`` ``[B, R]``, whose ids are the target's.
-
-    ``draft_to_target`` int64 ``[Vd]`` gives the target's id of every id of the draft.
+    Returns:
+        ids ``[B, D]``, of which one that the draft does not have is 0, and their numbers ``[B]``, ``D`` or 0.
     """
-    return (tokens.unsqueeze(2) == draft_to_target).int().argmax(2)
-
-
-def active_drafts(num_emitted: Tensor, drafts: Tensor) -> Tensor:
-    """How many of ``drafts`` ``[B, R]`` were drawn, int64 ``[B]``: none of a sequence that emitted nothing."""
-    return torch.where(num_emitted > 0, drafts.shape[1], 0)
+    ids, count = torch.ops.specgraph.drawn_ids(tokens, num_emitted, draft_to_target)
+    return ids, count
 
 
 def trace_columns(
-    verified: Tensor, last: Tensor, drawn: list[Tensor], drawn_logprobs: list[Tensor], drafts: list[Tensor], *,
+    logprobs: Tensor, counts: Tensor, drawn: list[Tensor], drawn_logprobs: list[Tensor], drafts: list[Tensor], *,
     count: int,
 ) -> Tensor:  # fmt: skip
     """What the host is told of a step, int32 ``[B, 3 * count + 1]``: numbers, and the bits of float32.
 
-    The first ``count`` columns are the log-probabilities ``verified`` ``[B, D]`` of the drafts that the step verified,
-    under the target. The next are the ``drafts`` (``[B, k]`` each) of the following step, -1 for none. Then come the
-    log-probabilities that these were drawn with (``drawn_logprobs``, beside the tokens ``drawn``), NaN where a draft
-    was not drawn. The last column is ``last`` ``[B, 1]``, that of the last token which the step emitted, under the
-    target.
+    The first ``count`` columns are the log-probabilities of the drafts that the step verified, under the target: 0
+    behind the last of them, and NaN where there is no row for one. The next are the drafts of the following step, -1
+    for none. Then come the log-probabilities that these were drawn with, NaN where a draft was not drawn. The last
+    column is that of the last token which the step emitted, under the target, or 0 if it emitted none.
+
+    Args:
+        logprobs: float32 ``[B, R, 2]``, those of :attr:`TracedTokens.tokens` under the target.
+        counts: those of :class:`TracedTokens`, ``[B, 2]``.
+        drawn: tokens ``[B, k]`` that were drawn, ids of the target.
+        drawn_logprobs: float32 ``[B, k]``, with as many columns in all.
+        drafts: ``[B, k]`` each, those of the following step.
+        count: how many drafts of a sequence a step verifies and makes.
     """
-    proposed = _padded(torch.cat(drafts, 1) if drafts else verified.new_empty(len(verified), 0), count, -1).long()
-    tokens = _padded(torch.cat(drawn, 1) if drawn else proposed[:, :0], count, -2)
-    logprobs = _padded(torch.cat(drawn_logprobs, 1) if drawn_logprobs else verified[:, :0], count, torch.nan)
-    own = torch.cat([torch.where(tokens == proposed, logprobs, torch.nan), last], 1)
-    floats = (_padded(verified, count, torch.nan), own)
-    before, behind = (values.to(torch.float32).contiguous().view(torch.int32) for values in floats)
-    return torch.cat([before, proposed.to(torch.int32), behind], 1)
+    columns: Tensor = torch.ops.specgraph.trace_columns(logprobs, counts, drawn, drawn_logprobs, drafts, count=count)
+    return columns
+
+
+def trace_tokens_reference(given: TraceTokens) -> TracedTokens:
+    """:class:`TraceTokens` in plain PyTorch."""
+    rows, forced, emitted = given.count, given.num_forced, given.emitted
+    drafts = torch.nn.functional.pad(given.window[:, 1:rows], (0, 1))
+    first = forced.clamp(max=emitted.shape[1] - rows)
+    own = emitted.gather(1, first.unsqueeze(1) + torch.arange(rows, device=emitted.device))
+    num_verified = torch.where(forced == 0, given.num_rows - 1, 0).clamp(0, rows - 1)
+    counts = torch.stack([num_verified, (given.num_emitted - first).clamp(0, rows)], 1)
+    temperature = torch.where(given.temperature > 0, given.temperature, 1.0)
+    return TracedTokens(torch.stack([drafts, own], 2).clamp_min(0), counts, counts.amax(1), temperature)
+
+
+def drawn_ids_reference(given: DrawnIds) -> tuple[Tensor, Tensor]:
+    """:class:`DrawnIds` in plain PyTorch."""
+    ids = torch.cat(given.tokens, 1)
+    if given.draft_to_target is not None:
+        ids = (ids.unsqueeze(2) == given.draft_to_target).int().argmax(2)
+    return ids, torch.where(given.num_emitted > 0, ids.shape[1], 0)
+
+
+def trace_columns_reference(given: TraceColumns) -> Tensor:
+    """:class:`TraceColumns` in plain PyTorch."""
+    verified, own = given.logprobs.unbind(2)
+    counts, count = given.counts, given.count
+    known = torch.arange(verified.shape[1] - 1, device=verified.device) < counts[:, :1]
+    verified = _padded(torch.where(known, verified[:, :-1], 0.0), count, torch.nan)
+    last = own.gather(1, (counts[:, 1:] - 1).clamp_min(0))
+    none = counts[:, :0]
+    drafts, drawn = (torch.cat(values, 1) if values else none for values in (given.drafts, given.drawn))
+    logprobs = torch.cat(given.drawn_logprobs, 1) if given.drawn_logprobs else none.to(own.dtype)
+    drafts, drawn, logprobs = _padded(drafts, count, -1), _padded(drawn, count, -2), _padded(logprobs, count, torch.nan)
+    made = torch.where(drawn == drafts, logprobs, torch.nan)
+    last = torch.where(counts[:, 1:] > 0, last, 0.0)
+    before, behind = (values.contiguous().view(torch.int32) for values in (verified, torch.cat([made, last], 1)))
+    return torch.cat([before, drafts.to(torch.int32), behind], 1)
 
 
 def _padded(values: Tensor, count: int, fill: float) -> Tensor:
     """``values`` ``[B, n]`` with ``count`` columns."""
     return torch.nn.functional.pad(values[:, :count], (0, max(0, count - values.shape[1])), value=fill)
+
+
+@triton.jit
+def _trace_tokens_kernel(
+    tokens, counts, scored, temperatures, window, num_rows, num_forced, emitted, num_emitted, temperature,
+    window_width, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence per program."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    forced, rows, total = tl.load(num_forced + b), tl.load(num_rows + b), tl.load(num_emitted + b)
+    warmth = tl.load(temperature + b)
+    first = tl.minimum(forced, width - COUNT)
+    draft = tl.load(window + b * window_width + 1 + row, mask=row < COUNT - 1, other=0)
+    own = tl.load(emitted + b * width + first + row, mask=row < COUNT, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_verified = tl.minimum(tl.maximum(tl.where(forced == 0, rows - 1, 0), 0), COUNT - 1)
+    num_own = tl.minimum(tl.maximum(total - first, 0), COUNT)
+    place = tokens + (b * COUNT + row) * 2
+    tl.store(place, tl.maximum(draft, 0), mask=row < COUNT)
+    tl.store(place + 1, tl.maximum(own, 0), mask=row < COUNT)
+    tl.store(counts + b * 2, num_verified)
+    tl.store(counts + b * 2 + 1, num_own)
+    tl.store(scored + b, tl.maximum(num_verified, num_own))
+    tl.store(temperatures + b, tl.where(warmth > 0, warmth, 1.0))
+
+
+@triton.jit
+def _column(tensors, b, column, fill, WIDTHS: tl.constexpr, STRIDES: tl.constexpr):
+    """What stands in ``column`` of the row ``b`` of tensors side by side, or ``fill`` behind the last of them."""
+    found = fill
+    place = column
+    for index in tl.static_range(len(WIDTHS)):
+        inside = (place >= 0) & (place < WIDTHS[index])
+        own = tl.load(tensors[index] + b * STRIDES[index] + place, mask=inside, other=0)
+        found = tl.where(inside, own, found)
+        place -= WIDTHS[index]
+    return found
+
+
+@triton.jit
+def _drawn_ids_kernel(
+    ids, counts, tokens, num_emitted, draft_to_target, VOCAB: tl.constexpr, COUNT: tl.constexpr,
+    WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token per program; the grid is (D, B)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = _column(tokens, b, place, b * 0, WIDTHS, STRIDES)
+    if draft_to_target is not None:
+        nearest = tl.full((BLOCK,), _NO_ENTRY, tl.int32)
+        for first in range(0, VOCAB, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            target = tl.load(draft_to_target + entry, mask=entry < VOCAB, other=-1)
+            nearest = tl.minimum(nearest, tl.where((target == token) & (entry < VOCAB), entry, _NO_ENTRY))
+        found = tl.min(nearest, 0)
+        token = tl.where(found == _NO_ENTRY, 0, found).to(tl.int64)
+    tl.store(ids + b * COUNT + place, token)
+    if place == 0:
+        tl.store(counts + b, tl.where(tl.load(num_emitted + b) > 0, COUNT, 0))
+
+
+@triton.jit
+def _trace_columns_kernel(
+    columns, logprobs, counts, drawn, drawn_bits, drafts, rows,
+    COUNT: tl.constexpr, DRAWN: tl.constexpr, DRAWN_STRIDES: tl.constexpr, BITS: tl.constexpr,
+    BITS_STRIDES: tl.constexpr, DRAFTS: tl.constexpr, DRAFTS_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence per program. Log-probabilities are read and written as their bits."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    none = column.to(tl.int64) * 0
+    num_verified, num_own = tl.load(counts + b * 2), tl.load(counts + b * 2 + 1)
+    own = logprobs + b * rows * 2
+    verified = tl.load(own + column * 2, mask=(column < rows - 1) & (column < num_verified), other=0)
+    verified = tl.where(column < rows - 1, verified, _NAN_BITS)
+    last = tl.load(own + tl.maximum(num_own - 1, 0) * 2 + 1, mask=num_own > 0, other=0)
+    draft = _column(drafts, b, column, none - 1, DRAFTS, DRAFTS_STRIDES)
+    token = _column(drawn, b, column, none - 2, DRAWN, DRAWN_STRIDES)
+    bits = _column(drawn_bits, b, column, none.to(tl.int32), BITS, BITS_STRIDES)
+    bits = tl.where(token == draft, bits, _NAN_BITS)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = columns + b * (3 * COUNT + 1)
+    tl.store(out + column, verified, mask=column < COUNT)
+    tl.store(out + COUNT + column, draft.to(tl.int32), mask=column < COUNT)
+    tl.store(out + 2 * COUNT + column, bits, mask=column < COUNT)
+    tl.store(out + 3 * COUNT, last)
+
+
+def trace_tokens_triton(given: TraceTokens) -> TracedTokens:
+    """:class:`TraceTokens` in one kernel."""
+    traced, read = _trace_tokens_fake(given), (given.window, given.num_rows, given.num_forced, given.emitted)
+    batch, pdl = len(given.window), supports_pdl(given.window.device)
+    if batch:
+        _trace_tokens_kernel[(batch,)](
+            *traced, *(tensor.contiguous() for tensor in (*read, given.num_emitted, given.temperature)),
+            given.window.shape[1], given.emitted.shape[1], COUNT=given.count,
+            BLOCK=triton.next_power_of_2(given.count), PDL=pdl, num_warps=1, **launch_options(pdl),
+        )  # fmt: skip
+    return traced
+
+
+def drawn_ids_triton(given: DrawnIds) -> tuple[Tensor, Tensor]:
+    """:class:`DrawnIds` in one kernel."""
+    ids, counts = _drawn_ids_fake(given)
+    if ids.numel() == 0:
+        return drawn_ids_reference(given)
+    tokens, widths, strides = _beside(given.tokens)
+    known = None if given.draft_to_target is None else given.draft_to_target.contiguous()
+    vocab, pdl = 0 if known is None else len(known), supports_pdl(ids.device)
+    block = min(triton.next_power_of_2(max(vocab, 1)), _MOST_AT_ONCE)
+    _drawn_ids_kernel[(ids.shape[1], len(ids))](
+        ids, counts, tokens, given.num_emitted.contiguous(), known, VOCAB=vocab, COUNT=ids.shape[1], WIDTHS=widths,
+        STRIDES=strides, BLOCK=block, PDL=pdl, num_warps=max(1, block // 1024), **launch_options(pdl),
+    )  # fmt: skip
+    return ids, counts
+
+
+def trace_columns_triton(given: TraceColumns) -> Tensor:
+    """:class:`TraceColumns` in one kernel."""
+    columns, count = _trace_columns_fake(given), given.count
+    drawn, drawn_widths, drawn_strides = _beside(given.drawn)
+    bits, bits_widths, bits_strides = _beside([values.view(torch.int32) for values in given.drawn_logprobs])
+    drafts, draft_widths, draft_strides = _beside(given.drafts)
+    pdl = supports_pdl(columns.device)
+    if len(columns):
+        _trace_columns_kernel[(len(columns),)](
+            columns, given.logprobs.contiguous().view(torch.int32), given.counts.contiguous(), drawn, bits, drafts,
+            given.logprobs.shape[1], COUNT=count, DRAWN=drawn_widths, DRAWN_STRIDES=drawn_strides, BITS=bits_widths,
+            BITS_STRIDES=bits_strides, DRAFTS=draft_widths, DRAFTS_STRIDES=draft_strides,
+            BLOCK=triton.next_power_of_2(max(count, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
+        )  # fmt: skip
+    return columns
+
+
+def _beside(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]:
+    """Tensors ``[B, k]`` side by side, as :func:`_column` takes them, with their widths and strides."""
+    # The first columns of a wider tensor are read where they lie, which saves a launch.
+    some = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in tensors if tensor.shape[1]]
+    return tuple(some), tuple(tensor.shape[1] for tensor in some), tuple(tensor.stride(0) for tensor in some)
+
+
+def _trace_tokens_fake(given: TraceTokens) -> TracedTokens:
+    window, emitted, count = given.window, given.emitted, given.count
+    require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
+    batch, width = window.shape
+    require(0 < count <= width, lambda: f"count must be from 1 to T = {width}, not {count}")
+    require(emitted.shape == window.shape, lambda: f"emitted must be {[batch, width]}, not {list(emitted.shape)}")
+    for name in ("num_rows", "num_forced", "num_emitted", "temperature"):
+        check_batch(name, getattr(given, name), batch)
+    new = window.new_empty
+    return TracedTokens(new(batch, count, 2), new(batch, 2), new(batch), given.temperature.new_empty(batch))
+
+
+def _drawn_ids_fake(given: DrawnIds) -> tuple[Tensor, Tensor]:
+    require(len(given.tokens) > 0, lambda: "tokens must be one tensor [B, k] or more, not an empty list")
+    batch, new = given.num_emitted.shape[0], given.num_emitted.new_empty
+    for tokens in given.tokens:
+        check_batch("tokens", tokens, batch)
+    return new(batch, sum(tokens.shape[1] for tokens in given.tokens)), new(batch)
+
+
+def _trace_columns_fake(given: TraceColumns) -> Tensor:
+    logprobs, counts = given.logprobs, given.counts
+    batch, *both = logprobs.shape
+    require(len(both) == 2 and both[1] == 2, lambda: f"logprobs must be [B, R, 2], not {[batch, *both]}")
+    require(counts.shape == (batch, 2), lambda: f"counts must be {[batch, 2]}, not {list(counts.shape)}")
+    require(logprobs.dtype == torch.float32, lambda: f"logprobs must be float32, not {logprobs.dtype}")
+    for name in ("drawn", "drawn_logprobs", "drafts"):
+        for values in getattr(given, name):
+            check_batch(name, values, batch)
+    drawn, beside = (sum(values.shape[1] for values in own) for own in (given.drawn, given.drawn_logprobs))
+    require(drawn == beside, lambda: f"drawn_logprobs must have the {drawn} columns of drawn, not {beside}")
+    return counts.new_empty(batch, 3 * given.count + 1, dtype=torch.int32)
+
+
+TRACE_TOKENS = declare(
+    Op(
+        "trace_tokens",
+        TraceTokens,
+        _trace_tokens_fake,
+        triton_or_reference(trace_tokens_triton, trace_tokens_reference, moves_only=True),
+    )
+)
+DRAWN_IDS = declare(
+    Op(
+        "drawn_ids",
+        DrawnIds,
+        _drawn_ids_fake,
+        triton_or_reference(drawn_ids_triton, drawn_ids_reference, moves_only=True),
+    )
+)
+TRACE_COLUMNS = declare(
+    Op(
+        "trace_columns",
+        TraceColumns,
+        _trace_columns_fake,
+        triton_or_reference(trace_columns_triton, trace_columns_reference, moves_only=True),
+    )
+)

@@ -1,13 +1,15 @@
 """``specgraph::score``: how probable given tokens are, with the bits that ``specgraph::verify`` reports for them.
 
-Row ``r`` of the logits ``[B, R, V]`` is the distribution of ``tokens[:, r]``. The op gives the log-softmax of the raw
-or of the processed logits at that token, and whether the token is the one that the logits prefer.
+Row ``r`` of the logits ``[B, R, V]`` is the distribution of ``tokens[:, r]``, which is one token of each sequence or
+several *candidates*. The op gives the log-softmax of the raw or of the processed logits at that token, and whether the
+token is the one that the logits prefer.
 
 On a GPU it takes two launches. The first is the scan that verification runs, with a program per row and split of the
 vocabulary. It leaves the largest logits and the sums of exponentials of every split, whose bits depend on the row and
 on the size of the vocabulary alone. In the second, each program merges the splits of a few rows with the functions that
-verification uses. So a token has the same log-probability whether it was drawn or given, and whatever other rows there
-are. float64 takes the reference.
+verification uses. All candidates of a row share the scan, and each of them merges the splits for itself. So a token has
+the same log-probability whether it was drawn or given, and whatever other rows and candidates there are. float64 takes
+the reference.
 """
 
 # Triton's functions have no types.
@@ -37,7 +39,7 @@ from specgraph.kernels.verify.triton_form import scan_rows
 
 KINDS = ("raw", "processed")
 ROWS = 2
-"""Rows that a program merges; the fewest, since there are many rows."""
+"""Tokens whose rows a program merges; the fewest, since there are many of them."""
 
 
 @dataclass(slots=True)
@@ -46,8 +48,9 @@ class Score:
 
     Attributes:
         logits: ``[B, R, V]`` raw logits of any float dtype.
-        tokens: int64 ``[B, K]`` with ``R - 1 <= K <= R``, ids from 0 to ``V - 1``. A row without a token is not read.
-        num_scored: int64 ``[B]``, how many of them are wanted, from the first on; at most K.
+        tokens: int64 ``[B, K]`` or, with ``C`` candidates for each row, ``[B, K, C]``, where ``R - 1 <= K <= R``. They
+            are ids from 0 to ``V - 1``. A row without a token is not read.
+        num_scored: int64 ``[B]``, how many rows have tokens that are wanted, from the first on; at most K.
         temperature, top_k, top_p, min_p: ``[B]`` as for :func:`~specgraph.kernels.sampling.sample.process_logits`, for
             ``processed``, which needs at least the temperature.
         logprobs: one of :data:`KINDS`, those of the raw or of the processed logits.
@@ -64,12 +67,12 @@ class Score:
 
 
 class Scored(NamedTuple):
-    """What scoring gives.
+    """What scoring gives, all in the shape of the tokens.
 
     Attributes:
-        logprobs: float32 ``[B, K]``, 0 behind the wanted tokens.
-        is_greedy: bool ``[B, K]``, whether a token is the first with the largest of those logits; False behind them.
-        bad: bool ``[B]``, which sequences have a NaN among the logits of their wanted tokens.
+        logprobs: float32, 0 behind the wanted tokens.
+        is_greedy: bool, whether a token is the first with the largest of those logits; False behind them.
+        bad: bool, whether a token is wanted and has a NaN among the logits of its row.
     """
 
     logprobs: Tensor
@@ -88,8 +91,11 @@ def check(given: Score) -> None:
     require(logits.dtype.is_floating_point, lambda: f"logits must be floating point, got {logits.dtype}.")
     batch, rows, _ = logits.shape
     require(
-        tokens.dim() == 2 and tokens.shape[0] == batch and rows - 1 <= tokens.shape[1] <= rows,
-        lambda: f"tokens must be [B, R] or [B, R - 1] for B = {batch} and R = {rows}, got {list(tokens.shape)}.",
+        tokens.dim() in (2, 3) and tokens.shape[0] == batch and rows - 1 <= tokens.shape[1] <= rows,
+        lambda: (
+            f"tokens must be [B, R] or [B, R - 1] for B = {batch} and R = {rows}, with or without a last dimension "
+            f"for candidates, got {list(tokens.shape)}."
+        ),
     )
     require(tokens.dtype == torch.int64, lambda: f"tokens must be int64, got {tokens.dtype}.")
     for name in ("num_scored", "temperature", "top_k", "top_p", "min_p"):
@@ -115,29 +121,34 @@ def score_reference(given: Score) -> Scored:
     else:
         assert given.temperature is not None  # ``check`` says so
         source = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
-    wanted = torch.arange(count, device=logits.device) < given.num_scored.unsqueeze(1)
-    token = given.tokens.masked_fill(~wanted, 0)
-    values = source.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1).masked_fill(~wanted, 0.0)
-    is_greedy = (source.argmax(-1) == token) & wanted
-    return Scored(values.to(torch.float32), is_greedy, (logits.isnan().any(-1) & wanted).any(-1))
+    wanted = (torch.arange(count, device=logits.device) < given.num_scored.unsqueeze(1)).unsqueeze(2)
+    token = (given.tokens if given.tokens.dim() == 3 else given.tokens.unsqueeze(2)).masked_fill(~wanted, 0)
+    values = source.log_softmax(-1).gather(-1, token).masked_fill(~wanted, 0.0).to(torch.float32)
+    is_greedy = (source.argmax(-1, keepdim=True) == token) & wanted
+    bad = (logits.isnan().any(-1, keepdim=True) & wanted).expand_as(token).contiguous()
+    return Scored(*(result.reshape(given.tokens.shape) for result in (values, is_greedy, bad)))
 
 
-@triton.jit(do_not_specialize=["count", "width", "tokens_stride", "area"])
+@triton.jit(do_not_specialize=["count", "width", "candidates", "tokens_stride", "area"])
 def _score_rows(
     logits_ptr, tokens_ptr, num_scored_ptr, temperature_ptr, floors_ptr, found_ptr, stats_ptr, logprobs_ptr,
-    is_greedy_ptr, bad_ptr, count, width, tokens_stride, vocab, splits, area,
+    is_greedy_ptr, bad_ptr, count, width, candidates, tokens_stride, vocab, splits, area,
     SPLIT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, FLOORED: tl.constexpr,
     RAW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of ``ROWS`` rows of one sequence, and write what they say of its tokens."""
+    """Merge the splits of the rows of ``ROWS`` tokens of one sequence, and write what they say of these tokens.
+
+    A sequence has ``width`` tokens: for each row, one after the other, the ``candidates``.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    needed = row < tl.load(num_scored_ptr + batch)
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = place // candidates
+    needed = (place < width) & (row < tl.load(num_scored_ptr + batch))
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
-    given = tl.load(tokens_ptr + batch.to(tl.int64) * tokens_stride + row, mask=needed, other=0).to(tl.int32)
+    given = tl.load(tokens_ptr + batch.to(tl.int64) * tokens_stride + place, mask=needed, other=0).to(tl.int32)
     line = batch.to(tl.int64) * count + row
     none = batch.to(tl.int64) * 0  # there is no noise
     best, bad = row_tokens(
@@ -145,8 +156,8 @@ def _score_rows(
         vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, False, False, FLOORED,
     )  # fmt: skip
     best = tl.where(best == NO_TOKEN, 0, best)
-    tl.store(bad_ptr + batch, bad.to(tl.uint8), mask=bad > 0)  # several programs may write, all of them this value
-    tl.store(is_greedy_ptr + batch * width + row, ((best == given) & needed).to(tl.uint8), mask=row < width)
+    tl.store(bad_ptr + batch * width + place, bad.to(tl.uint8), mask=place < width)
+    tl.store(is_greedy_ptr + batch * width + place, ((best == given) & needed).to(tl.uint8), mask=place < width)
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
@@ -156,7 +167,7 @@ def _score_rows(
         largest, _, _ = merge_sums(stats_ptr, at, known, area, 2, exponent_scale(temperature))
         point = tl.where(cold, best, tl.where(largest == -float("inf"), 0, -1))
     write_logprobs(
-        logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, row, needed, 0, width, width, vocab,
+        logits_ptr, stats_ptr, floor, logprobs_ptr, batch, line, at, known, area, place, needed, 0, width, width, vocab,
         given, given, width, point, temperature, RAW,
     )  # fmt: skip
 
@@ -170,15 +181,14 @@ def score_triton(given: Score) -> Scored:
     """``specgraph::score`` for what :func:`covers` names."""
     check(given)
     batch, count, vocab = given.logits.shape
-    width = given.tokens.shape[1]
-    logprobs = given.logits.new_empty((batch, width), dtype=torch.float32)
-    is_greedy = torch.empty((batch, width), dtype=torch.uint8, device=logprobs.device)
-    bad = torch.zeros(batch, dtype=torch.uint8, device=logprobs.device)
-    results = Scored(logprobs, is_greedy.view(torch.bool), bad.view(torch.bool))
-    if batch == 0 or width == 0:
+    results = _score_fake(given)
+    logprobs, is_greedy, bad = results
+    if logprobs.numel() == 0:
         return results
     logits, num_scored, raw = aligned(given.logits), given.num_scored.contiguous(), given.logprobs == "raw"
-    tokens = given.tokens if given.tokens.stride(1) == 1 else given.tokens.contiguous()
+    tokens = given.tokens.flatten(1)
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    width = tokens.shape[1]
     chosen = None if raw else given.temperature
     temperature = logprobs.new_zeros(batch) if chosen is None else chosen.contiguous()
     options = (None, None, None) if raw else (given.top_k, given.top_p, given.min_p)
@@ -195,26 +205,22 @@ def score_triton(given: Score) -> Scored:
         "enable_fp_fusion": False, **launch_options(pdl),
     }  # fmt: skip
     bounds = stats if floors is None else floors
-    forced = torch.zeros_like(num_scored)
     scan_rows[(splits, count, batch)](
-        logits, temperature, num_scored, num_scored, num_scored, forced, bounds, found, stats, count, count, vocab,
+        logits, temperature, num_scored, num_scored, num_scored, None, bounds, found, stats, count, count, vocab,
         splits, SCALED=not raw, NOISE=False, **common,
     )  # fmt: skip
     _score_rows[(triton.cdiv(width, ROWS), batch)](
-        logits, tokens, num_scored, temperature, bounds, found, stats, logprobs, is_greedy, bad, count, width,
-        tokens.stride(0), vocab, splits, area, ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
+        logits, tokens, num_scored, temperature, bounds, found, stats, logprobs, is_greedy.view(torch.uint8),
+        bad.view(torch.uint8), count, width, width // given.tokens.shape[1], tokens.stride(0), vocab, splits, area,
+        ROWS=ROWS, SPLITS=triton.next_power_of_2(max(splits, 2)), **common,
     )  # fmt: skip
     return results
 
 
 def _score_fake(given: Score) -> Scored:
     check(given)
-    logits, tokens = given.logits, given.tokens
-    return Scored(
-        logits.new_empty(tokens.shape, dtype=torch.float32),
-        tokens.new_empty(tokens.shape, dtype=torch.bool),
-        tokens.new_empty(tokens.shape[:1], dtype=torch.bool),
-    )
+    shape, kinds = given.tokens.shape, (torch.float32, torch.bool, torch.bool)
+    return Scored(*(given.logits.new_empty(shape, dtype=kind) for kind in kinds))
 
 
 SCORE = declare(Op("score", Score, _score_fake, triton_or_reference(score_triton, score_reference, covers=covers)))

@@ -74,7 +74,7 @@ def scan_rows(
     SPLIT: tl.constexpr, TILE: tl.constexpr, NOISE: tl.constexpr, FLOORED: tl.constexpr, RAW: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scan one split of one row. The grid is ``(splits, R, B)``.
+    """Scan one split of one row. The grid is ``(splits, R, B)``. Without ``num_forced_ptr`` no row is forced.
 
     ``stats`` ``[4, B * R, splits]`` receives the largest logit, the sum of exponentials of the raw logits, and the sum
     and the moment (see :func:`~specgraph.kernels.verify.rows.split_sums`) of the logits over the temperature.
@@ -86,7 +86,10 @@ def scan_rows(
         tl.extra.cuda.gdc_launch_dependents()
     split, batch = tl.program_id(0), tl.program_id(2)
     line = batch * count + tl.program_id(1)
-    num_rows, num_forced = tl.load(num_rows_ptr + batch).to(tl.int32), tl.load(num_forced_ptr + batch).to(tl.int32)
+    num_rows = tl.load(num_rows_ptr + batch).to(tl.int32)
+    num_forced = num_rows * 0
+    if num_forced_ptr is not None:
+        num_forced = tl.load(num_forced_ptr + batch).to(tl.int32)
     temperature = tl.load(temperature_ptr + batch).to(tl.float32)
     row = tl.minimum(num_forced, width - count) + tl.program_id(1)
     # No temperature has these bits. The comparison keeps the compiler from delaying the read of the temperature, and
@@ -157,7 +160,7 @@ def _finish(
         vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
     token = tl.where(token == NO_TOKEN, 0, token)
-    tl.store(bad_ptr + batch, bad.to(tl.uint8))
+    tl.store(bad_ptr + batch, tl.max(bad, 0).to(tl.uint8))
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     floor = load_floors(floors_ptr, line, needed, FLOORED)

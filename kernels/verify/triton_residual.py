@@ -147,7 +147,7 @@ def _weigh_rows(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
         vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
     )  # fmt: skip
-    tl.store(bad_ptr + batch, bad.to(tl.uint8))
+    tl.store(bad_ptr + batch, tl.max(bad, 0).to(tl.uint8))
     # This is the token of a row that is a point mass (a greedy row, or one with nothing but -inf), and -1 otherwise.
     point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
     largest = tl.where(largest > -float("inf"), largest, 0.0)

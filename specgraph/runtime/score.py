@@ -273,7 +273,8 @@ class Scoring:
         is_greedy = [torch.zeros(size, dtype=torch.bool, device="cpu") for size in sizes]
         for told, results in self._results:
             values, greedy, bad = (result.cpu() for result in results)
-            for (number, begin, count), own, best, broken in zip(told, values, greedy, bad.tolist(), strict=False):
+            anywhere = bad.any(1).tolist()
+            for (number, begin, count), own, best, broken in zip(told, values, greedy, anywhere, strict=False):
                 if broken:
                     self._runner.pages.forget()  # nobody shall find a NaN there
                     raise NumericsError(

@@ -48,6 +48,19 @@ def test_probabilities_are_those_that_score_gives() -> None:
     assert compared > 200
 
 
+def test_what_is_told_of_a_sequence_does_not_depend_on_the_batch() -> None:
+    """Each float, bit for bit: of the target, of the drafter with its own vocabulary, and under options."""
+    given, tested = prompts()[:COUNT], decoder("eagle3", 3)
+    options: dict[str, Any] = {**OPTIONS, "temperature": 0.8, "top_k": 50, "top_p": 0.95, "trace": True}
+    together = tested.generate(given, **{**options, "seed": [*range(COUNT)]}).trace
+    for number in (0, 3, COUNT - 1):
+        alone = tested.generate(given[number : number + 1], **{**options, "seed": [number]}).trace
+        told = [
+            [(s.position, s.drafts, s.tokens, s.own_probability) for s in own] for own in (alone, together.of(number))
+        ]
+        assert told[0] == told[1] and len(told[0]) > 20
+
+
 def test_nothing_waits_for_the_device() -> None:
     tested, given = decoder("eagle3", 3), [prompt.cpu() for prompt in prompts()[:COUNT]]
     for _ in range(2):

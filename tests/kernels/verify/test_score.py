@@ -95,12 +95,56 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
 def test_a_nan_is_told_of_the_sequences_that_need_the_row(form: Any) -> None:
     given = problem()
     given["logits"][:, 2, 700] = float("nan")
-    assert form(Score(**given)).bad.tolist() == [True, False, False]
+    assert form(Score(**given)).bad.tolist() == [[False, False, True], [False] * 3, [False] * 3]
+
+
+def candidates(given: dict[str, Any], count: int) -> Tensor:
+    """For every row its own token and others, ``[B, K, count]``; where a row is greedy, the first is its best."""
+    draw = torch.Generator().manual_seed(count)
+    more = torch.randint(given["logits"].shape[2], (*given["tokens"].shape, count - 1), generator=draw)
+    return torch.cat([given["tokens"].unsqueeze(2), more.to(DEVICE)], 2)
+
+
+@pytest.mark.parametrize("form", [score_reference, score_triton])
+@pytest.mark.parametrize(("cuts", "rows", "count"), [(None, 4, 2), ((), 3, 5), (("top_k", "top_p"), 3, 2)])
+def test_candidates_have_the_bits_of_a_call_each(
+    form: Any, cuts: tuple[str, ...] | None, rows: int, count: int
+) -> None:
+    given = problem(rows, torch.bfloat16)
+    given["logits"][0, 0, 7] = float("nan")
+    options = {} if cuts is None else processing(*cuts)
+    options |= {"logprobs": "processed" if options else "raw"}
+    tokens = candidates(given, count)
+    together: Scored = form(Score(**{**given, "tokens": tokens}, **options))
+    for index in range(count):
+        alone = form(Score(**{**given, "tokens": tokens[..., index]}, **options))
+        for found, expected in zip(together, alone, strict=True):
+            assert found.shape == tokens.shape and torch.equal(found[..., index], expected)
+    assert together.bad.any() and together.is_greedy[..., 0].any() and together.logprobs[..., 0].any()
+
+
+def test_tokens_need_not_be_a_block_of_memory() -> None:
+    given = problem(3)
+    tokens = candidates(given, 2)
+    expected = score_triton(Score(**{**given, "tokens": tokens}))
+    for source in (torch.cat([tokens, tokens], 1)[:, :2], tokens.transpose(1, 2).contiguous().mT):
+        found = score_triton(Score(**{**given, "tokens": source}))
+        assert not source.is_contiguous() and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("form", [score_reference, score_triton])
+def test_there_may_be_no_tokens(form: Any) -> None:
+    given = problem(1)
+    for shape in ((3, 0), (3, 0, 2), (3, 1, 0)):
+        scored = form(Score(**{**given, "tokens": given["tokens"].new_zeros(shape)}))
+        assert all(result.shape == shape for result in scored)
 
 
 def test_the_op_follows_its_schema() -> None:
     given = problem(dtype=torch.float64)
     torch.library.opcheck(torch.ops.specgraph.score.default, tuple(given.values()))
+    several = {**given, "tokens": candidates(given, 2)}
+    torch.library.opcheck(torch.ops.specgraph.score.default, tuple(several.values()))
     assert not covers(Score(**given)) and SCORE.row_independent("cuda")
 
 
@@ -110,7 +154,13 @@ def test_the_op_follows_its_schema() -> None:
         ({"logits": torch.zeros(3, 4)}, "logits must be [B, R, V], got [3, 4]."),
         ({"logits": torch.zeros(3, 4, 9, dtype=torch.int64)}, "logits must be floating point, got torch.int64."),
         ({"tokens": torch.zeros(3, 2, dtype=torch.int64)},
-         "tokens must be [B, R] or [B, R - 1] for B = 3 and R = 4, got [3, 2]."),
+         "tokens must be [B, R] or [B, R - 1] for B = 3 and R = 4, with or without a last dimension for candidates, "
+         "got [3, 2]."),
+        ({"tokens": torch.zeros(3, 2, 2, dtype=torch.int64)},
+         "tokens must be [B, R] or [B, R - 1] for B = 3 and R = 4, with or without a last dimension for candidates, "
+         "got [3, 2, 2]."),
+        ({"num_scored": torch.zeros(3, 2, dtype=torch.int64)},
+         "num_scored must have one value per sequence, [3], got [3, 2]."),
         ({"tokens": torch.zeros(3, 3)}, "tokens must be int64, got torch.float32."),
         ({"num_scored": torch.zeros(2, dtype=torch.int64)},
          "num_scored must have one value per sequence, [3], got [2]."),
