@@ -29,7 +29,7 @@ class Collector:
         """``about`` says what the decoder is, for a trace."""
         self.stats = stats
         batch = self._batch = call.batch
-        self._tracer = Tracer.of([request.prompt for request in batch.requests], about) if batch.traced else None
+        self._tracer = Tracer([request.prompt for request in batch.requests], about) if batch.traced else None
         self.trace = None if self._tracer is None else self._tracer.trace
         self._wanted = call.wanted
         count = len(batch.requests)

@@ -129,6 +129,24 @@ class TracedRow(NamedTuple):
     last: float
 
 
+class TracedRows(NamedTuple):
+    """What a step says of the drafts of its sequences, as it said it: to read it would hold up the steps that follow.
+
+    Attributes:
+        columns: int32 ``[B, C]``; see :func:`~specgraph.kernels.step.trace_columns`.
+        drafts: how many drafts of a sequence the step verified and made at most.
+    """
+
+    columns: Tensor
+    drafts: int
+
+    def row(self, place: int, *, made: int) -> TracedRow:
+        """What it says of one sequence, which verifies ``made`` of its new drafts at most."""
+        own, count = self.columns[place], self.drafts
+        numbers, floats = own.tolist(), own.view(torch.float32).tolist()
+        return TracedRow(floats[:count], numbers[count : 2 * count][:made], floats[2 * count : -1], floats[-1])
+
+
 @dataclass
 class Results:
     """The packed results of a step (see :mod:`specgraph.kernels.step.results`), on their way to ``host``.
@@ -148,15 +166,9 @@ class Results:
         columns = self.host.shape[1] - (num_traced(self.width) if self.traced else 0)
         return unpack_results(self.host[:count, :columns], self.width, logprobs=logprobs)
 
-    def trace(self, count: int) -> list[TracedRow]:
+    def trace(self, count: int) -> TracedRows:
         """What :func:`~specgraph.kernels.step.trace_columns` says of the first ``count`` sequences, after reading."""
-        drafts = self.width - 1
-        columns = self.host[:count, self.host.shape[1] - num_traced(self.width) :].contiguous()
-        numbers, floats = columns.tolist(), columns.view(torch.float32).tolist()
-        return [
-            TracedRow(values[:drafts], own[drafts : 2 * drafts], values[2 * drafts : -1], values[-1])
-            for values, own in zip(floats, numbers, strict=True)
-        ]
+        return TracedRows(self.host[:count, self.host.shape[1] - num_traced(self.width) :].clone(), self.width - 1)
 
 
 class Mailbox:

@@ -29,7 +29,7 @@ from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Runner, StepModule
 from specgraph.runtime.sequences import Running, UnderWay, not_a_number
 from specgraph.runtime.state import Entering, stop
-from specgraph.runtime.steps import Output, Step
+from specgraph.runtime.steps import Output, Step, Told
 from specgraph.runtime.workspace import Mode
 
 
@@ -344,15 +344,15 @@ class Engine:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
         count = len(under_way.sequences)
         read = under_way.results.read(count, logprobs=self._logprobs != "none")
-        traces = under_way.results.trace(count) if self._traced else repeat(None)
+        told = under_way.results.trace(count) if self._traced else None
         failed = under_way.failed()
         self._halt([*failed])
         going_on = under_way.going_on
         outputs, broken = [], []
         forced = chain(under_way.forced, repeat(None)) if under_way.forced else repeat(None)
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
-        for sequence, given, tokens, logprobs, emitted, bad, left, confidence, traced in zip(
-            under_way.sequences, forced, *read, traces, strict=False
+        for place, sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
+            range(count), under_way.sequences, forced, *read, strict=False
         ):
             if sequence.ended:
                 continue
@@ -372,8 +372,7 @@ class Engine:
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
             decoding = given is None and emitted > 0
-            if traced is not None:
-                traced = traced._replace(drafts=traced.drafts[: max(left - 1, 0)])
+            traced = None if told is None else Told(told, place, max(left - 1, 0))
             outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, None, traced))
         if broken:
             self._halt(broken)

@@ -7,7 +7,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specgraph.errors import SpecgraphError
-from specgraph.runtime.cuda_graphs import TracedRow
+from specgraph.runtime.cuda_graphs import TracedRow, TracedRows
+
+
+class Told(NamedTuple):
+    """What a step says of the drafts of one sequence, not read yet.
+
+    Attributes:
+        rows: what it says of all of them.
+        place: that of the sequence in the step.
+        made: how many of its new drafts the sequence verifies at most.
+    """
+
+    rows: TracedRows
+    place: int
+    made: int
+
+    def read(self) -> TracedRow:
+        """What it says."""
+        return self.rows.row(self.place, made=self.made)
 
 
 class Output(NamedTuple):
@@ -31,7 +49,7 @@ class Output(NamedTuple):
     confidence: Sequence[float] = ()
     finish_reason: str | None = None
     error: SpecgraphError | None = None
-    traced: TracedRow | None = None
+    traced: Told | None = None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -82,14 +84,21 @@ class TracedStep:
 class Trace(Sequence[TracedStep]):
     """The steps of a call, in the order in which they ran; one item for each step and sequence in it.
 
+    They are put together when somebody looks at them, so that a call spends no time on it.
+
     Attributes:
         prompts: the token ids of every sequence's prompt.
         about: the target, the drafter, the verification rule and K.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], about: dict[str, Any]) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], about: dict[str, Any],
+        more: Callable[[], Iterable[TracedStep]] = tuple,
+    ) -> None:  # fmt: skip
+        """``more`` gives what has come since it was called last, for a call that may go on."""
         self.prompts, self.about = prompts, about
-        self._steps: list[TracedStep] = []
+        self._known: list[TracedStep] = []
+        self._more, self._lock = more, threading.Lock()
 
     @overload
     def __getitem__(self, index: int) -> TracedStep: ...
@@ -104,9 +113,19 @@ class Trace(Sequence[TracedStep]):
     def __repr__(self) -> str:
         return f"Trace({len(self)} steps of {len(self.prompts)} sequences, {self.about})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has all that is known, and gets no more."""
+        return Trace, (self.prompts, self.about), None, iter(self._steps)
+
+    @property
+    def _steps(self) -> list[TracedStep]:
+        with self._lock:
+            self._known.extend(self._more())
+            return self._known
+
     def append(self, step: TracedStep) -> None:
         """Add what a step did for a sequence."""
-        self._steps.append(step)
+        self._known.append(step)
 
     def of(self, sequence: int) -> list[TracedStep]:
         """The steps of one sequence."""
@@ -195,7 +214,6 @@ def _shown(token: int, tokenizer: Any) -> str:
     return text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "·")
 
 
-@dataclass
 class Tracer:
     """Puts together what the steps of a call say of their drafts.
 
@@ -203,28 +221,34 @@ class Tracer:
         trace: what is known so far.
     """
 
-    trace: Trace
-    _lengths: list[int] = field(default_factory=list)
-    _made: dict[int, TracedRow] = field(default_factory=dict)
-    """The last step's say about every sequence: its drafts are those that the next step verifies."""
-    _number: int = 0
-
-    @classmethod
-    def of(cls, prompts: Sequence[Tensor], about: dict[str, Any]) -> Tracer:
+    def __init__(self, prompts: Sequence[Tensor], about: dict[str, Any]) -> None:
         """For sequences with these prompts, which have no padding."""
         ids = [prompt.tolist() for prompt in prompts]
-        return cls(Trace(ids, about), [len(prompt) for prompt in ids])
+        self.trace = Trace(ids, about, self._read)
+        self._lengths = [len(prompt) for prompt in ids]
+        self._made: dict[int, TracedRow] = {}
+        """The last step's say about every sequence: its drafts are those that the next step verifies."""
+        self._number = 0
+        self._waiting: deque[Step] = deque()
 
     def add(self, step: Step) -> None:
         """Take note of a step."""
-        for output in step.outputs:
-            if output.traced is not None and output.tokens:
-                self._add(step, output, output.traced)
-            if output.traced is not None:
-                self._made[output.number] = output.traced
-        self._number += step.ran
+        self._waiting.append(step)
 
-    def _add(self, step: Step, output: Output, traced: TracedRow) -> None:
+    def _read(self) -> Iterator[TracedStep]:
+        """What the steps did that were noted since this was called last."""
+        while self._waiting:
+            step = self._waiting.popleft()
+            for output in step.outputs:
+                if output.traced is None:
+                    continue
+                traced = output.traced.read()
+                if output.tokens:
+                    yield self._step(step, output, traced)
+                self._made[output.number] = traced
+            self._number += step.ran
+
+    def _step(self, step: Step, output: Output, traced: TracedRow) -> TracedStep:
         number, tokens = output.number, tuple(output.tokens)
         made = self._made.get(number) if output.decoding else None
         drafts = [] if made is None else [*zip(made.drafts[: step.drafts], made.drawn, strict=False)]
@@ -234,13 +258,10 @@ class Tracer:
                         _probability(drawn))
             for place, (token, drawn) in enumerate(drafts)
         )  # fmt: skip
-        self.trace.append(
-            TracedStep(
-                self._number, number, self._lengths[number], judged, tokens, step.seconds, not output.decoding,
-                own_probability(judged, tokens, traced.last),
-            )
-        )  # fmt: skip
+        position = self._lengths[number]
         self._lengths[number] += len(tokens)
+        own = own_probability(judged, tokens, traced.last)
+        return TracedStep(self._number, number, position, judged, tokens, step.seconds, not output.decoding, own)
 
 
 def _is_accepted(place: int, token: int, emitted: Sequence[int], *, ended: bool) -> bool:
