@@ -9,8 +9,9 @@ function of the state at the boundary and of the rows since, however a call grou
    prompt are prepared side by side.
 2. A program carries some columns of one head's state through the chunks, with products alone. It holds the state with
    columns as rows: as the left operand of its products, and as what the last of them is added to, the state then lies
-   in nearly the same registers. A step that decodes at most half a chunk of rows has a kernel of its own,
-   :mod:`specgraph.kernels.recurrent.delta_rule_step`, which holds it as it is stored.
+   in nearly the same registers. Chunks of a prompt that have new rows alone have a loop without masks. A step that
+   decodes at most half a chunk of rows has a kernel of its own, :mod:`specgraph.kernels.recurrent.delta_rule_step`,
+   which holds the state as it is stored.
 
 Queries and keys stay as they are given, in the model's dtype, and what brings them to length 1 is part of the weights.
 So a product of them is exact in every term, and
@@ -47,10 +48,11 @@ from specgraph.kernels.recurrent.tiles_triton import (
     wait_for_others,
 )
 
-_PREPARING: dict[bool, dict[str, Any]] = {False: {"num_warps": 2}, True: {"num_warps": 1, "maxnreg": 128}}
-"""Warps of a program of the first kernel, in a prompt of a half precision (True) or else. No bit depends on which."""
+_REGISTERS = 128
+"""Registers of a thread of the first kernel where it has one warp, so that more programs share a multiprocessor."""
 _COLUMNS, _WARPS, _STAGES = 16, 2, 3
-"""Columns, warps and stages of a program of the second kernel. Each number of a product is summed by one warp."""
+"""Columns, warps and stages of a program of the second kernel. Each number of a product is summed by one warp: no bit
+depends on how many there are."""
 
 
 @triton.jit
@@ -333,6 +335,14 @@ def _carry_kernel(
             )  # fmt: skip
 
 
+def _prepares_alone(q: Tensor) -> bool:
+    """Whether one warp gives the bits of two, and is faster.
+
+    The order of a sum over a query or key is Triton's choice. For these sizes one row is one warp's in both cases.
+    """
+    return q.dtype == torch.bfloat16 and q.shape[3] % 8 == 0 and 32 <= q.shape[3] <= 256
+
+
 def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
     """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` in two kernels."""
     batch, rows, heads, width = given.v.shape
@@ -359,10 +369,12 @@ def anchored_delta_rule_triton(given: AnchoredDeltaRule) -> Tensor:
         "CHUNK": CHUNK, "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl,
         **launch_options(pdl),
     }  # fmt: skip
+    alone = not in_place and _prepares_alone(q)
+    limit = {"maxnreg": _REGISTERS} if alone and pdl else {}
     _prepare_kernel[batch, triton.cdiv(rows - 1 + unsettled, CHUNK) + 1, heads](
         q, k, gate, rate, given.keys, given.gates, given.inverse, keys, inverse, scores, weights, given.span,
         given.scale, rows, *q_strides, *k_strides, NORMALISE=given.normalise, EPSILON=EPSILON, STORE=in_place,
-        **_PREPARING[not in_place and v.element_size() == 2], **options,
+        num_warps=1 if alone else 2, **limit, **options,
     )  # fmt: skip
     if in_place and unsettled < CHUNK // 2:
         step_kernel[batch, heads, triton.cdiv(width, STEP_COLUMNS)](

@@ -1,4 +1,4 @@
-"""What kernels of the gated delta rule share: waits, loads, exact products, weights of rows, and rows not real."""
+"""What kernels of the gated delta rule share: waits, loads, exact products, weights of rows, and padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wait_for_others(STEP: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def load_rows(pointers, mask, FULL: tl.constexpr):
-    """What lies there, and zeros where ``mask`` is false. If ``FULL``, it is true everywhere."""
+    """The values at ``pointers``, and zeros where ``mask`` is false. ``FULL`` promises that it is true everywhere."""
     if FULL:
         return tl.load(pointers)
     return tl.load(pointers, mask=mask, other=0)
@@ -40,8 +40,8 @@ def load_rows(pointers, mask, FULL: tl.constexpr):
 def load_values(v, t, column, mask, inner: tl.constexpr, FULL: tl.constexpr, PAIRED: tl.constexpr):
     """The values of the rows ``t``, float32 ``[columns, rows]``, and zeros where ``mask`` is false unless ``FULL``.
 
-    If ``PAIRED``, two of bfloat16 are loaded as one number: the pipeline of a loop copies nothing ahead that has less
-    than four bytes. The columns are then those of the program, in blocks along the third axis of the grid.
+    If ``PAIRED``, two neighbouring bfloat16 values are loaded as one int32: the pipeline of a loop copies nothing ahead
+    that has less than four bytes. The columns are then a block of them, by the third axis of the grid.
     """
     if FULL and PAIRED:
         half: tl.constexpr = column.shape[0] // 2

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import Session, SpeculativeDecoder
+from specgraph.kernels.recurrent import delta_rule_triton
 from specgraph.kernels.recurrent.arguments import GatedDeltaRule
 from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
@@ -21,6 +22,7 @@ from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, histo
 from tests.kernels.recurrent.histories import run as run_history
 from tests.models import HYBRIDS, make_head, make_model, ragged_prompts
 
+_PREPARES_ALONE = delta_rule_triton._prepares_alone
 PROMPTS = ragged_prompts((1, 40, 17, 100, 2))
 NEW_TOKENS = 64
 OPTIONS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "eos_token_id": [], "return_logprobs": True}
@@ -192,3 +194,27 @@ def test_every_draft_of_the_target_itself_is_accepted(architecture: str, k: int)
     """Prompts of all lengths and 64 tokens, so that chains begin, end and cross boundaries at every place."""
     out = decoder_of(architecture, "draft_model", k, draft=architecture).generate(PROMPTS, **OPTIONS)
     assert all({*row[:-1]} == {k + 1} for row in out.stats.emitted_per_step), out.stats.emitted_per_step
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2])
+@pytest.mark.parametrize("size", [32, 40, 48, 64, 72, 100, 128, 200, 256])
+def test_one_warp_prepares_a_prompt_with_the_bits_of_two(
+    size: int, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``apart`` is how many elements lie between two rows, on which the width of loads depends."""
+    generator, length = torch.Generator("cuda").manual_seed(size), 77
+    shape = (2, length, 2, size + apart)
+    q, k = (torch.randn(shape, device="cuda", generator=generator).bfloat16()[..., :size] for _ in range(2))
+    v = torch.randn(2, length, 4, 32, device="cuda", generator=generator)
+    gate, rate = -torch.rand(2, length, 4, device="cuda", generator=generator), v[..., 0].sigmoid()
+    state = RECURRENT[torch.ops.specgraph.gated_delta_rule.default].buffers(
+        [x[:1, :1] for x in (q, k, v, gate, rate)], 3
+    )
+    span = torch.tensor([[0, 0, 0, length, length], [1, 0, 0, 50, 50]], device="cuda")
+    found = []
+    for alone in (True, False):
+        monkeypatch.setattr(delta_rule_triton, "_prepares_alone", lambda q, alone=alone: alone and _PREPARES_ALONE(q))
+        buffers = [buffer.allocate({"B": 2}, "cuda") for buffer in state]
+        run = ANCHORED_DELTA_RULE.form("triton")
+        found.append([run(q, k, v, gate, *buffers, span, rate, scale=size**-0.5, normalise=True), *buffers])
+    assert all(map(torch.equal, *found))

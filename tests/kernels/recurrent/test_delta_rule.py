@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +237,44 @@ def test_no_bit_depends_on_the_history_of_rows_in_bfloat16(corrected: bool) -> N
         assert_near(out, whole(rows, corrected=corrected), 1e-5)
     outs, _, _ = decode("triton", torch.float32, 3, "mixed", cuts=1, **options)
     assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+
+
+@pytest.fixture
+def whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads without padding, whose prompts have a loop for whole chunks, and one prompt with such chunks."""
+    here = sys.modules[__name__]
+    for name, value in {"KEY": 32, "VALUE": 32, "SCALE": 32**-0.5}.items():
+        monkeypatch.setattr(here, name, value)
+    monkeypatch.setitem(LENGTHS, "triton", (3 * CHUNK + 5,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.usefixtures("whole_tiles")
+def test_chunks_that_are_loaded_without_masks_have_the_same_bits(corrected: bool, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"corrected": corrected, "asked": torch.bfloat16, "groups": 1}
+    (wanted,), _, _ = decode("triton", dtype, 7, "all", **options)
+    (out,), _, _ = decode("triton", dtype, 3, "mixed", cuts=1, **options)
+    assert torch.equal(out, wanted)
+    rows = rows_of(LENGTHS["triton"][0] + MORE["triton"], 0)
+    rounded = [x.to(to).double() for x, to in zip(rows, [torch.bfloat16] * 2 + [dtype] * 3, strict=True)]
+    expected = whole(tuple(rounded), corrected=corrected)[:, : HEADS // KEY_HEADS]  # type: ignore[arg-type]
+    assert_near(wanted.float(), expected, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.usefixtures("whole_tiles")
+def test_values_that_cannot_be_loaded_in_pairs_have_the_same_bits() -> None:
+    given = [x.unsqueeze(0).to(device_of("triton"), torch.bfloat16) for x in rows_of(3 * CHUNK, 0)]
+    q, k, v, gate, rate = given
+    apart = torch.nn.functional.pad(v, (1, 0))[..., 1:]  # each row begins at an odd place
+    state = RECURRENT[torch.ops.specgraph.gated_delta_rule.default].buffers([x[:, :1] for x in given], 3)
+    span = torch.tensor([[0, 0, 0, 3 * CHUNK, 3 * CHUNK]], device=v.device)
+    found = []
+    for values in (v, apart):
+        buffers = [buffer.allocate({"B": 1}, v.device) for buffer in state]
+        run = ANCHORED_DELTA_RULE.form("triton")
+        found.append([run(q, k, values, gate, *buffers, span, rate, scale=SCALE, normalise=True), *buffers])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
