@@ -6,7 +6,8 @@ between, ``specgraph::score`` (:mod:`specgraph.kernels.verify.score`) computes t
 number of sequences, ``T`` that of the rows of the window, and ``R`` that of the rows of logits; ids and counts are
 int64.
 
-Each of the three is one launch. As separate ATen operations they took 37, of 1.7 us, which a small model waits for.
+Each of the three is one launch. As separate ATen operations they took 37 launches of 1.7 us each, for which a small
+model has to wait.
 A program makes what belongs to one sequence, or in ``drawn_ids`` to one token. Nothing is computed but integers, and
 floats are copied, so that no sequence influences another.
 """
@@ -369,6 +370,8 @@ def _trace_columns_fake(given: TraceColumns) -> Tensor:
     for name in ("drawn", "drawn_logprobs", "drafts"):
         for values in getattr(given, name):
             check_batch(name, values, batch)
+    others = [values.dtype for values in given.drawn_logprobs if values.dtype != torch.float32]
+    require(not others, lambda: f"drawn_logprobs must be float32, not {others[0]}")
     drawn, beside = (sum(values.shape[1] for values in own) for own in (given.drawn, given.drawn_logprobs))
     require(drawn == beside, lambda: f"drawn_logprobs must have the {drawn} columns of drawn, not {beside}")
     return counts.new_empty(batch, 3 * given.count + 1, dtype=torch.int32)

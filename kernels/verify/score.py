@@ -179,7 +179,6 @@ def covers(given: Score) -> bool:
 
 def score_triton(given: Score) -> Scored:
     """``specgraph::score`` for what :func:`covers` names."""
-    check(given)
     batch, count, vocab = given.logits.shape
     results = _score_fake(given)
     logprobs, is_greedy, bad = results

@@ -14,7 +14,7 @@ from specgraph.runtime.reading import Call
 from specgraph.runtime.requests import Batch
 from specgraph.runtime.scores import recorded_logits, recorded_scores
 from specgraph.runtime.steps import Step
-from specgraph.runtime.trace import Tracer
+from specgraph.runtime.trace import Trace, Tracer
 
 
 class Collector:
@@ -29,8 +29,8 @@ class Collector:
         """``about`` says what the decoder is, for a trace."""
         self.stats = stats
         batch = self._batch = call.batch
-        self._tracer = Tracer([request.prompt for request in batch.requests], about) if batch.traced else None
-        self.trace = None if self._tracer is None else self._tracer.trace
+        tracer = self._tracer = Tracer([request.prompt for request in batch.requests]) if batch.traced else None
+        self.trace = None if tracer is None else Trace(tracer.prompts, about, tracer.read)
         self._wanted = call.wanted
         count = len(batch.requests)
         self._with_logprobs = batch.logprobs != "none"

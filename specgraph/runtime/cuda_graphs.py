@@ -130,7 +130,9 @@ class TracedRow(NamedTuple):
 
 
 class TracedRows(NamedTuple):
-    """What a step says of the drafts of its sequences, as it said it: to read it would hold up the steps that follow.
+    """What a step says of the drafts of its sequences, as packed numbers.
+
+    To make Python's numbers of them takes the host time, for which the next steps would have to wait.
 
     Attributes:
         columns: int32 ``[B, C]``; see :func:`~specgraph.kernels.step.trace_columns`.

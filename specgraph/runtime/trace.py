@@ -93,9 +93,9 @@ class Trace(Sequence[TracedStep]):
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], about: dict[str, Any],
-        more: Callable[[], Iterable[TracedStep]] = tuple,
+        more: Callable[[], Iterable[TracedStep]] | None = None,
     ) -> None:  # fmt: skip
-        """``more`` gives what has come since it was called last, for a call that may go on."""
+        """``more`` gives the steps that have come since it was called last."""
         self.prompts, self.about = prompts, about
         self._known: list[TracedStep] = []
         self._more, self._lock = more, threading.Lock()
@@ -115,17 +115,19 @@ class Trace(Sequence[TracedStep]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has all that is known, and gets no more."""
-        return Trace, (self.prompts, self.about), None, iter(self._steps)
+        return type(self), (self.prompts, self.about), None, iter(self._steps)
 
     @property
     def _steps(self) -> list[TracedStep]:
         with self._lock:
-            self._known.extend(self._more())
+            if self._more is not None:
+                self._known.extend(self._more())
             return self._known
 
     def append(self, step: TracedStep) -> None:
         """Add what a step did for a sequence."""
-        self._known.append(step)
+        with self._lock:
+            self._known.append(step)
 
     def of(self, sequence: int) -> list[TracedStep]:
         """The steps of one sequence."""
@@ -218,14 +220,13 @@ class Tracer:
     """Puts together what the steps of a call say of their drafts.
 
     Attributes:
-        trace: what is known so far.
+        prompts: the token ids of every sequence's prompt.
     """
 
-    def __init__(self, prompts: Sequence[Tensor], about: dict[str, Any]) -> None:
+    def __init__(self, prompts: Sequence[Tensor]) -> None:
         """For sequences with these prompts, which have no padding."""
-        ids = [prompt.tolist() for prompt in prompts]
-        self.trace = Trace(ids, about, self._read)
-        self._lengths = [len(prompt) for prompt in ids]
+        self.prompts = [prompt.tolist() for prompt in prompts]
+        self._lengths = [*map(len, self.prompts)]
         self._made: dict[int, TracedRow] = {}
         """The last step's say about every sequence: its drafts are those that the next step verifies."""
         self._number = 0
@@ -235,7 +236,7 @@ class Tracer:
         """Take note of a step."""
         self._waiting.append(step)
 
-    def _read(self) -> Iterator[TracedStep]:
+    def read(self) -> Iterator[TracedStep]:
         """What the steps did that were noted since this was called last."""
         while self._waiting:
             step = self._waiting.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import pickle
@@ -224,6 +225,28 @@ def test_streams_are_traced_as_they_go(model: Any, draft: Any) -> None:
     assert sizes == sorted(sizes) and sizes[0] >= 1
     assert _story(stream.trace) == _story(tested.generate(SHORT, trace=True, **OPTIONS).trace)
     assert tested.stream(SHORT, max_new_tokens=1).trace is None
+
+
+def test_a_copy_of_a_trace_has_what_was_known_then(model: Any, draft: Any) -> None:
+    stream = compiled(model, "draft_model", 3, draft=draft).stream(SHORT, trace=True, **OPTIONS)
+    for _ in range(4):
+        next(stream)
+    copies = [copy.copy(stream.trace), copy.deepcopy(stream.trace), pickle.loads(pickle.dumps(stream.trace))]
+    known = len(stream.trace)  # type: ignore[arg-type]
+    for _ in stream:
+        pass
+    assert 0 < known < len(stream.trace)  # type: ignore[arg-type]
+    assert all([*each] == stream.trace[:known] for each in copies)  # type: ignore[index]
+
+
+def test_what_a_criterion_cuts_off_is_not_in_the_trace(model: Any, draft: Any) -> None:
+    longest = max(map(len, SHORT)) + 6
+    out = compiled(model, "draft_model", 3, draft=draft).generate(
+        SHORT, trace=True, stopping_criteria=[lambda tokens, scores: tokens.shape[1] >= longest], **OPTIONS
+    )
+    assert "stop" in out.finish_reasons
+    for number, new in enumerate(out.new_tokens):
+        assert [token for step in out.trace.of(number) for token in step.tokens] == new.tolist()
 
 
 def test_what_is_no_flag_is_refused(model: Any) -> None:

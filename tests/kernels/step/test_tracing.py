@@ -151,6 +151,7 @@ def test_the_ops_are_registered_as_they_behave() -> None:
         (step.drawn_ids, {0: [ids([1])]}, "tokens must have one row per sequence, 3, not 1"),
         (step.trace_columns, {0: torch.empty(3, 4)}, "logprobs must be [B, R, 2], not [3, 4]"),
         (step.trace_columns, {0: torch.empty(3, 4, 2).double()}, "logprobs must be float32, not torch.float64"),
+        (step.trace_columns, {3: [torch.empty(3, 2).double()]}, "drawn_logprobs must be float32, not torch.float64"),
         (step.trace_columns, {1: ids(1, 2, 3)}, "counts must be [3, 2], not [3]"),
         (step.trace_columns, {4: [ids([1])]}, "drafts must have one row per sequence, 3, not 1"),
         (step.trace_columns, {3: []}, "drawn_logprobs must have the 2 columns of drawn, not 0"),
