@@ -31,6 +31,7 @@ from specgraph.cli.config import (
     own_drafter_keys,
     quoted,
     register,
+    shared_store,
     unquoted,
 )
 from specgraph.cli.errors import CONFIGURATION_ERRORS, every_key, sentence
@@ -104,7 +105,7 @@ class _Run:
         """Let Hydra compose the configuration and call :meth:`job`, once or for every point of a sweep."""
         compose = hydra.main(version_base="1.3", config_path="pkg://specgraph.conf", config_name=self.name)
         try:
-            with tempfile.TemporaryDirectory() as scratch, _command_line(self.name, overrides, scratch):
+            with tempfile.TemporaryDirectory() as scratch, _command_line(self.name, overrides, scratch), shared_store():
                 compose(_task(self))()
         except SystemExit as exit_:
             return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
