@@ -52,7 +52,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 """The keys of ``draft`` for every drafter. Heads are random, as ``bench`` makes them."""
 
-TARGETS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe")
+TARGETS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5_text")
 
 GREEDY, SEEDED = (0, 1, 2), (3, 4, 5)
 RULES: dict[str, tuple[int, ...]] = {
