@@ -313,18 +313,18 @@ def _carry_kernel(
             current = _chunks(
                 start, whole, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-                CORRECTED, PAIRED, False, 1,
+                CORRECTED, PAIRED, FULL=False, STAGES=1,
             )  # fmt: skip
             current = _chunks(
                 whole, behind, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights,
                 begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-                CORRECTED, PAIRED, True, STAGES,
+                CORRECTED, PAIRED, FULL=True, STAGES=STAGES,
             )  # fmt: skip
             start = behind
         _chunks(
             start, end, current, tile, both, kept, out, q, v, errors, all_keys, all_inverse, scores, weights,
             begin, count, column, q_inner, v_inner, HEADS, groups, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
-            CORRECTED, PAIRED, False, 1 if TILED else STAGES,
+            CORRECTED, PAIRED, FULL=False, STAGES=1 if TILED else STAGES,
         )  # fmt: skip
         if not STORE and tl.program_id(2) == 0:
             all_keys += BEHIND * (groups * KEY)

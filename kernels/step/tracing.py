@@ -6,9 +6,8 @@ between, ``specgraph::score`` (:mod:`specgraph.kernels.verify.score`) computes t
 number of sequences, ``T`` that of the rows of the window, and ``R`` that of the rows of logits; ids and counts are
 int64.
 
-Each of the three is one launch. As separate ATen operations they took 37 launches of 1.7 us each, for which a small
-model has to wait.
-A program makes what belongs to one sequence, or in ``drawn_ids`` to one token. Nothing is computed but integers, and
+Each of the three is one launch; as separate ATen operations they took 37, for which a small model has to wait. Each
+program makes what belongs to one sequence, or in ``drawn_ids`` to one token. Nothing is computed but integers, and
 floats are copied, so that no sequence influences another.
 """
 
