@@ -16,6 +16,7 @@ from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
+from specgraph.kernels.step.side_by_side import column_of, side_by_side
 
 
 @dataclass(slots=True)
@@ -176,13 +177,7 @@ def _advance_kernel(
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)  # there are more lanes than drafts; lanes after the last draft have none
-    draft = tl.full((BLOCK,), -1, tl.int64)
-    place = k
-    for index in tl.static_range(len(WIDTHS)):
-        inside = (place >= 0) & (place < WIDTHS[index])
-        own = tl.load(drafts[index] + b * STRIDES[index] + place, mask=inside, other=-1)
-        draft = tl.where(inside, own, draft)
-        place -= WIDTHS[index]
+    draft = column_of(drafts, b, k, -1, tl.int64, WIDTHS, STRIDES)
     accepted = tl.load(num_emitted + b)
     begin = tl.load(start + b)
     last = tl.load(emitted + b * width + tl.maximum(accepted - 1, 0))
@@ -238,15 +233,13 @@ def advance_triton(given: Advance) -> None:
     """:class:`Advance` in one kernel."""
     state = (given.next_window, given.start, given.num_rows, given.num_forced)
     batch, count = given.next_window.shape[0], given.next_window.shape[1] - 1
-    # The first columns of a wider tensor are read where they lie, which saves a launch.
-    drafts = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in given.drafts if tensor.shape[1]]
+    drafts, widths, strides = side_by_side(given.drafts)
     pdl = supports_pdl(given.start.device)
     # There is one warp, since a second one could read values that the first one has already replaced.
     _advance_kernel[(batch,)](
-        *state, given.emitted.contiguous(), given.num_emitted.contiguous(), tuple(drafts),
+        *state, given.emitted.contiguous(), given.num_emitted.contiguous(), drafts,
         given.max_length.contiguous(), given.eos_ids.contiguous(), given.emitted.shape[1], count,
-        NUM_EOS=given.eos_ids.shape[1], WIDTHS=tuple(tensor.shape[1] for tensor in drafts),
-        STRIDES=tuple(tensor.stride(0) for tensor in drafts),
+        NUM_EOS=given.eos_ids.shape[1], WIDTHS=widths, STRIDES=strides,
         BLOCK=triton.next_power_of_2(count + 1), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
 

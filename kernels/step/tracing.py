@@ -27,6 +27,7 @@ from torch import Tensor
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference
+from specgraph.kernels.step.side_by_side import column_of, side_by_side
 
 _NAN_BITS, _NO_ENTRY = tl.constexpr(0x7FC00000), tl.constexpr(2**31 - 1)
 """The bits of ``torch.nan`` as a float32, and the number of an entry that no vocabulary has."""
@@ -220,19 +221,6 @@ def _trace_tokens_kernel(
 
 
 @triton.jit
-def _column(tensors, b, column, fill, WIDTHS: tl.constexpr, STRIDES: tl.constexpr):
-    """What stands in ``column`` of the row ``b`` of tensors side by side, or ``fill`` behind the last of them."""
-    found = fill
-    place = column
-    for index in tl.static_range(len(WIDTHS)):
-        inside = (place >= 0) & (place < WIDTHS[index])
-        own = tl.load(tensors[index] + b * STRIDES[index] + place, mask=inside, other=0)
-        found = tl.where(inside, own, found)
-        place -= WIDTHS[index]
-    return found
-
-
-@triton.jit
 def _drawn_ids_kernel(
     ids, counts, tokens, num_emitted, draft_to_target, VOCAB: tl.constexpr, COUNT: tl.constexpr,
     WIDTHS: tl.constexpr, STRIDES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -242,7 +230,7 @@ def _drawn_ids_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     place, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token = _column(tokens, b, place, b * 0, WIDTHS, STRIDES)
+    token = column_of(tokens, b, place, 0, tl.int64, WIDTHS, STRIDES)
     if draft_to_target is not None:
         nearest = tl.full((BLOCK,), _NO_ENTRY, tl.int32)
         for first in range(0, VOCAB, BLOCK):
@@ -268,15 +256,14 @@ def _trace_columns_kernel(
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    none = column.to(tl.int64) * 0
     num_verified, num_own = tl.load(counts + b * 2), tl.load(counts + b * 2 + 1)
     own = logprobs + b * rows * 2
     verified = tl.load(own + column * 2, mask=(column < rows - 1) & (column < num_verified), other=0)
     verified = tl.where(column < rows - 1, verified, _NAN_BITS)
     last = tl.load(own + tl.maximum(num_own - 1, 0) * 2 + 1, mask=num_own > 0, other=0)
-    draft = _column(drafts, b, column, none - 1, DRAFTS, DRAFTS_STRIDES)
-    token = _column(drawn, b, column, none - 2, DRAWN, DRAWN_STRIDES)
-    bits = _column(drawn_bits, b, column, none.to(tl.int32), BITS, BITS_STRIDES)
+    draft = column_of(drafts, b, column, -1, tl.int64, DRAFTS, DRAFTS_STRIDES)
+    token = column_of(drawn, b, column, -2, tl.int64, DRAWN, DRAWN_STRIDES)
+    bits = column_of(drawn_bits, b, column, 0, tl.int32, BITS, BITS_STRIDES)
     bits = tl.where(token == draft, bits, _NAN_BITS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -305,7 +292,7 @@ def drawn_ids_triton(given: DrawnIds) -> tuple[Tensor, Tensor]:
     ids, counts = _drawn_ids_fake(given)
     if ids.numel() == 0:
         return drawn_ids_reference(given)
-    tokens, widths, strides = _beside(given.tokens)
+    tokens, widths, strides = side_by_side(given.tokens)
     known = None if given.draft_to_target is None else given.draft_to_target.contiguous()
     vocab, pdl = 0 if known is None else len(known), supports_pdl(ids.device)
     block = min(triton.next_power_of_2(max(vocab, 1)), _MOST_AT_ONCE)
@@ -319,9 +306,9 @@ def drawn_ids_triton(given: DrawnIds) -> tuple[Tensor, Tensor]:
 def trace_columns_triton(given: TraceColumns) -> Tensor:
     """:class:`TraceColumns` in one kernel."""
     columns, count = _trace_columns_fake(given), given.count
-    drawn, drawn_widths, drawn_strides = _beside(given.drawn)
-    bits, bits_widths, bits_strides = _beside([values.view(torch.int32) for values in given.drawn_logprobs])
-    drafts, draft_widths, draft_strides = _beside(given.drafts)
+    drawn, drawn_widths, drawn_strides = side_by_side(given.drawn)
+    bits, bits_widths, bits_strides = side_by_side([values.view(torch.int32) for values in given.drawn_logprobs])
+    drafts, draft_widths, draft_strides = side_by_side(given.drafts)
     pdl = supports_pdl(columns.device)
     if len(columns):
         _trace_columns_kernel[(len(columns),)](
@@ -331,13 +318,6 @@ def trace_columns_triton(given: TraceColumns) -> Tensor:
             BLOCK=triton.next_power_of_2(max(count, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
         )  # fmt: skip
     return columns
-
-
-def _beside(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]:
-    """Tensors ``[B, k]`` side by side, as :func:`_column` takes them, with their widths and strides."""
-    # The first columns of a wider tensor are read where they lie, which saves a launch.
-    some = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in tensors if tensor.shape[1]]
-    return tuple(some), tuple(tensor.shape[1] for tensor in some), tuple(tensor.stride(0) for tensor in some)
 
 
 def _trace_tokens_fake(given: TraceTokens) -> TracedTokens:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from specgraph.cli import main
 from specgraph.cli.ray_workers import _own
 from specgraph.errors import ConfigError, InputError
+from tests.ray_workers import Killer, records
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "models" / "tiny-math" / "draft"
@@ -38,33 +35,6 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         library.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
         yield library
         library.shutdown()
-
-
-class Killer(threading.Thread):
-    """Kills the first worker that is at work."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.seen: set[int] = set()
-        self.killed: int | None = None
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        while not self.over.wait(0.2):
-            for process in psutil.process_iter(["cmdline"]):
-                title = " ".join(process.info["cmdline"] or ())
-                if "MapWorker(MapBatches(Worker))" not in title or process.pid in self.seen:
-                    continue
-                if self.killed is None and ".submit" in title:
-                    time.sleep(0.5)  # in the middle of its first call
-                    process.kill()
-                    self.killed = process.pid
-                if self.killed is not None:
-                    self.seen.add(process.pid)
-
-
-def records(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_two_workers_of_which_one_is_killed_lose_nothing(ray: Any, capsys: pytest.CaptureFixture[str]) -> None:
