@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = EXAMPLES / "models" / "tiny-math"
 KEYS = [
-    f"model={MODELS / 'target'}", "template=Question: {question}\\nAnswer:", "format=jsonl", "temperature=0.8", "seed=7",
-    "max_new_tokens=60", f"prompts={EXAMPLES / 'data' / 'gsm8k_test_200.jsonl'}", "max_batch_size=8",
+    f"model={MODELS / 'target'}", "template=Question: {question}\\nAnswer:", "format=jsonl", "temperature=0.8",
+    "seed=7", "max_new_tokens=60", f"prompts={EXAMPLES / 'data' / 'gsm8k_test_200.jsonl'}", "max_batch_size=8",
 ]  # fmt: skip
 
 
