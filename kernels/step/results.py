@@ -1,13 +1,14 @@
 """``specgraph::pack_results``: everything that the host reads of a step, in one small tensor that one copy transfers.
 
 For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the packed tensor is int32
-``[B, 2 W + 3 + C]``. A row of it holds
+``[B, 2 W + 3 + C + X]``. A row of it holds
 
 - the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
 - the bits of their float32 log-probabilities (``W`` columns),
 - the number of tokens emitted, whether the logits had a NaN, and the number of rows of the next step,
 - the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: ``W - 1``, or 0 for a
-  drafter that does not say).
+  drafter that does not say),
+- what a traced step says of its drafts, see :func:`specgraph.kernels.step.trace_columns` (``X`` columns, 0 for others).
 
 Only a step that reads a prompt emits more than ``W`` tokens. Those before the last ``W`` then belong to the prompt,
 which the host knows.
@@ -28,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import require
+from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.launch import launch_options, supports_pdl
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
@@ -49,6 +50,7 @@ class PackResults:
         width: ``W``, at most ``T``.
         rows: int64 ``[B]``, the row of ``num_rows`` of each sequence, -1 for none, which has no next rows.
         confidence: float32 ``[N, at least W - 1]``, the state of that name; None for a drafter without one.
+        traced: int32 ``[B, X]``; None for a step without a trace.
     """
 
     emitted: Tensor
@@ -59,6 +61,7 @@ class PackResults:
     width: int
     rows: Tensor
     confidence: Tensor | None = None
+    traced: Tensor | None = None
 
 
 class Unpacked(NamedTuple):
@@ -76,22 +79,22 @@ class Unpacked(NamedTuple):
 
 def pack_results(
     emitted: Tensor, num_emitted: Tensor, logprobs: Tensor, bad: Tensor, num_rows: Tensor, width: int, rows: Tensor,
-    confidence: Tensor | None = None,
+    confidence: Tensor | None = None, traced: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Pack what a step returns, int32 ``[B, 2 W + 3 + C]``: the op, whose arguments :class:`PackResults` describes."""
+    """Pack what a step returns, int32 ``[B, 2 W + 3 + C + X]``: the op with the arguments of :class:`PackResults`."""
     packed: Tensor = torch.ops.specgraph.pack_results(
-        emitted, num_emitted, logprobs, bad, num_rows, width, rows, confidence
+        emitted, num_emitted, logprobs, bad, num_rows, width, rows, confidence, traced
     )
     return packed
 
 
 def num_columns(width: int, confidence: Tensor | None) -> int:
-    """The columns of a packed tensor, ``2 W + 3 + C``."""
+    """The columns of a packed tensor without a trace, ``2 W + 3 + C``."""
     return 2 * width + NUM_COUNTS + (0 if confidence is None else width - 1)
 
 
 def unpack_results(packed: Tensor, width: int, *, logprobs: bool = True) -> Unpacked:
-    """The lists in a packed tensor ``[B, 2 W + 3 + C]`` on the host, without the padding.
+    """The lists in a packed tensor ``[B, 2 W + 3 + C]`` on the host, without the padding and without a trace.
 
     ``width`` is ``W``. Without ``logprobs`` there are none, which saves the host most of the reading.
     """
@@ -127,11 +130,13 @@ def pack_results_reference(given: PackResults) -> Tensor:
     if given.confidence is not None:
         own = select_state(given.confidence, given.rows).masked_fill(given.rows.unsqueeze(1) < 0, 0)[:, : width - 1]
         parts.append(own.contiguous().view(torch.int32))
+    if given.traced is not None:
+        parts.append(given.traced)
     return torch.cat(parts, dim=1)
 
 
 def pack_results_cpu(given: PackResults) -> Tensor:
-    """:class:`PackResults` of few tokens, without log-probabilities and confidence, in Python."""
+    """:class:`PackResults` of few tokens, with nothing beside them and the counts, in Python."""
     width, left = given.width, given.num_rows.tolist()
     columns = given.emitted.tolist(), given.num_emitted.tolist(), given.bad.tolist(), given.rows.tolist()
     packed = [
@@ -149,8 +154,9 @@ def _last(emitted: list[int], count: int, width: int) -> list[int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _pack_results_kernel(
-    packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, rows, stride, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, CONFIDENCE: tl.constexpr, LOGPROBS: tl.constexpr, PDL: tl.constexpr,
+    packed, emitted, num_emitted, logprobs, bad, num_rows, index, confidence, traced, rows, stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CONFIDENCE: tl.constexpr, LOGPROBS: tl.constexpr,
+    TRACED: tl.constexpr, TRACED_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence per program."""
     if PDL:
@@ -169,9 +175,12 @@ def _pack_results_kernel(
     thought = tl.zeros([BLOCK], tl.int32)
     if CONFIDENCE:
         thought = tl.load(confidence + own * stride + column, mask=(own >= 0) & (column < CONFIDENCE), other=0)
+    told = tl.arange(0, TRACED_BLOCK)
+    if TRACED:
+        why = tl.load(traced + b * TRACED + told, mask=told < TRACED, other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    out = packed + b * (2 * WIDTH + 3 + CONFIDENCE)
+    out = packed + b * (2 * WIDTH + 3 + CONFIDENCE + TRACED)
     tl.store(out + column, token, mask=column < WIDTH)
     tl.store(out + WIDTH + column, value, mask=column < WIDTH)
     tl.store(out + 2 * WIDTH, count.to(tl.int32))
@@ -179,6 +188,8 @@ def _pack_results_kernel(
     tl.store(out + 2 * WIDTH + 2, left.to(tl.int32))
     if CONFIDENCE:
         tl.store(out + 2 * WIDTH + 3 + column, thought, mask=column < CONFIDENCE)
+    if TRACED:
+        tl.store(out + 2 * WIDTH + 3 + CONFIDENCE + told, why, mask=told < TRACED)
 
 
 def pack_results_triton(given: PackResults) -> Tensor:
@@ -188,14 +199,16 @@ def pack_results_triton(given: PackResults) -> Tensor:
     if batch == 0:
         return packed
     bits, thought = given.logprobs.float().contiguous().view(torch.int32), given.confidence
-    pdl = supports_pdl(packed.device)
+    pdl, traced = supports_pdl(packed.device), given.traced
+    more = 0 if traced is None else traced.shape[1]
     _pack_results_kernel[(batch,)](
         packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
         given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), given.rows.contiguous(),
-        bits if thought is None else thought.contiguous().view(torch.int32), rows,
-        0 if thought is None else thought.shape[1],
+        bits if thought is None else thought.contiguous().view(torch.int32),
+        None if traced is None else traced.contiguous(), rows, 0 if thought is None else thought.shape[1],
         WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0,
-        CONFIDENCE=0 if thought is None else given.width - 1, PDL=pdl, num_warps=1, **launch_options(pdl),
+        CONFIDENCE=0 if thought is None else given.width - 1, TRACED=more,
+        TRACED_BLOCK=triton.next_power_of_2(max(more, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
     return packed
 
@@ -204,12 +217,18 @@ def _pack_results_fake(given: PackResults) -> Tensor:
     columns, known = num_columns(given.width, given.confidence), given.confidence
     if known is not None:
         require(known.shape[1] >= given.width - 1, lambda: f"confidence must be [N, {given.width - 1}] or wider")
+    traced = given.traced
+    if traced is not None:
+        require(traced.dtype == torch.int32, lambda: f"traced must be int32, not {traced.dtype}")
+        check_batch("traced", traced, len(given.emitted))
+        columns += traced.shape[1]
     return given.emitted.new_empty(given.emitted.shape[0], columns, dtype=torch.int32)
 
 
 def _tokens_alone(given: PackResults) -> bool:
     """Whether there are few sequences, and only tokens and counts of them."""
-    return is_small(given.emitted) and not given.logprobs.shape[1] and given.confidence is None
+    beside = given.confidence is not None or given.traced is not None
+    return is_small(given.emitted) and not given.logprobs.shape[1] and not beside
 
 
 PACK_RESULTS = declare(

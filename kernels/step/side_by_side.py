@@ -29,9 +29,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> Beside:
 
 
 @triton.jit
-def column_of(
-    tensors, b, column, FILL: tl.constexpr, DTYPE: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr
-):
+def column_of(tensors, b, column, FILL: tl.constexpr, DTYPE: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr):
     """What stands in ``column``, a number or several, of the row ``b``, or ``FILL`` behind the last of the tensors."""
     found = tl.full(column.shape, FILL, DTYPE)
     place = column

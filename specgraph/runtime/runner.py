@@ -186,11 +186,8 @@ class Runner:
     def _pack(self, results: tuple[Tensor, ...], rows: Tensor) -> Tensor:
         """What a step returns with the number of rows of the next one, which is 0 at the end."""
         emitted, num_emitted, logprobs, bad, *traced = results
-        state = self.state
-        packed = pack_results(
-            emitted, num_emitted, logprobs, bad, state["num_rows"], self.width, rows, state.get(CONFIDENCE)
-        )
-        return torch.cat([packed, *traced], 1) if traced else packed
+        left, confidence = self.state["num_rows"], self.state.get(CONFIDENCE)
+        return pack_results(emitted, num_emitted, logprobs, bad, left, self.width, rows, confidence, *traced)
 
     def _send(self, packed: Tensor) -> Results:
         return Results(packed.cpu(), self.width, traced=self._mode.traced)

@@ -56,17 +56,22 @@ def test_bits_of_log_probabilities_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("width", "rows"), [(1, 1), (4, 4), (5, 5), (4, 37), (9, 16)])
-@pytest.mark.parametrize(("logprobs", "confident"), [(True, False), (False, True)])
-def test_the_kernel_does_what_plain_pytorch_does(width: int, rows: int, logprobs: bool, confident: bool) -> None:
+@pytest.mark.parametrize(
+    ("logprobs", "confident", "traced"), [(True, False, None), (False, True, 0), (True, True, 1), (False, False, 13)]
+)
+def test_the_kernel_does_what_plain_pytorch_does(
+    width: int, rows: int, logprobs: bool, confident: bool, traced: int | None
+) -> None:
     given = step_results(rows, [0, 1, rows // 2, rows], seed=rows, logprobs=logprobs)
     index = given[-1].flip(0)
     index[1] = -1
     thought = torch.rand(len(index), width - 1 + rows % 2) if confident else None
-    moved = None if thought is None else thought.to(DEVICE)
+    why = None if traced is None else torch.arange(len(index) * traced, dtype=torch.int32).view(len(index), traced)
+    moved = (None if tensor is None else tensor.to(DEVICE) for tensor in (thought, why))
     found = results.PACK_RESULTS.form("triton")(
-        *(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE), moved
+        *(tensor.to(DEVICE) for tensor in given), width, index.to(DEVICE), *moved
     )
-    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width, index, thought))
+    assert torch.equal(found.cpu(), results.PACK_RESULTS.form("reference")(*given, width, index, thought, why))
 
 
 def test_the_confidence_in_the_next_drafts_is_that_of_the_named_sequences() -> None:
@@ -87,7 +92,31 @@ def test_a_step_of_fewer_drafts_tells_the_confidence_in_these_alone() -> None:
         assert results.unpack_results(packed, width).confidence == thought[:, : width - 1].tolist()
 
 
+def test_the_last_columns_are_those_of_a_trace() -> None:
+    emitted, count, values, bad, rows = step_results(4, [1, 2, 0])
+    thought, why = torch.rand(3, 3), torch.arange(-6, 24, dtype=torch.int32).view(3, 10)
+    for beside in (None, thought):
+        plain = results.pack_results(emitted, count, values, bad, rows, 4, rows, beside)
+        packed = results.pack_results(emitted, count, values, bad, rows, 4, rows, beside, why)
+        assert torch.equal(packed[:, :-10], plain) and torch.equal(packed[:, -10:], why)
+
+
+@pytest.mark.parametrize(
+    ("why", "message"),
+    [
+        (torch.zeros(3, 4), "traced must be int32, not torch.float32"),
+        (torch.zeros(2, 4, dtype=torch.int32), "traced must have one row per sequence, 3, not 2"),
+    ],
+)
+def test_a_trace_of_another_kind_is_refused(why: Tensor, message: str) -> None:
+    given = [tensor.to("meta") for tensor in step_results(4, [1, 2, 0])]
+    with pytest.raises(ValueError, match=message):
+        results.pack_results(*given, 4, given[-1], None, why.to("meta"))
+
+
 def test_the_op_is_registered_as_it_behaves() -> None:
     given = tuple(tensor.to(DEVICE) for tensor in step_results(6, [0, 3, 6]))
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.specgraph.pack_results, (*given, 4, given[-1]), {}, test_utils=checks)
+    for traced in (None, torch.ones(3, 10, dtype=torch.int32, device=DEVICE)):
+        everything = (*given, 4, given[-1], None, traced)
+        torch.library.opcheck(torch.ops.specgraph.pack_results, everything, {}, test_utils=checks)
