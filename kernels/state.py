@@ -73,11 +73,6 @@ class Buffer:
         """Bytes of what one element of the first dimension counts."""
         return math.prod(sizes[n] if isinstance(n, str) else n for n in self.shape[1:]) * self.dtype.itemsize
 
-    def reset_(self, tensor: Tensor) -> None:
-        """Make ``tensor`` as good as fresh."""
-        if self.owner != "pages":
-            tensor.fill_(self.fill)
-
 
 def per_call(*shape: int | str, dtype: torch.dtype = torch.int64, fill: float = 0) -> Buffer:
     """A buffer that belongs to one call or one request."""
