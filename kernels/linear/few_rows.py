@@ -1,58 +1,84 @@
 """A linear layer on a CPU whose input has few rows, as in a decode step.
 
 ``x`` ``[B, T, I]`` and ``weight`` ``[O, I]`` give ``x @ weight.T + bias``, ``[B, T, O]``, as ``linear`` does. Libraries
-take longer for that product than reading the weight does. There are two other forms:
+often take longer for that product than reading the weight does. There are two other forms:
 
-- Where Inductor compiles the step, the product is written as what it is, a sum of products for every output. Inductor
+- *sum*: the product is written as what it is, a sum of products for every output. Where Inductor compiles the step, it
   makes a loop of that which reads a row of the weight once for all rows of ``x``, and has nothing to prepare.
-- Else the same library is asked for the transposed product, ``weight @ x.T``. It is faster for 2 to 8 rows, and nothing
-  is copied but the small result.
+- *transposed*: the same library is asked for ``weight @ x.T``. Nothing is copied but the small result.
 
-With one thread of an AMD EPYC with AVX-512, MKL 2024.2 and PyTorch 2.13 took for all linear layers of tiny-math's
-target (7.1 million parameters in float32):
+MKL has kernels of its own for Intel's CPUs, and slower ones for others, so the best form is a question of the CPU, too.
+Milliseconds of one thread with PyTorch 2.13 and MKL 2024.2, in float32, on an AMD EPYC with AVX-512 for all linear
+layers of tiny-math's target (7.1 million parameters), and on an Intel Xeon with AVX-512 for linear layers of a hidden
+size of 2,048 (61 million):
 
-| rows | linear | transposed | sum |
-|---|---|---|---|
-| 1 | 3.3 ms | 4.1 ms | 1.3 ms |
-| 2 | 4.7 ms | 2.1 ms | 1.5 ms |
-| 4 | 4.7 ms | 2.7 ms | 2.3 ms |
-| 6 | 5.7 ms | 4.1 ms | 2.7 ms |
-| 8 | 5.5 ms | 4.8 ms | 3.1 ms |
-| 12 | 6.0 ms | 8.9 ms | 4.3 ms |
-| 16 | 6.8 ms | 7.4 ms | 5.1 ms |
-| 24 | 7.9 ms | 11.2 ms | 8.1 ms |
+| rows | AMD: linear | transposed | sum | Intel: linear | transposed | sum |
+|---|---|---|---|---|---|---|
+| 1 | 3.3 | 4.1 | 1.3 | 15.6 | 15.6 | 20.3 |
+| 2 | 4.7 | 2.1 | 1.5 | 15.8 | 33.8 | 25.2 |
+| 4 | 4.7 | 2.7 | 2.3 | 31.5 | 33.7 | 32.4 |
+| 6 | 5.7 | 4.1 | 2.7 | 33.3 | 35.1 | 41.1 |
+| 8 | 5.5 | 4.8 | 3.1 | 47.0 | 33.5 | 47.7 |
+| 12 | 6.0 | 8.9 | 4.3 | 61.0 | 33.9 | 64.5 |
+| 16 | 6.8 | 7.4 | 5.1 | 45.6 | 32.3 | 77.2 |
+| 24 | 7.9 | 11.2 | 8.1 | 47.0 | 44.8 | |
 
-With one weight of 2,048 to 11,008 outputs and 2,048 to 4,096 inputs, the sum takes 0.65 to 1.15 times as long as
-``linear`` for 1, 4 and 6 rows. With 6,144 and 8,192 inputs it takes 1.5 to 4.6 times as long, since the rows of ``x``
-and of the weight do not fit into the first cache together.
+On the AMD, with one weight of 2,048 to 11,008 outputs and 2,048 to 4,096 inputs, the sum takes 0.65 to 1.15 times as
+long as ``linear`` for 1, 4 and 6 rows. With 6,144 and 8,192 inputs it takes 1.5 to 4.6 times as long, since the rows of
+``x`` and of the weight do not fit into the first cache together.
+
+Here every sum on the Intel was compiled alone, where calling it costs some 15 us. In a whole compiled step, sums for up
+to 6 rows are as fast there as ``linear``: 3.5 ms for 3.6 with tiny-math, 16.3 for 17.4 with a hybrid of 31 million
+parameters, and 335 for 320 with the shapes of Llama-3.2-1B (one row); 668 for 676 with 6 rows of the latter. With 12
+rows, a step with transposed products takes 722 ms where one with sums takes 1,057. Without a compiler, a step of the
+hybrid takes 20 ms for 31 with 2 rows, since the products are not transposed, and 39 for 44 with 12, where they are.
 
 A result may be rounded differently than that of ``linear``, as it also may for another number of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from specgraph.kernels.processor import is_intel
+
+MKL_IS_FAST: bool = is_intel() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+"""Whether the library has kernels for this CPU."""
 FEW_ROWS = 16
 """The most rows for which the product is a sum in compiled code."""
 MOST_INPUTS = 4096
 """The most inputs for which it is a sum."""
 TRANSPOSED = range(2, 9)
-"""The numbers of rows for which the transposed product is taken elsewhere."""
+"""The numbers of rows for which the transposed product is taken in code that is not compiled."""
+TRANSPOSED_BY_MKL = range(8, 17)
+"""The numbers of rows for which it is taken, compiled or not, if the library has kernels for this CPU."""
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``linear``: ``x`` ``[B, T, I]`` times ``weight`` ``[O, I]``, plus ``bias`` ``[O]`` or None, ``[B, T, O]``."""
     rows = x.shape[0] * x.shape[1] if x.dim() == 3 else 0
-    if torch.compiler.is_compiling():
-        product, fits = _summed, 0 < rows <= FEW_ROWS and weight.shape[1] <= MOST_INPUTS
-    else:
-        product, fits = _transposed, rows in TRANSPOSED
-    if not fits:
+    product = _product(rows, weight.shape[1])
+    if product is None:
         return torch.nn.functional.linear(x, weight, bias)
     found = product(x.reshape(rows, -1), weight).view(x.shape[0], x.shape[1], -1)
     return found if bias is None else found + bias
+
+
+def _product(rows: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The form for so many rows; None for ``linear``."""
+    if MKL_IS_FAST and _is_among(rows, TRANSPOSED_BY_MKL):
+        return _transposed
+    if torch.compiler.is_compiling():
+        return _summed if 0 < rows <= FEW_ROWS and inputs <= MOST_INPUTS else None
+    return _transposed if not MKL_IS_FAST and _is_among(rows, TRANSPOSED) else None
+
+
+def _is_among(rows: int, numbers: range) -> bool:
+    """``in``, which Dynamo does not know of symbolic numbers."""
+    return numbers[0] <= rows <= numbers[-1]
 
 
 def _summed(x: Tensor, weight: Tensor) -> Tensor:
