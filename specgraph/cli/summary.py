@@ -19,9 +19,9 @@ def summary_rows(outcome: Outcome) -> dict[str, str]:
         "tokens per step": _number(stats.acceptance_length, stats.acceptance_length_stderr),
     }
     if stats.num_speculative_tokens:
-        rows["accepted per position"] = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
+        rows["accepted per position"] = _shares(stats.acceptance_per_position)
     if stats.confidence_per_position:
-        rows["as the draft expected"] = " ".join(f"{share:.2f}" for share in stats.confidence_per_position)
+        rows["as the draft expected"] = _shares(stats.confidence_per_position)
     with_ = f", with {outcome.besides}" if outcome.besides else ""
     return {**rows, f"tokens/s{with_}": f"{_speed(outcome):.1f}"}
 
@@ -49,7 +49,11 @@ def _rate(tokens: Sequence[Sequence[int]], seconds: float) -> float:
     return sum(map(len, tokens)) / seconds if seconds else math.nan
 
 
-def _number(value: float, error: float) -> str:
+def _shares(values: Sequence[float]) -> str:
+    return " ".join(map(_number, values))
+
+
+def _number(value: float, error: float = math.nan) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:.2f}" if math.isnan(error) else f"{value:.2f} ± {error:.2f}"

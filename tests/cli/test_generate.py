@@ -83,6 +83,7 @@ def test_json_lines_of_a_sweep(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert (nothing["tokens"], nothing["text"], nothing["finish_reason"]) == ([], "", "length")
     assert nothing["stats"] == {"prompt_tokens": 2, "new_tokens": 0, "steps": 0, "tokens_per_step": None}
     assert len(some["tokens"]) == 3 and shown.err.count("=== ") == 2
+    assert re.search("accepted per position +-( -)*\n", shown.err) and "nan" not in shown.err
 
 
 def test_conversations_have_the_chat_template(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
