@@ -330,7 +330,8 @@ def device_and_dtype(options: _Placed) -> tuple[str, str]:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error) or "unknown").splitlines()[0].rstrip(".")
-        raise ConfigError(f"device={device} cannot be used: {reason}; use auto, cpu or cuda.") from None
+        use = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
+        raise ConfigError(f"device={device} cannot be used: {reason}; use {use}.") from None
     dtype = options.dtype
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"There is no dtype={dtype}{did_you_mean(dtype, DTYPES)}; it is auto, {', '.join(DTYPES)}.")

@@ -75,10 +75,10 @@ def decode_prompts(
     drawn = seeds or draw_seeds(options.seed, len(prompts))
     besides = "" if options.compare else "compiling"  # what the first step of its kind waits for
     outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn), besides)
+    given = decoder_options(options, tokenizer)
     if options.compare:
-        _warm_up(decoder, [prompt.ids for prompt in prompts[: decoder.config.max_batch_size]])
+        _warm_up(decoder, [prompt.ids for prompt in prompts], drawn, given)
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
-        given = decoder_options(options, tokenizer)
         if not options.stream:
             given |= {"seed": list(drawn), "trace": options.trace is not None}
             _all(decoder, prompts, given, outcome, progress, write)
@@ -159,9 +159,13 @@ def _ids(tokenizer: Any, source: str | Messages) -> list[int]:
     return encode_chats(tokenizer, [source])[0]
 
 
-def _warm_up(decoder: SpeculativeDecoder, ids: list[Tensor]) -> None:
-    """Decode a few tokens that are not timed, so that no measurement includes compilation and first allocations."""
-    decoder.generate(ids, max_new_tokens=8)
+def _warm_up(decoder: SpeculativeDecoder, ids: list[Tensor], seeds: Sequence[int], given: dict[str, Any]) -> None:
+    """Decode the first prompts once without timing them, so that no measurement includes compilation.
+
+    It takes as many tokens as will be timed, since a sequence of more pages may be compiled again.
+    """
+    first = slice(decoder.config.max_batch_size)
+    decoder.generate(ids[first], seed=list(seeds)[first], **given)
 
 
 def draw_seeds(seed: int | None, count: int) -> list[int]:

@@ -99,7 +99,25 @@ def encode_chats(tokenizer: Any, chats: Sequence[Any]) -> list[list[int]]:
 
 
 def _joined(tokenizer: Any, messages: Sequence[Any]) -> str:
-    """The text of a conversation. What a template raises, as for roles that it does not take, is about its input."""
+    """The text of a conversation. Where a template does not know parts of text, a content is the text of its parts."""
+    parts = [message["content"] for message in messages if _is_text_parts(message["content"])]
+    if not parts:
+        return _rendered(tokenizer, messages)
+    try:
+        text = _rendered(tokenizer, messages)
+        known = not any(str(content) in text for content in parts)  # else the template has printed the list
+    except InputError:
+        known = False
+    return text if known else _rendered(tokenizer, [*map(_without_parts, messages)])
+
+
+def _without_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    return {**message, "content": "".join(part["text"] for part in content)} if _is_text_parts(content) else message
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Any]) -> str:
+    """What the template makes of messages. What it raises, as for roles that it does not take, is about its input."""
     unfinished = messages[-1]["role"] == "assistant"
     try:
         text: str = tokenizer.apply_chat_template(
@@ -139,4 +157,7 @@ def _other_part(content: Any) -> str | None:
 
 def _is_text_parts(content: Any) -> bool:
     is_list = isinstance(content, list | tuple) and len(content) > 0
-    return is_list and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+    return is_list and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )

@@ -321,6 +321,33 @@ def test_conversations_are_answered_in_their_template(pair: tuple[Any, Speculati
     assert decoder.chat(begun, tokenizer=with_template(), max_new_tokens=6) == continued
 
 
+PARTS = {
+    "prints contents": "{% for m in messages %}{{ m.content }} {% endfor %}",
+    "adds to contents": "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}",
+    "knows parts": (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %} {% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_text_are_the_text_whatever_the_template_knows(
+    pair: tuple[Any, SpeculativeDecoder], name: str
+) -> None:
+    _, decoder = pair
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = PARTS[name]
+    texts = [{"role": "user", "content": "w3 w4"}, {"role": "user", "content": "w5"}]
+    parts: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "w3 "}, {"type": "text", "text": "w4"}]},
+        {"role": "user", "content": "w5"},
+    ]
+    expected = decoder.chat(texts, tokenizer=tokenizer, max_new_tokens=6)
+    assert decoder.chat(parts, tokenizer=tokenizer, max_new_tokens=6) == expected
+    assert expected == decoder.text("w3 w4 w5", tokenizer=tokenizer, max_new_tokens=6)
+
+
 def test_what_is_no_text_or_conversation_is_refused(pair: tuple[Any, SpeculativeDecoder]) -> None:
     _, decoder = pair
     with pytest.raises(InputError, match=r"There is no tokenizer beside the model, .*; pass one as tokenizer="):
@@ -363,6 +390,10 @@ NO_CHATS: dict[str, tuple[Any, str]] = {
     "a sound behind a text": (
         [{"role": "user", "content": ({"type": "text", "text": "w3"}, {"type": "input_audio"})}],
         "A message has a part of type 'input_audio', but only text",
+    ),
+    "a part without a text": (
+        [{"role": "user", "content": [{"type": "text"}]}],
+        "A message has a role, which is a text",
     ),
     "a part without a type": ([{"role": "user", "content": [{"text": "w3"}]}], "A message has a role, which is a text"),
     "no content": ([{"role": "user", "content": None}], "A message has a role, .* and a content, which is a text or a"),
