@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import specgraph
+from specgraph.config import load_config
 
 try:
     import ray
@@ -121,10 +122,22 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check(given: argparse.Namespace) -> None:
+    """Refuse in one sentence what every replica would refuse behind a traceback."""
+    for name, folder in (("model", given.model), ("draft", given.draft or given.model)):
+        if not (Path(folder) / "config.json").is_file():
+            raise SystemExit(f"--{name} {folder} has no config.json; give the folder of a {name}.")
+    try:
+        load_config(json.loads(given.config))
+    except ValueError as error:
+        raise SystemExit(f"--config {given.config}: {error}") from None
+
+
 def main() -> None:
     given, key = arguments(), os.environ.get("SPECGRAPH_API_KEY", "")
     if not key and given.host != "127.0.0.1":
         raise SystemExit(f"--host {given.host} lets others in, so SPECGRAPH_API_KEY must be set to a key.")
+    check(given)
     ray.init(include_dashboard=False)
     serve.start(http_options={"host": given.host, "port": given.port})
     gpus = {"num_gpus": min(1, ray.cluster_resources().get("GPU", 0))}

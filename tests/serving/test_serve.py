@@ -7,6 +7,8 @@ import contextlib
 import functools
 import json
 import math
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from tests.docs.blocks import blocks_of
-from tests.serving.conftest import CONFIG, EXAMPLES, KEY, ROWS, WAITING, Alone, Server
+from tests.serving.conftest import CONFIG, EXAMPLES, KEY, MODEL, ROWS, WAITING, Alone, Server
 
 QUESTIONS = [
     json.loads(line)["question"][:90] for line in (EXAMPLES / "data" / "gsm8k_test_200.jsonl").open().readlines()[:16]
@@ -284,3 +286,26 @@ def test_more_than_may_wait_are_refused(server: Server) -> None:
     assert refused
     assert all(f"this session lets {WAITING} wait for a row; try again later" in text for text in refused)
     all_free(server)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "nowhere"], "--model nowhere has no config.json; give the folder of a model."),
+        (
+            ["--model", str(MODEL), "--draft", "nowhere"],
+            "--draft nowhere has no config.json; give the folder of a draft.",
+        ),
+        (
+            ["--model", str(MODEL), "--config", "{lowering: eager}"],
+            "--config {lowering: eager}: Expecting property name",
+        ),
+        (["--model", str(MODEL), "--config", '{"lowerin": "eager"}'], "did you mean 'lowering'?"),
+    ],
+)
+def test_what_every_replica_would_refuse_is_refused_at_once(options: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "serve.py", *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and message in done.stderr
