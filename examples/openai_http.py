@@ -25,6 +25,7 @@ FIELDS = dict.fromkeys(PASSED_ON, object) | {
 }  # fmt: skip
 WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list", dict: "an object",
          str | list: "a text or a list of texts"}  # fmt: skip
+ROLES = ("system", "developer", "user", "assistant", "tool")
 LIMITS = ("max_completion_tokens", "max_tokens")
 LARGEST_BODY = 1 << 20
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "max_length": "length"}
@@ -58,6 +59,9 @@ async def read_body(request: Request) -> dict[str, Any]:
             raise FieldError(name, f"{name} is {WORDS[FIELDS[name]]}, not {value!r:.60}.")
     for name in sorted({"model", "messages"} - body.keys()):
         raise FieldError(name, f"The request has no {name}.")
+    for role in (message.get("role", ROLES[0]) for message in body["messages"] if isinstance(message, dict)):
+        if role not in ROLES:
+            raise FieldError("messages", f"There is no role {role!r:.60}; it is one of {', '.join(ROLES)}.")
     request.state.body = body
     return body
 

@@ -107,9 +107,7 @@ def check_bench_config(config: BenchConfig) -> None:
     Raises:
         ConfigError: a value is not allowed; the message says which are.
     """
-    if config.what not in KINDS:
-        known = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
-        raise ConfigError(f"There is no bench {config.what}{did_you_mean(config.what, KINDS)}; it is {known}.")
+    check_kind(config.what)
     _check_numbers(config)
     if config.prompts is not None and config.target.endswith("-shape"):
         raise ConfigError(
@@ -117,6 +115,17 @@ def check_bench_config(config: BenchConfig) -> None:
             "model, or leave prompts out."
         )
     _check_files(config)
+
+
+def check_kind(what: str) -> None:
+    """Refuse what ``bench`` cannot measure.
+
+    Raises:
+        ConfigError: says what there is.
+    """
+    if what not in KINDS:
+        known = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        raise ConfigError(f"There is no bench {what}{did_you_mean(what, KINDS)}; it is {known}.")
 
 
 def _check_numbers(config: BenchConfig) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
+from torch import Tensor
 
 from specgraph.cli.generation import given_options
 from specgraph.cli.keys import GenerateConfig
@@ -18,8 +19,6 @@ from specgraph.runtime.reading import Reader
 from specgraph.runtime.requests import Limits
 
 LOCAL, RAY = ENGINES = ("local", "ray")
-_ENOUGH = 1 << 62
-"""No length is refused yet."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -61,20 +60,20 @@ def check_engine(options: GenerateConfig) -> None:
         raise ConfigError(f"{key} is not there with engine=ray, whose decoders are in other processes; leave it out.")
 
 
-def check_options(options: GenerateConfig, tokenizer: Any, vocab_size: int, count: int) -> None:
-    """Refuse what the decoder would refuse of ``count`` prompts. What depends on the model's generation_config is
-    checked when it is loaded.
+def check_options(options: GenerateConfig, limits: Limits, tokenizer: Any, prompts: Sequence[Tensor]) -> None:
+    """Refuse what the decoder would refuse of ``prompts``, 1-D int64 token ids each.
+
+    What depends on the model's generation_config is checked when it is loaded.
 
     Raises:
-        InputError: an option is out of range; the message says what is allowed.
+        InputError: an option is out of range, or a prompt leaves no room; the message says what is allowed.
     """
     given = decoder_options(options, tokenizer)
     own = {name: value for name, value in given.items() if name in OWN}
     others = {name: value for name, value in given.items() if name not in OWN}
     model = cast(Any, _AnyModel())
-    limits, grammars = Limits(vocab_size, _ENOUGH), Grammars(vocab_size)
+    grammars = Grammars(limits.vocab_size)
     reader = Reader(read_defaults=model, limits=limits, watch=model, tokenizers=model, grammars=grammars)
     sampling = dict.fromkeys(_SAMPLING)
     with warnings.catch_warnings(action="ignore"):  # the decoder gives them again, when it knows the model
-        prompts = [torch.zeros(1, dtype=torch.int64)] * count
-        reader.call(prompts, None, others, seed=options.seed, **{**sampling, **own})
+        reader.call([*prompts], None, others, seed=options.seed, **{**sampling, **own})

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
+from specgraph import dump as dumps
+from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.cli.check_options import RAY, check_engine, check_options
 from specgraph.cli.config import COMMANDS
 from specgraph.cli.decode_prompts import (
@@ -26,6 +25,7 @@ from specgraph.cli.decode_prompts import (
     encode,
 )
 from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
+from specgraph.cli.loading import check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
 from specgraph.cli.prompts import read_prompts
 from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
@@ -33,8 +33,6 @@ from specgraph.cli.writers import check_format, check_trace, notes, write_trace,
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, load_config
-from specgraph.config.errors import did_you_mean
-from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
@@ -46,8 +44,6 @@ if TYPE_CHECKING:
     from specgraph.bench.report import Limited
 
 Options = TypeVar("Options", bound=ModelConfig)
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-
 
 _CURVES: dict[str, dict[str, Sequence[float]]] = {}
 """What the jobs of a sweep have drawn so far, by the file of the plot and the name of the curve."""
@@ -82,10 +78,10 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
     place = device_and_dtype(options)
     check_folder(options.model)
-    ids = vocabulary_size(options.model, options.trust_remote_code)
+    limits = limits_of(options.model, config, options.trust_remote_code)
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
-    check_options(options, tokenizer, ids, len(texts))
     prompts = encode(tokenizer, texts)
+    check_options(options, limits, tokenizer, [prompt.ids for prompt in prompts])
     if options.engine == RAY:
         return _generate_with_ray(options, config, place, tokenizer, prompts)
     model = load_model(options.model, *place, options.trust_remote_code)
@@ -155,6 +151,7 @@ def dump(cfg: DictConfig) -> dict[str, str]:
     config, options = _split(cfg, DumpConfig)
     place = device_and_dtype(options)
     check_folder(options.model)
+    dumps.check_folder(options.out)
     decoder = compile_speculative(load_model(options.model, *place, options.trust_remote_code), config)
     folder = decoder.dump(options.out, weights=options.weights)
     print(decoder.report())
@@ -180,10 +177,11 @@ def bench(cfg: DictConfig) -> dict[str, str]:
     """Time steps, kernels, linears, the first token, sessions, options or whole answers, compare drafts, or soak a
     session. Print what was measured, and a table."""
     from specgraph.bench import run
-    from specgraph.bench.config import BenchConfig, check_bench_config
+    from specgraph.bench.config import BenchConfig, check_bench_config, check_kind
     from specgraph.bench.models import SHAPES
     from specgraph.bench.options import describe
 
+    check_kind(cfg.what)
     if OmegaConf.is_missing(cfg, "target"):
         raise ConfigError(
             f"target is not set: python -m specgraph bench target={'|'.join(SHAPES)}, or the folder or name of a model."
@@ -240,9 +238,9 @@ def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) ->
     """Whole answers beside transformers' own: the ratio of each of our decoders to ``generate``, by its name."""
     from specgraph.bench import run
     from specgraph.bench.cpu import GENERATE
+    from specgraph.bench.drafts import check_drafts
 
-    for draft in options.drafts:
-        check_folder(draft, "drafts")
+    check_drafts(options.drafts)
     prompts, model = _file_prompts(options, options.num_decoded), _bench_model(options, device, dtype)
     rows = run.run_cpu(model, options, config, prompts)
     return {f"{r.decoder}, {r.threads} threads": f"{r.to_generate:.2f}" for r in rows if r.decoder != GENERATE}
@@ -251,11 +249,11 @@ def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) ->
 def _bench_tune(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
     """Tokens per second of everything that was compared, by its name."""
     from specgraph.bench import run
+    from specgraph.bench.drafts import check_drafts
     from specgraph.bench.tune import check_tune
 
     check_tune(options)
-    for draft in options.drafts:
-        check_folder(draft, "drafts")
+    check_drafts(options.drafts)
     prompts = _file_prompts(options, options.num_decoded) or []
     rows = run.run_tune(_bench_model(options, device, dtype), options, config, prompts)
     return {f"{r.draft}, {r.rule}, K = {r.k}, batch {r.batch}": f"{r.tokens_per_second:.1f}" for r in rows}
@@ -310,84 +308,3 @@ def _compiled_part(cfg: DictConfig) -> Config:
     config = load_config(OmegaConf.masked_copy(cfg, shared))
     build_passes(config)  # refuses a misspelt option before a model is loaded
     return config
-
-
-class _Placed(Protocol):
-    device: str
-    dtype: str
-
-
-def device_and_dtype(options: _Placed) -> tuple[str, str]:
-    """The device and the dtype of the model, with ``auto`` resolved.
-
-    Raises:
-        ConfigError: there is no such device or dtype.
-    """
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error) or "unknown").splitlines()[0].rstrip(".")
-        use = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
-        raise ConfigError(f"device={device} cannot be used: {reason}; use {use}.") from None
-    dtype = options.dtype
-    if dtype not in ("auto", *DTYPES):
-        raise ConfigError(f"There is no dtype={dtype}{did_you_mean(dtype, DTYPES)}; it is auto, {', '.join(DTYPES)}.")
-    return device, "float32" if dtype == "auto" and device == "cpu" else dtype
-
-
-def check_folder(name: str, key: str = "model") -> None:
-    """Refuse a path that does not exist, before transformers looks for it on the network.
-
-    Raises:
-        ConfigError: ``name`` is empty, or can only be a path, and there is no such file or folder.
-    """
-    if not name:
-        raise ConfigError(f"{key} is empty; give the folder or name of a causal LM.")
-    if is_missing_folder(name):
-        raise ConfigError(f"{key}={name}: there is no such folder{did_you_mean_path(name)}.")
-
-
-@functools.lru_cache(maxsize=1)
-def load_model(
-    name: str, device: str, dtype: str, trust_remote_code: bool = False, key: str = "model"
-) -> PreTrainedModel:  # fmt: skip
-    """A causal LM in evaluation mode. The last one is kept for the next job of a sweep.
-
-    ``key`` is the configuration key that named the model, for the error.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
-    """
-    model: Any = load_causal_lm(name, dtype, f"{key}={name}", trust_remote_code)
-    return cast(PreTrainedModel, model.to(device))
-
-
-def vocabulary_size(name: str, trust_remote_code: bool = False) -> int:
-    """How many token ids a model has, by its configuration.
-
-    Raises:
-        ConfigError: the configuration cannot be read.
-    """
-    try:
-        config: Any = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        return int(config.get_text_config().vocab_size)
-    except DAMAGED as error:
-        raise not_loaded(f"model={name}", name, error) from error
-
-
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in the folder of a model.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a tokenizer's file is read by libraries that raise errors of their own
-        folder = Path(name)
-        empty = folder.is_dir() and not any(folder.glob("*token*"))
-        why = "there are no files of one beside it" if empty else why_not_loaded(error)
-        raise ConfigError(f"model={name} has no tokenizer that can be loaded: {why}.") from error

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -185,12 +186,15 @@ def draft_paths(name: str, overrides: Sequence[str], sweep: bool) -> list[str]:
                 "downloaded)."
             )
     others = [override for override in overrides if override not in given]
-    if len(given) > 1 or any(override.lstrip("+").startswith("draft.model=") for override in others):
-        raise ConfigError(f"{given[-1]} names the draft, and so does another override; leave one of them out.")
+    second = [item for item in others if item.lstrip("+").startswith(("draft.model=", "draft.kind="))]
+    for other in (*given[:-1], *second):
+        raise ConfigError(f"{given[-1]} names the draft, and so does {other}; leave one of them out.")
     if len(paths) < len(values):
         raise ConfigError(f"{given[-1]}: a sweep goes over names or over paths; run it once for each of the two.")
-    model = ",".join(quoted(str(Path(path).expanduser())) for path in paths)
-    return [f"draft.model={model}", *others]
+    model = ",".join(literal(str(Path(path).expanduser())) for path in paths)
+    # `bench` has another default, a random head of EAGLE-3, which must not stand beside a checkpoint.
+    kind = [f"draft={DraftConfig.kind}"] if name == "bench" else []
+    return [*kind, f"draft.model={model}", *others]
 
 
 def own_drafter_keys(name: str, overrides: Sequence[str]) -> tuple[type | None, list[str]]:
@@ -218,6 +222,11 @@ def _exists(path: str) -> bool:
 def quoted(value: str) -> str:
     """The value in quotes, so that Hydra takes it literally."""
     return QuotedString(value, Quote.single).with_quotes()
+
+
+def literal(value: str) -> str:
+    """The value in quotes, with ``${`` escaped, which OmegaConf would look up."""
+    return quoted(re.sub(r"(\\*)\$\{", r"\1\1\\${", value))
 
 
 def unquoted(value: str) -> str:

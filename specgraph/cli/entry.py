@@ -27,9 +27,9 @@ from specgraph.cli.config import (
     TRAIN_HEAD,
     choose,
     draft_paths,
+    literal,
     overview,
     own_drafter_keys,
-    quoted,
     register,
     shared_store,
     unquoted,
@@ -210,7 +210,7 @@ def _literal(override: str, texts: Collection[str]) -> str:
     key, equals, value = override.partition("=")
     if key not in texts or not equals or unquoted(value) != value or value == "null":
         return override
-    return f"{key}={quoted(value)}"
+    return f"{key}={literal(value)}"
 
 
 def _comparison(results: Sequence[tuple[list[str], dict[str, str]]]) -> str:

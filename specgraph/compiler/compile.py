@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ from specgraph.compiler.text_models import text_model
 from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
 from specgraph.drafters.base import DraftHead, DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
-from specgraph.errors import ConfigError, UnsupportedModelError
+from specgraph.dump import check_folder
+from specgraph.errors import ConfigError, SpecgraphWarning, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
 from specgraph.ir.program import Program
@@ -70,9 +72,18 @@ def compile_speculative(
     check_dtypes(model)
     config, draft = with_draft(load_config(cfg), draft)
     lowering, reason = choose_lowering(config.lowering.name, model.device, model.dtype)
+    if lowering == "gpu" and model.device.type == "cpu":
+        warnings.warn(
+            "lowering=gpu was asked for, and the target is on a CPU, where kernels run as their slow references in "
+            "PyTorch; leave it out, or move the model to a GPU.",
+            SpecgraphWarning,
+            stacklevel=2,
+        )
     config = settle_lowering(config, model.device, model.dtype)
     read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
     passes = build_passes(config, model.device)
+    if config.debug.dump_dir is not None:
+        check_folder(config.debug.dump_dir)
     with (
         Progress("compile", len(passes) + 3, config.debug.progress) as progress,
         torch.inference_mode(False),

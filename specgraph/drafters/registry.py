@@ -15,7 +15,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import open_files
 from specgraph.checkpoints.unsupported import name_unsupported
 from specgraph.config import Config
-from specgraph.config.draft import LOOKUPS, drafter_kinds
+from specgraph.config.draft import LOOKUPS, DraftConfig, drafter_kinds
 from specgraph.config.load import drafter_options, own_drafter
 from specgraph.drafters.base import Draft, Drafter, DraftLike, Target
 from specgraph.errors import ConfigError
@@ -86,8 +86,9 @@ def with_draft(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
     :func:`make_draft` takes. If the draft is the path of a checkpoint, it is returned opened.
 
     Raises:
-        ConfigError: a draft was given and the drafter takes none, the checkpoint cannot be opened, or ``draft.first``
-            stands in front of a drafter that has no drafts of its own.
+        ConfigError: a draft was given and the drafter takes none, the checkpoint cannot be opened or is one for another
+            drafter than the configuration names, or ``draft.first`` stands in front of a drafter that has no drafts of
+            its own.
     """
     config, draft = _with_kind(config, draft)
     first, kind = config.draft.first, config.draft.kind
@@ -123,7 +124,13 @@ def _with_kind(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
             f"draft={given!r} is the name of a drafter, and a draft is a model, or the folder or name of a checkpoint; "
             f"choose the drafter by the configuration, compile_speculative(model, {{'draft': {given!r}}})."
         )
-    return replace(config, draft=replace(config.draft, kind=_kind_of(given))), given
+    found = _kind_of(given)
+    if kind not in (found, DraftConfig.kind):
+        raise ConfigError(
+            f"draft.kind is {kind!r}, and the draft {_shown(given)} is one for {found!r}; leave draft.kind out, or "
+            f"give a draft for {kind!r}."
+        )
+    return replace(config, draft=replace(config.draft, kind=found)), given
 
 
 def _kind_of(given: DraftLike) -> str:
@@ -131,6 +138,13 @@ def _kind_of(given: DraftLike) -> str:
     if isinstance(given, Checkpoint):
         return given.kind
     return next(cls.kind for cls in drafter_classes() if cls.takes(given))
+
+
+def _shown(given: DraftLike) -> str:
+    """A draft as an error calls it: by its path or name, or by the class of an object."""
+    if isinstance(given, Checkpoint):
+        return str(given.path)
+    return str(given) if isinstance(given, str | Path) else f"of the class {type(given).__name__}"
 
 
 def make_draft(config: Config, target: Target, draft: DraftLike | None) -> Draft:

@@ -11,9 +11,9 @@ Nothing is traced again, and nothing is pickled. A file is the graph, node by no
 as before. State and caches are arguments of ``forward``.
 """
 
-from specgraph.dump.files import FORMAT, MARKER, NODES, RECORD, WEIGHTS, dump, stage_folder, weights_of
+from specgraph.dump.files import FORMAT, MARKER, NODES, RECORD, WEIGHTS, check_folder, dump, stage_folder, weights_of
 from specgraph.dump.load import LoadedStage, Module, load_stage
 from specgraph.ir.source import class_name, render
 
-__all__ = ["FORMAT", "MARKER", "NODES", "RECORD", "WEIGHTS", "LoadedStage", "Module", "class_name", "dump",
-           "load_stage", "render", "stage_folder", "weights_of"]  # fmt: skip
+__all__ = ["FORMAT", "MARKER", "NODES", "RECORD", "WEIGHTS", "LoadedStage", "Module", "check_folder", "class_name",
+           "dump", "load_stage", "render", "stage_folder", "weights_of"]  # fmt: skip

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, fx
 
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import Program
 from specgraph.ir.source import listing, render
+from specgraph.ir.summaries import summaries
 from specgraph.kernels.state import Buffer, Input, map_input
 
 FORMAT = 3
@@ -70,7 +71,8 @@ def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, reco
             for index, (stage, program) in enumerate(stages.items()):
                 _write_stage(temporary / stage_folder(index, stage), stage, program, names[stage], tensors)
             folders = {stage: stage_folder(index, stage) for index, stage in enumerate(stages)}
-            _write(temporary / RECORD, _json({"format": FORMAT, "stages": folders, **(record or {})}))
+            about = {"stages": folders, "functions": summaries(_nodes(stages.values())), **(record or {})}
+            _write(temporary / RECORD, _json({"format": FORMAT, **about}))
             if saved and tensors:
                 save_file(_separate(tensors), temporary / WEIGHTS)
             _write(
@@ -80,6 +82,22 @@ def dump(stages: Mapping[str, Program], folder: str | Path, *, report: str, reco
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"The graphs cannot be written to {folder}: {error}. Choose another folder.") from error
     return folder
+
+
+def check_folder(folder: str | Path) -> None:
+    """Refuse a folder that :func:`dump` would refuse, before anything takes long.
+
+    Raises:
+        ConfigError: as :func:`dump`.
+    """
+    target = Path(folder).expanduser().resolve()
+    _files_of(target)
+    above = next(path for path in target.parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(
+            f"The graphs cannot be written to {folder}: {above} is no folder that can be written to. Choose another "
+            "folder."
+        )
 
 
 def weights_of(program: Program) -> dict[str, Tensor]:
@@ -97,6 +115,12 @@ def stage_folder(index: int, stage: str) -> str:
     """The name of a stage's folder, such as ``02_insert_kv_cache``."""
     name = re.sub(r"[^\w-]", "_", stage)
     return f"{index:02d}_{name}"
+
+
+def _nodes(programs: Iterable[Program]) -> Iterator[fx.Node]:
+    for program in programs:
+        for graph in (program.graph, *(module.graph for module in program.modules.unchanged.values())):
+            yield from graph.nodes
 
 
 def _about_weights(saved: bool, size: int, count: int, stages: Mapping[str, Program]) -> str:

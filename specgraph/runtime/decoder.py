@@ -322,6 +322,7 @@ class SpeculativeDecoder:
         about = {
             "target": self._program.target.name, "drafter": drafter.name, "rule": self.config.verify.rule,
             "num_speculative_tokens": count,
+            "temperatures": [request.sampling.temperature for request in call.batch.requests],
         }  # fmt: skip
         return Collector(call, Stats(count, steps, confidence=confidence), about)
 

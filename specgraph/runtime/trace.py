@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,7 +89,7 @@ class Trace(Sequence[TracedStep]):
 
     Attributes:
         prompts: the token ids of every sequence's prompt.
-        about: the target, the drafter, the verification rule and K.
+        about: the target, the drafter, the verification rule, K, and the temperature of every sequence (0 is greedy).
     """
 
     def __init__(
@@ -151,14 +152,15 @@ class Trace(Sequence[TracedStep]):
         path.write_text("".join(f"{line}\n" for line in self.to_json_lines(tokenizer)), encoding="utf-8")
         return path
 
-    def text(self, tokenizer: Any = None, *, color: bool = True) -> str:
+    def text(self, tokenizer: Any = None, *, color: bool | None = None) -> str:
         """For people: a line for each step, with accepted drafts in green and the rejected one struck through in red.
 
         Behind a rejected draft stand its probabilities under the target and under the drafter, and behind the token
         that the target chose instead stands that one's. Drafts behind a rejected one are dimmed. Without ``color``, an
-        accepted draft stands in brackets, and one that was not between tildes. Without ``tokenizer``, tokens are
-        numbers.
+        accepted draft stands in brackets, and one that was not between tildes; None is with colours if standard output
+        is a terminal. Without ``tokenizer``, tokens are numbers.
         """
+        color = sys.stdout.isatty() if color is None else color
         lines = [[f"sequence {sequence}"] for sequence in range(len(self.prompts))]
         for step in self._steps:
             lines[step.sequence].append(_line(step, tokenizer, color=color))

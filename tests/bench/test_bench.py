@@ -291,6 +291,8 @@ def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
         "qwen3.5-small-shape|tiny-shape, "
         "or the folder or name of a model.\n"
     )
+    assert main(["bench", "kernel"]) == 2
+    assert capsys.readouterr().err.startswith("error: There is no bench kernel (did you mean 'kernels'?)")
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

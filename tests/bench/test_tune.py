@@ -13,6 +13,7 @@ from specgraph.cli import main
 from tests.decoding import compiled
 from tests.models import make_model, ragged_prompts, saved
 
+HERE = Path(__file__).parent
 MODELS = Path(__file__).parents[2] / "examples" / "models" / "tiny-math"
 QUICK = ["device=cpu", "lowering=eager", "steps=2", "warmup=0", "new_tokens=6", "dtype=float64", "verify=strict"]
 
@@ -112,6 +113,8 @@ def test_what_a_draft_does_not_allow_is_left_out_with_a_reason(
         (["prompts=a.jsonl", "rules=[strict,block]"], "At temperature 0 the rules strict, block accept the same"),
         (["prompts=a.jsonl", "rules=[synthetic]"], "The rule synthetic accepts drafts by chance"),
         (["prompts=a.jsonl", "drafts=[no/such/folder]"], "drafts=no/such/folder: there is no such folder."),
+        (["prompts=a.jsonl", "drafts=[eagl3]"], "drafts=eagl3: there is no such drafter (did you mean 'eagle3'?) and "),
+        (["prompts=a.jsonl", f"drafts=[{HERE}]"], f"There is no {HERE}/config.json; a "),
         (["prompts=a.jsonl", "plot=a.gif"], "plot=a.gif: a plot ends in .png, .svg or .pdf."),
     ],
 )

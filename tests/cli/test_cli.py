@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,15 @@ def test_own_pass_from_the_command_line(plus: str, model: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     assert "- idle 7" in shown and "idle" in shown.splitlines()[-1]
     assert (Path("graphs") / "report.md").is_file()
+
+
+def test_a_folder_that_is_not_for_a_dump_is_refused_before_compiling(
+    model: Path, empty_folder: Path, compiled: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty_folder / "thesis.md").write_text("years of work")
+    assert main(["dump", f"model={model}", "out=."]) == 2
+    assert " is not empty and holds no dump of specgraph. Nothing was written" in capsys.readouterr().err
+    assert compiled == []
 
 
 def test_a_pass_too_early_names_the_one_to_run_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,14 +225,14 @@ def test_one_bad_job_does_not_end_a_sweep(model: Path, capsys: pytest.CaptureFix
 def test_draft_model_and_a_prompt_with_every_mark(
     model: Path, draft: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompt = """Why (it's "so"), {x}=[1,2]: 50%?"""
+    prompt = """Why (it's "so"), {x}=[1,2]: 50%? ${x} \\${y}\\"""
     given = [f"model={model}", "draft=draft_model", f"draft.model={draft}", f"prompt={prompt}"]
     assert main(["generate", *given, *QUICK]) == 0
     assert f"--- 1: {prompt}" in capsys.readouterr().out
     assert list(empty_folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["draft", "a b", "k=[v], {w}", "it's"])
+@pytest.mark.parametrize("name", ["draft", "a b", "k=[v], {w}", "it's", "${x}"])
 @pytest.mark.parametrize("quote", ["", "'"])
 def test_a_draft_by_its_path(
     name: str, quote: str, model: Path, draft: Path, empty_folder: Path, compiled: list[Config]
@@ -337,6 +347,9 @@ MISTAKES = {
                                     "'passes.share_weights.chunk_bytes'?",
     "pipeline.order=[insert_drafts]": "Unknown pass 'insert_drafts' (did you mean 'insert_draft'?); there are ",
     "draft=draft_model": "The draft_model drafter needs a model: ",
+    "debug.dump_dir=/dev/null/graphs": "The graphs cannot be written to /dev/null/graphs: /dev/null is no folder that ",
+    "draft=/dev draft.kind=ngram": "draft=/dev names the draft, and so does draft.kind=ngram; leave one of them out.",
+    "dtype=fp16": "There is no dtype=fp16 (did you mean 'float16'?); it is auto, float32, ",
     "dtype=float31": "There is no dtype=float31 (did you mean 'float32'?); it is auto, float32, ",
     "device=gpu": "device=gpu cannot be used: ",
     "batch_size=65": "batch_size must be 1 to max_batch_size (64), got 65.",
@@ -356,7 +369,7 @@ MISTAKES = {
 def test_a_mistake_gets_one_sentence(
     override: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", f"model={model}", "prompt=a", "debug.self_check=false", override]) == 2
+    assert main(["generate", f"model={model}", "prompt=a", "debug.self_check=false", *shlex.split(override)]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {message}")
     assert shown.err.count("\n") == 1 and "HYDRA_FULL_ERROR" not in shown.err

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specgraph.cli import commands, main
+from specgraph.cli import loading, main
 from specgraph.cli.generation import NO_KEYS, GenerationKeys, option_names
 from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
 from specgraph.runtime.decoder import SpeculativeDecoder
@@ -173,6 +173,8 @@ REFUSED = {
     "eos_token_id=999": "eos_token_id 999 is not a token id; ids are 0 to 257.",
     "eos_token_id=end": "eos_token_id must be a token id or a list of them, not str.",
     "stop_strings=[a,'']": "stop_strings is a text or a list of texts that are not empty, not ['a', ''].",
+    "max_new_tokens=99999": "max_new_tokens=99999 is more than the decoder's max_length of 128, which counts the ",
+    "max_length=8 max_new_tokens=9": "max_new_tokens=9 is more than the decoder's max_length of 8, which counts the ",
     "max_time=0": "max_time must be a number of seconds above 0, got 0.0.",
     "repetition_penalty=0": "repetition_penalty must be more than 0; 1 is off, got 0.0.",
     "repetition_penalty=much": "repetition_penalty is a number or null, not 'much'.",
@@ -189,9 +191,9 @@ def test_options_are_checked_before_a_model_is_loaded(
     def load(*_: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(commands, "load_causal_lm", load)
-    commands.load_model.cache_clear()
-    assert main(["generate", f"model={model}", "prompt=a", override]) == 2
+    monkeypatch.setattr(loading, "load_causal_lm", load)
+    loading.load_model.cache_clear()
+    assert main(["generate", f"model={model}", "prompt=a", *override.split()]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {message}") and shown.err.count("\n") == 1 and shown.out == ""
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import specgraph
 from specgraph.config import choose_lowering, load_config, settle_lowering
 from specgraph.config.lowering import DISABLED
-from tests.decoding import compiled
+from specgraph.errors import SpecgraphWarning
+from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 
 
@@ -59,6 +61,12 @@ def test_float64_and_gpus_have_their_own() -> None:
     assert choose_lowering("auto", "cuda:1", torch.float64) == ("eager", "float64 is for checking")
     assert choose_lowering("auto", "cuda:1", torch.bfloat16) == ("gpu", "the target is on a GPU")
     assert choose_lowering("inductor", "cpu", torch.float64) == ("inductor", "lowering=inductor was asked for")
+
+
+def test_kernels_on_a_cpu_are_said_to_be_slow() -> None:
+    with pytest.warns(SpecgraphWarning, match="lowering=gpu was asked for, and the target is on a CPU") as warned:
+        specgraph.compile_speculative(make_model("llama", num_hidden_layers=1), {**CONFIG, "lowering": "gpu"})
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_the_report_says_what_runs_and_why() -> None:

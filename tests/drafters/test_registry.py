@@ -25,6 +25,7 @@ from tests.decoding import CONFIG, assert_same_tokens, compiled
 from tests.models import VOCAB, make_model, ragged_prompts
 
 ROOT = Path(specgraph.__file__).parents[1]
+MEDUSA = ROOT / "examples" / "models" / "tiny-math" / "medusa"
 OWN = f"{__name__}.Successors"
 
 
@@ -67,7 +68,7 @@ class Successors(Drafter):
 
     def build(self, step: DraftStep) -> int:
         row = step.call(functions.last_row, step.num_emitted, name="last")
-        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=VOCAB, name="accepted")
+        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=VOCAB, name="drafter_tokens")
         last = step.call(torch.gather, tokens, 1, step.call(_column, row, name="column"), name="last_token")
         step.propose("draft", last=step.call(_flat, last, name="last_ids"), name="proposals")
         return 1
@@ -109,6 +110,18 @@ def test_a_drafter_that_does_not_exist_is_named() -> None:
         ConfigError, match="The draft '/nowhere' cannot be loaded as a causal LM: there is no such folder"
     ):
         compiled(model, draft="/nowhere")
+
+
+def test_a_draft_for_another_drafter_than_the_configuration_names_is_refused() -> None:
+    model, small = make_model("llama", num_hidden_layers=1), make_model("llama", num_hidden_layers=1, seed=1)
+    with pytest.raises(ConfigError) as caught:
+        specgraph.compile_speculative(model, {**CONFIG, "draft": "suffix"}, draft=small)
+    assert str(caught.value) == (
+        "draft.kind is 'suffix', and the draft of the class LlamaForCausalLM is one for 'draft_model'; leave "
+        "draft.kind out, or give a draft for 'suffix'."
+    )
+    with pytest.raises(ConfigError, match=r"draft.kind is 'eagle3', and the draft .*/medusa is one for 'medusa'"):
+        specgraph.compile_speculative(model, {**CONFIG, "draft": "eagle3"}, draft=MEDUSA)
 
 
 def test_the_keys_of_all_drafters_carry_their_text() -> None:

@@ -107,7 +107,7 @@ def test_every_drafter_is_traced_and_emits_the_same(name: str) -> None:
     lookup = name in ("ngram", "suffix")
     assert found and all((probability is None) == lookup for probability in found)
     known = {"target": "LlamaForCausalLM", "rule": "strict", "num_speculative_tokens": 3}
-    assert trace.about == {"drafter": trace.about["drafter"], **known}
+    assert trace.about == {"drafter": trace.about["drafter"], **known, "temperatures": [1.0] * len(PROMPTS)}
 
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block", "typical"])
@@ -205,7 +205,8 @@ def test_lines_say_all_of_it(model: Any, draft: Any, tmp_path: Path) -> None:
 def test_text_shows_accepted_and_rejected_drafts(model: Any, draft: Any) -> None:
     out = compiled(model, "draft_model", 3, draft=draft).generate(SHORT[:2], trace=True, max_new_tokens=9)
     step = next(step for step in out.trace if step.rejected and step.num_accepted)
-    plain, colored = out.trace.text(Words(), color=False), out.trace.text(Words())
+    plain, colored = out.trace.text(Words(), color=False), out.trace.text(Words(), color=True)
+    assert out.trace.text(Words()) == plain  # since standard output is no terminal here
     accepted, rejected = step.drafts[0], step.rejected
     assert rejected is not None and rejected.draft_probability is not None
     assert f"[·w{accepted.token}]" in plain and f"\033[32m·w{accepted.token}\033[0m" in colored

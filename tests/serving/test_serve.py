@@ -184,6 +184,8 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
      "messages"),
     (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages", "messages"),
     (lambda s: post(s, fields(messages=[MESSAGE])), 400, "A conversation is a list of messages", "messages"),
+    (lambda s: post(s, fields(messages=[{"role": "chef", "content": "a"}])), 400, "There is no role 'chef'; it is ",
+     "messages"),
     (lambda s: post(s, fields(messages="hello")), 400, "messages is a list, not 'hello'.", "messages"),
     (lambda s: post(s, fields(max_tokens="many")), 400, "max_tokens is an integer, not 'many'.", "max_tokens"),
     (lambda s: post(s, fields(stream="yes")), 400, "stream is true or false, not 'yes'.", "stream"),
