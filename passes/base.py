@@ -105,4 +105,4 @@ class LoweringPass(Pass):
     @property
     def skipped(self) -> str | None:
         """A reason if ``enabled`` is off, which lowering sets."""
-        return None if self.enabled else "lowering runs no kernels"
+        return None if self.enabled else "this lowering runs no Triton kernels"

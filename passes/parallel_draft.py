@@ -41,7 +41,12 @@ class ParallelDraft(Pass):
         """Rewrite the chain of draft calls. Exactly one chain is expected."""
         drafter = program.drafter
         if not (drafter.parallel if self.enabled is None else self.enabled):
-            return PassResult(0, notes=("drafts are chained" if drafter.chained else "there is no chain of drafts",))
+            said = (
+                "this head drafts one token after the other"
+                if drafter.chained
+                else "there is no chain of calls of one head"
+            )
+            return PassResult(0, notes=(said,))
         if "verify" in program.facts:
             raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
         if not drafter.chained:

@@ -217,8 +217,9 @@ def add_biases(
     prompt_length: Tensor, bias_tokens: Tensor | None, bias_ends: Tensor | None, bias_values: Tensor | None,
     bias_until: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The function that step graphs call: :class:`AddBiases` has the arguments. Without words, the logits as given.
+    """Add the biases of words to the logits of their last tokens.
 
+    :class:`AddBiases` has the arguments. Without words, the logits as given.
     A step whose requests have no words has no such node.
     """
     words = (bias_tokens, bias_ends, bias_values, bias_until)

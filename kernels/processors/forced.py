@@ -142,8 +142,9 @@ def force_tokens(
     logits: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, max_length: Tensor,
     forced_bos_token_id: Tensor | None, forced_eos_token_id: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The function that step graphs call: :class:`ForceTokens` has the arguments. Without tokens, the logits as given.
+    """Force the token at position 1, or the last one.
 
+    :class:`ForceTokens` has the arguments. Without tokens, the logits as given.
     ``window`` ``[B, T]`` says how many rows the window has.
     """
     tokens = (forced_bos_token_id, forced_eos_token_id)

@@ -163,7 +163,10 @@ def ban_ngrams(
     logits: Tensor, history: Tensor, rows: Tensor, window: Tensor, start: Tensor, num_forced: Tensor,
     no_repeat_ngram_size: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The function that step graphs call: :class:`BanNgrams` has the arguments. Without sizes, the logits as given."""
+    """Forbid tokens that would complete an n-gram that occurs already.
+
+    :class:`BanNgrams` has the arguments. Without sizes, the logits as given.
+    """
     if no_repeat_ngram_size is None:
         return logits
     changed: Tensor = torch.ops.specgraph.ban_ngrams(

@@ -236,8 +236,9 @@ def penalise(
     prompt_length: Tensor, repetition_penalty: Tensor | None, frequency_penalty: Tensor | None,
     presence_penalty: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The function that step graphs call: :class:`Penalise` has the arguments. Without a penalty, the logits as given.
+    """Change the logits of tokens that occur in the context of each row.
 
+    :class:`Penalise` has the arguments. Without a penalty, the logits as given.
     A step whose requests use none of the penalties has no such node.
     """
     penalties = (repetition_penalty, frequency_penalty, presence_penalty)

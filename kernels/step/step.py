@@ -48,7 +48,10 @@ def row_positions(start: Tensor, rows: Tensor) -> Tensor:
 
 
 def positions_and_next(start: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`row_positions`, and the position after each of them, from one launch."""
+    """The positions ``[B, T]`` of ``rows`` ``[B, T]``, the first at ``start`` ``[B]``, and the ones after them.
+
+    This is :func:`row_positions` twice, from one launch.
+    """
     positions, following = torch.ops.specgraph.row_positions(start, rows.shape[1], 2)
     return positions, following
 
@@ -208,12 +211,12 @@ def settle(
     tokens: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, eos_ids: Tensor,
     accepted_rows: Tensor | None = None, *, shifted: bool = True, vocab_size: int = 1, chain: int = 0,
 ) -> Settled:  # fmt: skip
-    """What :func:`cut_at_eos` and the functions of its result give, from one launch.
+    """Cut the verified ``tokens`` ``[B, T]`` behind an EOS, count them, and give what drafter and next step take.
 
-    In the order of :class:`~specgraph.kernels.step.after_verify.Settled`: ``cut_at_eos``, ``count_emitted``,
-    ``cut_rows`` (empty without ``accepted_rows``), ``next_tokens`` (or ``draft_inputs`` if not ``shifted``), the
-    ``row_positions`` of these, how many are real (``catch_up_rows`` if not ``shifted``), ``last_row``,
-    ``history_length``, and
+    This is one launch for :func:`cut_at_eos` and the functions of its result. In the order of
+    :class:`~specgraph.kernels.step.after_verify.Settled`: ``cut_at_eos``, ``count_emitted``, ``cut_rows`` (empty
+    without ``accepted_rows``), ``next_tokens`` (or ``draft_inputs`` if not ``shifted``), the ``row_positions`` of
+    these, how many are real (``catch_up_rows`` if not ``shifted``), ``last_row``, ``history_length``, and
     ``chain_positions`` for the offsets below ``chain``.
     """
     settled: Settled = torch.ops.specgraph.settle(
@@ -367,7 +370,10 @@ def propose_at_(
     rows: Tensor | None = None,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
-    """Like :func:`propose_`, where the number of accepted tokens ``length`` ``[B]`` has been computed before."""
+    """Draw drafts from number ``row`` on from ``logits`` ``[B, R, Vd]``, as target ids ``[B, R]``.
+
+    This is :func:`propose_`, where the number of accepted tokens ``length`` ``[B]`` has been computed before.
+    """
     token, processed = sample_draft(
         logits, temperature, seeds, length, top_k, top_p, min_p, row=row, rule=rule,
         target_vocab_size=target_vocab_size, draft_to_target=draft_to_target, return_processed=draft_logits is not None,

@@ -22,7 +22,9 @@ VECTORS = (
 
 @dataclass(slots=True)
 class Verify:
-    """Drafts of ``B`` sequences, and what verifies them; :mod:`specgraph.kernels.verify.verify` says what the rows are.
+    """Accept drafts by a rule, and draw the target's own token behind the accepted ones, for ``B`` sequences.
+
+    :mod:`specgraph.kernels.verify.verify` says what the rows are.
 
     Attributes:
         logits: ``[B, R, V]`` raw logits of any float dtype, ``1 <= R <= K + 1``.

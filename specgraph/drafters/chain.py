@@ -99,7 +99,7 @@ class ChainDrafter(Drafter):
     def _shifted(self, step: DraftStep) -> dict[str, fx.Node]:
         """Inputs of the first call: each emitted token, with the target's features of the position before it."""
         features, vocab = step.features(), self.model.input_ids
-        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=vocab, name="accepted")
+        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=vocab, name="drafter_tokens")
         hidden = step.along_path(step.call(FEATURES, *features, name="features"), "path_features")
         last = step.call(functions.last_row, step.num_emitted, name="last")
         return {"tokens": tokens, "positions": step.positions, "hidden": hidden, "num_rows": step.num_emitted,

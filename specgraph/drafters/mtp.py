@@ -200,7 +200,7 @@ class MtpDrafter(Drafter):
     def _rows(self, step: DraftStep) -> tuple[dict[str, fx.Node], list[fx.Node]]:
         """The rows of the first module, and what is kept of them by which state, for :func:`keep_rows_`."""
         (hidden,) = step.features()
-        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=self.model.input_ids, name="accepted")
+        tokens = step.call(functions.next_tokens, step.emitted, vocab_size=self.model.input_ids, name="drafter_tokens")
         rows = {"tokens": tokens, "positions": step.positions, "hidden": step.along_path(hidden, "path_hidden"),
                 "num_rows": step.num_emitted}  # fmt: skip
         if not self.num_kept:

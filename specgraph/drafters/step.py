@@ -127,7 +127,7 @@ class DraftStep:
 
     def caught_up(self, vocab_size: int) -> tuple[fx.Node, fx.Node, fx.Node]:
         """All accepted tokens of this step as rows of an unshifted drafter: tokens, positions, how many are real."""
-        tokens = self.call(step.draft_inputs, self.window, self.emitted, vocab_size=vocab_size, name="accepted")
+        tokens = self.call(step.draft_inputs, self.window, self.emitted, vocab_size=vocab_size, name="drafter_tokens")
         positions = self.call(step.row_positions, self.start, tokens, name="accepted_positions")
         return tokens, positions, self.call(step.catch_up_rows, self.num_emitted, name="accepted_rows")
 

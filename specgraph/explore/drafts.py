@@ -19,7 +19,7 @@ WHY = {
     (ACCEPTED, "strict"): "It equals the token that the target itself chose at this place, {own}.",
     (ACCEPTED, "*"): "The rule {rule} accepted it.",
     (REJECTED, "strict"): "Under the rule strict, a draft is accepted if it equals the token that the target itself "
-    "chooses at this place. The target chose {own}.",
+    "chooses at this place. The target chose {own}. The probabilities below do not decide.",
     (
         REJECTED,
         "probabilistic",
@@ -157,10 +157,26 @@ def acceptance(trace: TraceFile) -> list[dict[str, int]]:
     return rows
 
 
+ABOUT = {
+    "strict": "strict accepts a draft if it equals the token that the target itself chooses at this place: the most "
+    "probable one or, at a temperature, the one that it draws.",
+    "probabilistic": "probabilistic accepts a draft with probability min(1, p/q), where p is its probability under the "
+    "target and q the one it was drawn with.",
+    "block": "block decides about the drafts of a step together, so that the accepted ones are as many as possible.",
+    "typical": "typical accepts a draft that is probable enough under the target, so the distribution of the text is "
+    "another than the target's.",
+    "synthetic": "synthetic accepts every draft with one given probability, to measure speed. Its text means nothing.",
+}
+"""What each rule does, for the head of the page."""
+
+
 def why(rule: str) -> dict[str, str]:
-    """What is said of drafts under a rule, by what became of them."""
+    """What is said of drafts under a rule, by what became of them; ``about`` says what the rule does."""
     verdicts = dict.fromkeys(verdict for verdict, _ in WHY)
-    return {verdict: WHY.get((verdict, rule), WHY.get((verdict, "*"), "")) for verdict in verdicts}
+    said = {verdict: WHY.get((verdict, rule), WHY.get((verdict, "*"), "")) for verdict in verdicts}
+    about = ABOUT.get(rule, "")
+    ends = "A step ends with one token that the target chooses by itself, behind the accepted drafts."
+    return said | {"about": f"The rule {about or f'is {rule}.'} {ends}"}
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:

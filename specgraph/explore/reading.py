@@ -35,6 +35,7 @@ class Node:
         bytes: of its value, in the same letters; None if they are not known.
         made_by: the pass that made it.
         line: of the model's source, which it comes from; None if that is not known.
+        items: the shapes of the items of a value that is a tuple; None for others.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Node:
     bytes: str | None
     made_by: str | None
     line: str | None = None
+    items: tuple[str, ...] | None = None
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Node:
@@ -57,7 +59,9 @@ class Node:
         name, op, calls, code = (_is(str, record[key]) for key in ("name", "op", "calls", "code"))
         inputs = tuple(_is(str, name) for name in _is(list, record["inputs"]))
         shape, size, made_by = (_is(str | None, record[key]) for key in ("shape", "bytes", "pass"))
-        return Node(name, op, calls, inputs, code, shape, size, made_by, _is(str | None, record.get("line")))
+        line, items = _is(str | None, record.get("line")), _is(list | None, record.get("items"))
+        items = None if items is None else tuple(_is(str, item) for item in items)
+        return Node(name, op, calls, inputs, code, shape, size, made_by, line, items)
 
 
 def _is(kind: Any, value: Any) -> Any:
@@ -128,6 +132,7 @@ def read_dump(folder: str | Path) -> Dump:
         stages = _is(dict, record["stages"])
         record = {key: value for key, value in record.items() if key not in ("passes", "stages")}
         _checked(record, COMPILATION if made else {})
+        record["functions"] = {name: _is(str, text) for name, text in _is(dict, record.get("functions", {})).items()}
         folders = {name: folder / _is(str, place) for name, place in stages.items()}
         found = [_stage(place, name, made.get(name, {})) for name, place in folders.items()]
     except (KeyError, TypeError, AttributeError) as error:

@@ -1,10 +1,10 @@
 """Shapes and dtypes of every node, from running the program on fake tensors.
 
-``node.meta["outputs"]`` is the length of a node that is a tuple. ``node.meta["bytes"]`` is the size of its tensors,
-with the letters of the shape: ``1024*B*T``, ``8*B*(T-1) + 4*B``.
-
 ``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
 those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
+
+``node.meta["outputs"]`` has such a string for each item of a node that is a tuple. ``node.meta["bytes"]`` is the size
+of its tensors, with the letters of the shape: ``1024*B*T``, ``8*B*(T-1) + 4*B``.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class _Run:
             if write:
                 written.append({"shape": describe(value), "bytes": describe_bytes(value)})
                 if isinstance(value, tuple | list) and node.op != "output":
-                    written[-1]["outputs"] = len(value)
+                    written[-1]["outputs"] = tuple(map(describe, value))
         return value
 
     def _node(

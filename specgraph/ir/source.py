@@ -45,7 +45,8 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
     """The nodes of the step graph, or of one module, as plain values that JSON can hold.
 
     Each has its ``name``, its kind (``op``), what it ``calls``, the names of its ``inputs``, its ``code`` in the file
-    that :func:`render` writes, the ``shape`` and the ``bytes`` of its value, the ``pass`` that made it, and the
+    that :func:`render` writes, the ``shape`` and the ``bytes`` of its value, the shapes of its ``items`` if that is a
+    tuple, the ``pass`` that made it, and the
     ``line`` of the model's source that it comes from.
 
     Raises:
@@ -61,6 +62,7 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
             "inputs": [read.name for read in node.all_input_nodes],
             "code": source.expression(node),
             "shape": node.meta.get("shape"),
+            "items": node.meta.get("outputs"),
             "bytes": node.meta.get("bytes"),
             "pass": node.meta.get("pass_name"),
             "line": model_line(node.meta),
@@ -175,7 +177,7 @@ class _Source:
         items = self._items(node)
         if items:
             names = {item.args[1]: self._variables[item] for item in items}
-            targets = ", ".join(names.get(index, "_") for index in range(node.meta["outputs"]))
+            targets = ", ".join(names.get(index, "_") for index in range(len(node.meta["outputs"])))
             return f"{targets} = {self._call(node)}{_comment(node)}"
         nothing = not node.users and node.meta.get("shape") in (None, "None")
         target = "" if nothing else f"{self._variables[node]} = "
@@ -192,7 +194,7 @@ class _Source:
                 return []
             following = following.next
         indices = [item.args[1] for item in items]
-        usual = all(isinstance(i, int) and 0 <= i < node.meta["outputs"] for i in indices)
+        usual = all(isinstance(i, int) and 0 <= i < len(node.meta["outputs"]) for i in indices)
         return items if usual and len(set(indices)) == len(items) else []
 
     def _call(self, node: fx.Node) -> str:

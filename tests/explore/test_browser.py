@@ -88,6 +88,48 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
         assert node.meta["shape"] in page.texts("#node dd")
 
 
+def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: Browser, made: Made) -> None:
+    go(page, "#stage=index_rows&graph=step&node=settled")
+    assert "Cut the verified tokens [B, T] behind an EOS" in page.text("#node dl")
+    node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "settled")
+    takers = {user.args[1]: user.name for user in node.users}
+    expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(node.meta["outputs"])]
+    assert page.texts("#node .items li") == expected and len(expected) == 9
+    assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl").replace("B: ", "")
+    go(page, "#stage=index_rows&graph=step&node=seeds")
+    assert "input" in page.texts("#node dt") and "code" not in page.texts("#node dt")
+
+
+def test_a_pass_that_did_nothing_says_why(page: Browser, made: Made) -> None:
+    rows = {row[1]: row[2:] for row in cells(page, "#stage-list")}
+    assert rows["insert_recurrent_state"][0] == "did nothing: no layer is recurrent"
+    assert rows["fuse_verify"][0].startswith("+")
+    (idle,) = [stage for stage in made.data["stages"] if stage["name"] == "capture_cuda_graph"]
+    assert rows["capture_cuda_graph"][0] == f"did nothing: {idle['notes'][0]}"
+
+
+def test_nodes_whose_value_alone_has_another_size_count_as_the_same(page: Browser, made: Made) -> None:
+    changes = next(stage for stage in made.data["stages"] if stage["name"] == "index_rows")["changes"]
+    resized = {name for name, what in changes["target"]["changed"].items() if set(what) <= {"shape", "bytes"}}
+    assert len(resized) > 20
+    go(page, "#stage=index_rows")
+    assert f"The same, with a value of another size: {len(resized)} nodes" in page.text("#stage")
+    place = [stage["name"] for stage in made.data["stages"]].index("index_rows")
+    assert page.run(f"[...statuses({place}, 'target').keys()]") == [
+        name for name in changes["target"]["changed"] if name not in resized
+    ]
+
+
+def test_no_explanation_stays_when_the_page_goes_elsewhere(page: Browser) -> None:
+    go(page, "#stage=index_rows&graph=step&node=settled")
+    page.point("#node ul.names a")
+    page.wait("!document.querySelector('#tip').hidden")
+    go(page, "#node=verification")
+    assert page.run("document.querySelector('#tip').hidden")
+    page.run("tip.show(['a'], 10, 10); byId('canvas').dispatchEvent(new MouseEvent('mouseleave'))")
+    assert page.run("document.querySelector('#tip').hidden")
+
+
 def test_a_traced_node_names_the_line_of_the_model(page: Browser, made: Made) -> None:
     nodes = made.decoder.stages["trace"].modules["target"].graph.nodes
     node = next(node for node in nodes if "embedding" in str(node.target))
@@ -113,6 +155,13 @@ def test_a_node_is_found_by_typing(page: Browser) -> None:
     arrive(page, "node=verification")
     assert "Introduced by the pass fuse_verify" in page.text("#made-by")
     assert page.text("#node ul").splitlines()[-1] in ("still there in the last stage",)
+
+
+def test_another_search_begins_with_what_was_typed_last(page: Browser) -> None:
+    assert look_for(page, "num_rows") == "num_rows"
+    assert "Nodes that call it, read it or were made by it" in page.text("#found") or page.texts("#found .heading")
+    page.run("document.querySelector('#search').blur()")
+    assert look_for(page, "settled") == "settled"  # typing replaces the text, which is selected
 
 
 def test_a_pass_is_found_by_typing(page: Browser) -> None:
@@ -227,6 +276,30 @@ def test_the_reason_is_shown_to_a_mouse_a_keyboard_and_a_link(verdict: str, page
 
     page.open(f"{made.page.as_uri()}#draft={index}.{place}")
     assert page.text("#why .reason").startswith(expected)
+
+
+def test_the_text_says_how_its_tokens_were_chosen(page: Browser, made: Made) -> None:
+    assert made.data["trace"]["about"]["temperatures"] == [1.0, 1.0]
+    assert page.text("#sampling").startswith("Sampled at temperature 1: the target draws its tokens")
+    page.run("DATA.trace.about.temperatures = [0, 0]; chooseSequence(0)")
+    assert page.text("#sampling") == "Greedy: the target chooses the most probable token."
+    steps = [step for step in made.data["trace"]["steps"] if step["sequence"] == 0]
+    every = next(
+        place for place, step in enumerate(steps)
+        if step["drafts"] and all(draft["verdict"] == "accepted" for draft in step["drafts"])
+    )  # fmt: skip
+    page.point(f"#text .step:nth-of-type({every + 2}) .own")
+    page.wait("!document.querySelector('#tip').hidden")
+    assert "gives one token more behind them" in page.text("#tip")
+
+
+def test_drafts_that_were_not_emitted_can_be_hidden(page: Browser, made: Made) -> None:
+    shown = "[...document.querySelectorAll('#text .token')].filter((e) => e.getClientRects().length).length"
+    steps = [step for step in made.data["trace"]["steps"] if step["sequence"] == 0]
+    page.run("document.querySelector('#only-text').click()")
+    assert page.run(shown) == sum(len(step["tokens"]) for step in steps)
+    page.run("document.querySelector('#only-text').click()")
+    assert page.run(shown) > sum(len(step["tokens"]) for step in steps)
 
 
 def test_the_token_that_the_target_chose_is_named(page: Browser, made: Made) -> None:

@@ -52,7 +52,8 @@ def test_what_became_of_drafts(
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block", "typical", "synthetic", "own"])
 def test_every_verdict_is_explained_under_every_rule(rule: str) -> None:
     said = why(rule)
-    assert said.keys() == {"accepted", "rejected", "behind", "ended", "cut"} and all(said.values())
+    assert said.keys() == {"accepted", "rejected", "behind", "ended", "cut", "about"} and all(said.values())
+    assert said["about"].startswith(f"The rule {'is ' if rule == 'own' else ''}{rule}")
     assert rule in said["rejected"] or "{rule}" in said["rejected"]
 
 

@@ -53,10 +53,10 @@ def test_a_chain_of_drafts_reads_what_was_settled():
     verify_program(program)
     rest = 'rule="strict", target_vocab_size=101'
     assert text(lines(program)) == text(f"""
-        emitted, num_emitted, _, accepted, accepted_positions, accepted_rows, _, length, chain =
+        emitted, num_emitted, _, drafter_tokens, accepted_positions, accepted_rows, _, length, chain =
             settle(verified_tokens, window, start, num_forced, eos_ids, shifted=False, chain=2, vocab_size=101)
         position_1 = chain[1]
-        draft_0 = self.draft({STATE}, tokens=accepted, positions=accepted_positions, num_rows=accepted_rows,
+        draft_0 = self.draft({STATE}, tokens=drafter_tokens, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
         token_1 = propose_at_(None, draft_0, length, num_emitted, {KNOBS}, row=0, {rest})
         draft_1 = self.draft({STATE}, tokens=token_1, positions=position_1, num_rows=num_emitted, row=num_emitted)
@@ -88,7 +88,7 @@ def test_a_function_of_ones_own_is_left_alone():
     taken.kwargs = {}
     after = last(program, [FuseStep()])
     left = [n.name for n in after.graph.nodes if n.target in (node.target, taken.target)]
-    assert left == ["accepted", "accepted_rows"]
+    assert left == ["drafter_tokens", "accepted_rows"]
 
 
 def test_rows_that_are_not_known_where_the_tokens_are_cut_are_left_alone():

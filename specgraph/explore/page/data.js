@@ -35,12 +35,23 @@ function statuses(stage, graph) {
   const key = stage + " " + graph;
   if (!known.has(key)) {
     const changes = DATA.stages[stage].changes[graph] || { added: [], moved: [], removed: [], changed: {} };
-    const found = new Map(Object.keys(changes.changed).map((name) => [name, "changed"]));
+    const found = new Map(rewritten(changes).map((name) => [name, "changed"]));
     for (const name of changes.moved) found.set(name, "moved");
     for (const name of changes.added) found.set(name, "added");
     known.set(key, found);
   }
   return known.get(key);
+}
+
+/** The nodes of which a pass changed more than the size of their values. */
+function rewritten(changes) {
+  return Object.keys(changes.changed).filter((name) => changes.changed[name].some((what) => !["shape", "bytes"].includes(what)));
+}
+
+/** Those of which it changed that alone, since it changed what they read. */
+function resized(changes) {
+  const others = new Set(rewritten(changes));
+  return Object.keys(changes.changed).filter((name) => !others.has(name));
 }
 
 /** How many nodes the pass of a stage added, moved, removed and changed, in all graphs. */
@@ -50,7 +61,7 @@ function counts(stage) {
     sum.added += changes.added.length;
     sum.moved += changes.moved.length;
     sum.removed += changes.removed.length;
-    sum.changed += Object.keys(changes.changed).length;
+    sum.changed += rewritten(changes).length;
   }
   return sum;
 }
@@ -81,14 +92,15 @@ function historyOf(stage, graph, name) {
     if (!node || node.made_by !== made) break;
     first = at;
   }
-  const changed = before.filter((at) => at > first && statusOf(at, graph, name) === "changed");
+  const touches = (at) => Object.hasOwn((DATA.stages[at].changes[graph] || { changed: {} }).changed, name);
+  const changed = before.filter((at) => at > first && touches(at));
   let at = stage;
   for (;;) {
     const next = DATA.stages.findIndex((other) => other.before === at);
     if (next < 0) return { made, first, changed, removed: null };
     const changes = DATA.stages[next].changes[graph];
     if (changes && changes.removed.includes(name)) return { made, first, changed, removed: next };
-    if (statusOf(next, graph, name) === "changed") changed.push(next);
+    if (changes && Object.hasOwn(changes.changed, name)) changed.push(next);
     at = next;
   }
 }

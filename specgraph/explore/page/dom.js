@@ -27,11 +27,19 @@ function link(place, text, attributes) {
   return el("a", { href: hashOf(place), ...attributes }, text);
 }
 
+/** A name whose line may end behind an underscore or a dot. */
+function breakable(name) {
+  return name.split(/(?<=[_.])/).map((part) => [part, el("wbr", {})]);
+}
+
 function hashOf(place) {
   return "#" + new URLSearchParams(place).toString();
 }
 
-/** A table with a header row. Cells are strings or elements; cells below a heading that ends in " #" are numbers. */
+/**
+ * A table with a header row. Cells are strings or elements, or {span, value} for one below several headings; cells below a
+ * heading that ends in " #" are numbers.
+ */
 function table(element, headings, rows) {
   const numeric = headings.map((heading) => heading.endsWith(" #"));
   const names = headings.map((heading) => heading.replace(/ #$/, ""));
@@ -40,7 +48,12 @@ function table(element, headings, rows) {
   const head = el("tr", {}, names.map((name, index) => cell("th", name, index)));
   return fill(element, el("thead", {}, head), el("tbody", {}, rows.map((row) => {
     const [attributes, cells] = Array.isArray(row) ? [{}, row] : [row.attributes, row.cells];
-    return el("tr", attributes, cells.map((value, index) => cell("td", value, index)));
+    let at = 0;
+    return el("tr", attributes, cells.map((value) => {
+      const span = value && value.span, index = at;
+      at += span || 1;
+      return span ? el("td", { colspan: span }, value.value) : cell("td", value, index);
+    }));
   })));
 }
 

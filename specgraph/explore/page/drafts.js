@@ -11,15 +11,23 @@ function drawDrafts() {
     return;
   }
   const decoding = trace.steps.filter((step) => !step.prompt);
+  const first = trace.steps.filter((step) => step.prompt).flatMap((step) => step.tokens);
   const emitted = decoding.reduce((sum, step) => sum + step.tokens.length, 0);
   fill(byId("drafts-body"),
-    el("p", {}, `${plural(trace.prompts.length, "sequence")}, ${plural(emitted, "token")} in ${plural(decoding.length, "decode step")}, where a step counts for every sequence in it: `,
-      el("strong", {}, `${number(emitted / Math.max(decoding.length, 1), 2)} tokens per step`), `. The rule is ${trace.about.rule}.`),
+    el("p", {}, `${plural(trace.prompts.length, "sequence")}, ${plural(emitted, "token")} in ${plural(decoding.length, "decode step")}`,
+      trace.prompts.length > 1 ? " (a step counts once for every sequence in it): " : ": ",
+      el("strong", {}, `${number(emitted / Math.max(decoding.length, 1), 2)} tokens per step`), `${errorOf(decoding)}. `,
+      first.length ? `${plural(first.length, "token")} more came with the end of a prompt, before there were drafts.` : ""),
+    el("p", {}, trace.why.about),
+    el("p", { class: "hint" }, "Probabilities of drafts and tokens are those after the temperature, penalties and all other options of the request; of a greedy sequence, those at temperature 1."),
     el("h3", {}, "Accepted per position"), drawAcceptance(trace.acceptance),
     el("h3", { id: "text-title" }, "Along the text"),
-    el("div", { class: "toolbar" }, el("label", { for: "pick-sequence" }, "Sequence"),
+    el("div", { class: "toolbar" },
+      el("label", {}, el("input", { type: "checkbox", id: "only-text", change: (event) => byId("text").classList.toggle("only-text", event.target.checked) }), " only what was emitted"),
+      el("label", { for: "pick-sequence" }, "Sequence"),
       el("select", { id: "pick-sequence", change: (event) => chooseSequence(Number(event.target.value)) },
         trace.prompts.map((prompt, index) => el("option", { value: String(index) }, `${index}: ${visible(prompt).slice(0, 60)}`)))),
+    el("p", { id: "sampling" }),
     el("p", { class: "legend" }, el("span", { class: "swatch accepted" }, "accepted draft"), el("span", { class: "swatch own" }, "token of the target's own"),
       el("span", { class: "swatch rejected" }, "rejected draft"), el("span", { class: "swatch behind" }, "draft that was not considered"),
       " Point at a token, or go through them with Tab and the arrow keys, to read why."),
@@ -28,14 +36,22 @@ function drawDrafts() {
   chooseSequence(0);
 }
 
+/** The standard error of the tokens per step, in words. */
+function errorOf(steps) {
+  if (steps.length < 2) return "";
+  const counted = steps.map((step) => step.tokens.length), mean = counted.reduce((sum, count) => sum + count, 0) / counted.length;
+  const variance = counted.reduce((sum, count) => sum + (count - mean) ** 2, 0) / (counted.length - 1);
+  return ` (standard error ${number(Math.sqrt(variance / counted.length), 2)})`;
+}
+
 /** Bars: the share of steps that accepted the draft at each place, and of those steps that came so far. */
 function drawAcceptance(rows) {
   const bar = (share) => el("span", { class: "bar" }, el("span", { class: "fill", style: `width:${(100 * share).toFixed(1)}%` }));
-  return el("div", { class: "scroll" }, table(el("table", { id: "acceptance" }), ["position", "", "accepted #", "of verified #", "if all before were accepted #"],
+  return el("div", { class: "scroll" }, table(el("table", { id: "acceptance" }), ["draft", "", "share of steps #", "accepted #", "if those before it were #"],
     rows.map((row, place) => {
       const share = row.accepted / Math.max(row.verified, 1);
       return [String(place + 1), bar(share), number(share, 2), `${row.accepted} of ${row.verified}`,
-        row.reached ? number(row.accepted / row.reached, 2) : ""];
+        row.reached ? `${row.accepted} of ${row.reached}, ${number(row.accepted / row.reached, 2)}` : ""];
     })));
 }
 
@@ -45,11 +61,20 @@ function chooseSequence(chosen) {
   const steps = DATA.trace.steps.map((step, index) => ({ step, index })).filter(({ step }) => step.sequence === chosen);
   const spans = steps.map(({ step, index }) => stepSpans(step, index));
   fill(byId("text"), el("span", { class: "prompt", dir: "auto" }, withBreaks(visible(DATA.trace.prompts[chosen]))), spans);
-  fill(byId("why"), el("p", { class: "hint" }, "Choose a draft to keep its explanation here."));
+  fill(byId("sampling"), samplingOf(chosen));
+  fill(byId("why"), el("p", { class: "hint" }, "Choose a token to keep its explanation here."));
   stepsOfSequence = steps;
   drawSteps();
   const first = byId("text").querySelector(".token");
   if (first) first.tabIndex = 0;
+}
+
+/** How the tokens of a sequence were chosen, if the trace says so. */
+function samplingOf(chosen) {
+  const temperature = (DATA.trace.about.temperatures || [])[chosen];
+  if (temperature === undefined) return null;
+  return temperature === 0 ? "Greedy: the target chooses the most probable token."
+    : `Sampled at temperature ${temperature}: the target draws its tokens, with noise that the seed and the position of a token decide.`;
 }
 
 /** The tokens of one step: its accepted drafts, those that were not, and the target's own token. */
@@ -57,7 +82,14 @@ function stepSpans(step, index) {
   const accepted = step.drafts.filter((draft) => draft.verdict === "accepted").length;
   const spans = step.drafts.map((draft, place) => draftSpan(step, index, draft, place));
   step.tokens.slice(accepted).forEach((token, place) => spans.push(ownSpan(step, index, accepted + place)));
-  return el("span", { class: "step", "data-step": step.step }, spans.map((span) => [span, el("wbr", {})])); // lines may end here
+  // A line may end behind a token, and does so behind a line break, which its token shows as an escape.
+  return el("span", { class: "step", "data-step": step.step },
+    spans.map((span) => [span, span.textContent.includes("\\n") && !isUnwritten(span) ? "\n" : el("wbr", {})]));
+}
+
+/** Whether a token is a draft that the step did not emit. */
+function isUnwritten(span) {
+  return !span.classList.contains("accepted") && !span.classList.contains("own");
 }
 
 /** An escape for a line break, and a line break behind it. */
@@ -76,19 +108,29 @@ function emittedToken(step, place) {
 
 function draftSpan(step, index, draft, place) {
   const span = el("bdi", { class: `token ${draft.verdict}`, tabindex: "-1", role: "button", "data-draft": `${index}.${place}` },
-    draft.verdict === "accepted" ? withBreaks(shownToken(draft.token, draft.text)) : shownToken(draft.token, draft.text));
+    shownToken(draft.token, draft.text));
   span.addEventListener("click", () => { location.hash = hashOf({ draft: `${index}.${place}` }); });
   return tip.of(span, () => explainDraft(step, draft, place));
 }
 
 function ownSpan(step, index, place) {
-  const span = el("bdi", { class: "token own", tabindex: "-1" }, withBreaks(emittedToken(step, place)));
+  const span = el("bdi", { class: "token own", tabindex: "-1", role: "button" }, emittedToken(step, place));
   const explain = () => [el("strong", {}, "The target's own token: ", el("bdi", {}, emittedToken(step, place))),
-    step.prompt ? el("div", {}, "It follows the prompt; no draft was verified.") : null,
+    el("div", {}, originOf(step)),
     step.own === null ? null : el("div", {}, `Under the target, its probability was ${percent(step.own)}.`),
     el("div", { class: "hint" }, `Token ${step.tokens[place]}. ${whereOf(step, place)}`), timeOf(step)];
   span.addEventListener("click", () => keep(span, explain()));
   return tip.of(span, explain);
+}
+
+/** How a step came to the token that the target chose by itself. */
+function originOf(step) {
+  if (step.prompt) return "It follows the prompt; no draft was verified.";
+  if (!step.drafts.length) return "The step verified no drafts: the sequence had room for one token only, or no draft was found.";
+  if (step.drafts.every((draft) => draft.verdict === "accepted")) {
+    return "All drafts of the step were accepted, and the same run of the target gives one token more behind them.";
+  }
+  return "It takes the place of the draft that was rejected.";
 }
 
 /** Where a token is that a step emitted, or a draft that it verified, as the `place`th of its kind. */
@@ -132,7 +174,8 @@ function reasonOf(step, draft) {
 }
 
 function percent(value) {
-  return value === 0 || value >= 0.001 ? `${number(100 * value, value >= 0.1 ? 0 : 1)} %` : `${(100 * value).toExponential(1)} %`;
+  if (value >= 0.1 || value === 0) return `${number(100 * value, 0)} %`;
+  return value >= 1e-6 ? `${number(100 * value, value >= 0.001 ? 1 : value >= 0.0001 ? 3 : 5)} %` : `${(100 * value).toExponential(1)} %`;
 }
 
 /** The table of the steps of the sequence, once somebody wants to see it. */
@@ -153,7 +196,7 @@ function chooseDraft(name) {
   if (step.sequence !== sequence) chooseSequence(step.sequence);
   const span = byId("text").querySelector(`[data-draft="${index}.${place}"]`);
   keep(span, explainDraft(step, step.drafts[place], place));
-  span.scrollIntoView({ block: "center" });
+  span.scrollIntoView({ block: "nearest" });
 }
 
 /** Marks a token, and keeps its explanation below the text. */

@@ -13,10 +13,10 @@ function isMinor(node) {
 }
 
 /** The views of a graph: all of it, what the pass changed, what is around the chosen node, or one layer. */
-function viewsOf(stage, graph, name) {
-  const count = graph.nodes.filter((node) => !isMinor(node)).length;
+function viewsOf(stage, graph, name, inputs) {
+  const count = graph.nodes.filter((node) => inputs || !isMinor(node)).length;
   const layers = [...new Set(graph.layers.filter((layer) => layer !== null))];
-  const views = [["all", `all of it (${plural(count, "node")}${count > 4 * MOST_DRAWN ? ", slow" : ""})`]];
+  const views = [["all", `the whole graph (${plural(count, "node")}${count > 4 * MOST_DRAWN ? ", slow" : ""})`]];
   if (statuses(stage, graph.name).size) views.push(["changes", "what this pass touched"]);
   if (name !== undefined) views.push(["around", `around ${name}`]);
   return views.concat(layers.map((layer) => ["layer " + layer, "layer " + layer]));
@@ -62,7 +62,7 @@ function around(graph, name, distance) {
 /** Draws the chosen graph. `place` is {stage, graph, node, view, inputs}, as `main.js` keeps it. */
 function drawGraph(place, choose) {
   const stage = place.stage, graph = graphOf(stage, place.graph);
-  const views = viewsOf(stage, graph, place.node);
+  const views = viewsOf(stage, graph, place.node, place.inputs);
   const view = views.some(([own]) => own === place.view) ? place.view : defaultView(graph, place.node, views);
   const shown = nodesOfView(stage, graph, view, place.node)
     .filter((node) => place.inputs || !isMinor(node) || node.name === place.node);
@@ -85,20 +85,24 @@ function drawTools(place, views, view, choose) {
     el("button", { type: "button", id: "fit", title: "shows the whole drawing", click: () => drawing && drawing.fit(undefined, MARGIN) }, "Fit"),
     el("button", { type: "button", id: "readable", title: "shows labels in a size to be read", click: () => drawing && startReadable() }, "100 %"));
   fill(byId("legend"), "Colours: ", ["added", "moved", "changed"].map((kind) => el("span", { class: "swatch " + kind }, SAID[kind].toLowerCase())),
-    el("span", { class: "swatch same" }, "as before"), " Drag to move, scroll to zoom, click a node for details.");
+    el("span", { class: "swatch same" }, "not touched by this pass"), "In a thick frame: a call of a module. In a dashed oval: an input or a weight. Drag to move, scroll to zoom, click a node for details.");
 }
 
 function drawNodeTable(stage, graph, shown, name) {
-  byId("node-table-title").textContent = `Nodes of this view: ${shown.length} of ${graph.nodes.length}`;
+  const minor = graph.nodes.filter(isMinor).length, left = minor && !shown.some((node) => isMinor(node) && node.name !== name);
+  byId("node-table-title").textContent = `Nodes of this view: ${shown.length} of ${graph.nodes.length}`
+    + (left ? ` (${minor} inputs, weights, sizes and items of tuples are left out unless asked for above)` : "");
   const rows = shown.map((node) => {
     const status = statusOf(stage, graph.name, node.name);
     return {
       attributes: { class: node.name === name ? "chosen" : null },
-      cells: [el("span", { class: status }, SIGNS[status] || ""), nodeLink(stage, graph.name, node.name), shortCall(node),
-        node.made_by || "", node.shape || "", bytes(node.size), bytes(weightBytes(stage, graph.name, node))],
+      cells: [el("span", { class: status }, SIGNS[status] || ""), nodeLink(stage, graph.name, node.name), breakable(shortCall(node)),
+        breakable(node.made_by || ""), node.shape || "", bytes(node.size), bytes(weightBytes(stage, graph.name, node))],
     };
   });
   table(byId("node-table"), ["", "node", "calls", "made by", "shape", "bytes #", "weights read #"], rows);
+  const chosen = byId("node-table").querySelector("tr.chosen"), box = byId("node-table").parentElement;
+  if (chosen) box.scrollTop = chosen.offsetTop - box.clientHeight / 2;
 }
 
 let drawn = ""; // What the drawing shows; another node of it can be chosen without laying it out again.
@@ -124,6 +128,7 @@ function isInView(node) {
 
 function layOut(stage, graph, shown, names) {
   if (drawing) drawing.destroy();
+  tip.hide(); // That of a node which is no longer drawn would stay.
   const elements = shown.map((node) => ({
     data: { id: node.name, ...labelOf(node) },
     classes: [statusOf(stage, graph.name, node.name) || "same", node.op].join(" "),

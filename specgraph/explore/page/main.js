@@ -15,6 +15,7 @@ function choose(change) {
 
 /** Follows the address: #stage=NAME, #stage=NAME&graph=NAME&node=NAME, #node=NAME, #draft=N.M, or a section. */
 function follow() {
+  tip.hide();
   show();
   document.body.dataset.shown = location.hash;
 }
@@ -84,12 +85,21 @@ function search(text) {
   return [...found.values()].sort((a, b) => rank(a) - rank(b));
 }
 
+/** What is said of a node that is last in a stage: by what pass it was removed. */
+function goneAfter(stage) {
+  const next = DATA.stages.find((other) => other.before === stage);
+  return next ? `, removed by ${next.name}` : "";
+}
+
 function showFound() {
   const text = byId("search").value, found = search(text);
-  const items = found.slice(0, 40).map(({ stage, graph, node }) => el("li", {}, nodeLink(stage, graph, node.name),
-    el("span", { class: "hint" }, ` ${graph}, made by ${node.made_by || "nobody known"}${stage < DATA.stages.length - 1 ? `, last in ${DATA.stages[stage].name}` : ""}`)));
-  const wanted = text.trim().toLowerCase(), exact = found.length && found[0].node.name.toLowerCase() === wanted;
+  const wanted = text.trim().toLowerCase(), named = ({ node }) => node.name.toLowerCase().includes(wanted);
+  const item = ({ stage, graph, node }) => el("li", {}, nodeLink(stage, graph, node.name),
+    el("span", { class: "hint" }, ` ${graph === "step" ? "step graph" : `module ${graph}`}, made by ${node.made_by || "nobody known"}${goneAfter(stage)}`));
+  const first = found.slice(0, 40), items = first.filter(named).map(item), others = first.filter((one) => !named(one)).map(item);
+  if (others.length) items.push(el("li", { class: "hint heading" }, "Nodes that call it, read it or were made by it"), ...others);
   const passes = DATA.stages.filter((stage) => wanted && stage.name.includes(wanted));
+  const exact = found.length && found[0].node.name.toLowerCase() === wanted;
   items.splice(exact ? 1 : 0, 0, ...passes.map((stage) => el("li", {}, link({ stage: stage.name }, stage.name), el("span", { class: "hint" }, " what this pass did"))));
   if (found.length > 40) items.push(el("li", { class: "hint" }, `${found.length - 40} more`));
   if (!items.length && wanted) items.push(el("li", { class: "hint" }, "No node and no pass has that."));
@@ -105,6 +115,11 @@ function begin() {
   drawTime();
   draw();
   byId("search").addEventListener("input", showFound);
+  byId("search").addEventListener("focus", (event) => {
+    event.target.select();
+    showFound();
+  });
+  byId("canvas").addEventListener("mouseleave", tip.hide); // The drawing says nothing when the mouse leaves it from a node.
   byId("searching").addEventListener("submit", (event) => {
     event.preventDefault();
     const first = byId("found").querySelector("a");

@@ -30,14 +30,48 @@ function madeBy(history) {
 function facts(stage, graph, node) {
   const weights = weightBytes(stage, graph, node);
   const rows = [
-    ["calls", el("code", {}, node.calls)],
-    ["code", el("code", {}, node.code)],
+    [KINDS[node.op] || "calls", el("code", {}, node.calls)],
+    doesOf(node) ? ["does", doesOf(node)] : null,
+    node.op === "placeholder" ? null : ["code", el("code", {}, node.code)],
     node.line === undefined ? null : ["model's source", el("code", { id: "line" }, node.line)],
     ["shape", node.shape ? el("code", {}, node.shape) : "not known"],
+    itemsOf(stage, graph, node),
+    lettersOf(node) ? ["letters", el("span", { class: "hint" }, lettersOf(node))] : null,
     ["bytes", node.bytes === undefined ? "not known" : bytesOf(node)],
     weights === null ? null : ["weights read", bytes(weights)],
   ].filter((row) => row !== null);
   return el("dl", {}, rows.map(([term, value]) => [el("dt", {}, term), el("dd", {}, value)]));
+}
+
+const KINDS = { placeholder: "input", get_attr: "weight", call_module: "calls the module", output: "output" };
+
+/** What a node is for, by the text that documents its function. */
+function doesOf(node) {
+  if (node.op === "placeholder") return "A value that the step, or the module, is given: state of the sequences, or what an outer graph computed.";
+  return (DATA.about.functions || {})[node.calls];
+}
+
+/** The items of a tuple: the shape of each, and the node that takes it. */
+function itemsOf(stage, graph, node) {
+  if (!node.items || node.op === "placeholder") return null;
+  const own = graphOf(stage, graph);
+  const takers = (own.users.get(node.name) || []).map((name) => own.named.get(name).node).filter((user) => shortCall(user) === "getitem");
+  const taker = (index) => takers.find((user) => user.code.endsWith(`[${index}]`));
+  return ["items", el("ol", { class: "items", start: "0" }, node.items.map((shape, index) => el("li", {}, el("code", {}, shape), " ",
+    taker(index) ? nodeLink(stage, graph, taker(index).name) : takers.length ? el("span", { class: "hint" }, "not read") : null)))];
+}
+
+const LETTERS = {
+  B: "sequences whose state is kept", b: "sequences of this call", T: "rows of a sequence in this call: its last token and the drafts",
+  S: "positions of a sequence", N: "blocks of the cache", M: "blocks of a sequence", E: "EOS ids", W: "forbidden or biased words",
+  R: "packed rows of all sequences",
+};
+
+/** What the letters of a node's shape stand for. */
+function lettersOf(node) {
+  const text = [node.shape, ...(node.items || [])].join(" ");
+  const used = Object.keys(LETTERS).filter((letter) => new RegExp(`\\b${letter}\\b`).test(text));
+  return used.map((letter) => `${letter}: ${LETTERS[letter]}`).join("; ");
 }
 
 function bytesOf(node) {

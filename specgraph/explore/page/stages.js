@@ -7,6 +7,7 @@ const SAID = {
   moved: "Moved here from another graph",
   removed: "Removed",
   changed: "Changed",
+  resized: "The same, with a value of another size",
 };
 
 function drawStageList(chosen) {
@@ -16,10 +17,18 @@ function drawStageList(chosen) {
     const misses = (stage.near_misses || []).length;
     return {
       attributes: { class: index === chosen ? "chosen" : null, "aria-current": index === chosen ? "true" : null },
-      cells: [String(index), link({ stage: stage.name }, stage.name), ...cells, misses ? String(misses) : ""],
+      cells: [String(index), link({ stage: stage.name }, stage.name), ...(idle(stage) || cells), misses ? String(misses) : ""],
     };
   });
   table(byId("stage-list"), ["", "stage", "added #", "moved #", "removed #", "changed #", "near misses #"], rows);
+}
+
+/** In place of numbers, for a pass that changed no node: why, in its own words. */
+function idle(stage) {
+  if (stage.pass === undefined || Object.keys(stage.changes).length) return null;
+  const said = (stage.notes || []).map(String).find((note) => note.length < 80);
+  const text = stage.matches ? `${plural(stage.matches, "place")}, but no node changed` : `did nothing${said ? ": " + said : ""}`;
+  return [{ span: Object.keys(SIGNS).length, value: el("span", { class: "hint idle" }, text) }];
 }
 
 function drawStage(index) {
@@ -52,15 +61,17 @@ function nearMisses(misses) {
 function drawChanges(index, graph, changes) {
   const before = DATA.stages[index].before;
   const gone = DATA.stages[index].graphs[graph] === undefined ? " (this graph is gone)" : "";
-  const parts = Object.keys(SIGNS).map((kind) => {
-    const names = kind === "changed" ? Object.keys(changes.changed) : changes[kind];
+  const made = new Set(changes.added);
+  const parts = [...Object.keys(SIGNS), "resized"].map((kind) => {
+    const names = kind === "changed" ? rewritten(changes) : kind === "resized" ? resized(changes) : changes[kind];
     if (!names.length) return null;
     const at = kind === "removed" ? before : index;
     const items = names.map((name) => el("li", {},
       nodeLink(at, graph, name, { class: kind }),
-      kind === "changed" ? el("span", { class: "hint" }, " " + changes.changed[name].join(", ")) : null));
-    return el("details", { open: names.length <= 12 },
-      el("summary", { class: kind }, `${SIGNS[kind]} ${SAID[kind]}: ${plural(names.length, "node")}`),
+      kind === "changed" ? el("span", { class: "hint" }, " " + changes.changed[name].join(", ")) : null,
+      kind === "removed" && made.has(name) ? el("span", { class: "hint" }, " made anew") : null));
+    return el("details", { open: names.length <= 24 && kind !== "resized" },
+      el("summary", { class: kind }, `${SIGNS[kind] || ""} ${SAID[kind]}: ${plural(names.length, "node")}`),
       el("ul", { class: "names" }, items));
   });
   return el("div", { class: "changes" }, el("h4", {}, graph === "step" ? "step graph" : `module ${graph}`, gone), parts);
@@ -69,7 +80,7 @@ function drawChanges(index, graph, changes) {
 /** A link to a node, with its code and shape while it is pointed at. */
 function nodeLink(stage, graph, name, attributes) {
   const node = nodeOf(stage, graph, name);
-  const anchor = link({ stage: DATA.stages[stage].name, graph, node: name }, name, attributes);
+  const anchor = link({ stage: DATA.stages[stage].name, graph, node: name }, breakable(name), attributes);
   return node ? tip.of(anchor, () => nodeTip(node)) : anchor;
 }
 

@@ -13,6 +13,7 @@ function drawTime() {
   const limit = times.bandwidth === null ? "No bandwidth is known, so there is no limit to compare with; give bandwidth=GB/s."
     : `The limit is the time in which a memory of ${number(times.bandwidth / 1e9, 1)} GB/s (${times.source}) delivers the bytes that the step must read: the weights of every call, and the keys and values of the context.`;
   fill(body, el("p", {}, sentence(times)), outside(times),
+    el("p", { class: "hint" }, "Only whole steps are timed. What a call takes is not measured, but the last table of this page has what each call must read, and how long that takes at least."),
     el("p", { class: "hint" }, limit + " Steps that ended a prompt have no limit here. A step's time is that from the end of the step before it."),
     el("div", { id: "plot", role: "img", "aria-label": "Time of each step in milliseconds, and its limit. The table below has the numbers." }),
     el("details", {}, el("summary", {}, "Every step as a table"), el("div", { class: "scroll tall" }, timesTable(times))),
@@ -50,12 +51,13 @@ function timesTable(times) {
 /** What the calls of one step read, as the dump says it. */
 function readsTable() {
   if (!DATA.calls.length) return null;
-  const rows = DATA.calls.map((call) => [call.node, call.module,
-    bytes(call.reads.weights.reduce((sum, [size]) => sum + size, 0)),
+  const last = DATA.stages.length - 1;
+  const bandwidth = DATA.trace && DATA.trace.times.bandwidth, all = (call) => call.reads.weights.reduce((sum, [size]) => sum + size, 0);
+  const rows = DATA.calls.map((call) => [nodeLink(last, "step", call.node), call.module, bytes(all(call)), ...(bandwidth ? [number(1000 * all(call) / bandwidth, 3)] : []),
     call.reads.caches.map(([size, window]) => bytes(size) + (window === null ? "" : ` (window ${window})`)).join(", ")]);
   return el("div", {}, el("h3", {}, "What one step reads"),
     el("p", { class: "hint" }, "One row for each call of a module in the step graph."),
-    el("div", { class: "scroll" }, table(el("table", {}), ["call", "module", "weights #", "keys and values per token of context #"], rows)));
+    el("div", { class: "scroll" }, table(el("table", {}), ["call", "module", "weights #", ...(bandwidth ? ["ms at least for these #"] : []), "keys and values per token of context #"], rows)));
 }
 
 function drawPlot() {
@@ -64,12 +66,19 @@ function drawPlot() {
   const rows = DATA.trace.times.rows;
   const decoding = rows.map((row) => (row.prompt ? null : row.ms)), prompts = rows.map((row) => (row.prompt ? row.ms : null));
   const limits = rows.map((row) => row.limit_ms);
-  const axis = (label) => ({ label, stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } });
+  const axis = (label, more) => ({ label, stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") }, ...more });
+  const seen = (values) => values.some((value) => value !== null && value <= highest(DATA.trace.times));
+  const whole = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // Steps have no fractions.
   const points = (label, name) => ({ label, stroke: colour(name), width: 0, paths: () => null, points: { show: true, size: 5, fill: colour(name) } });
+  const series = [
+    [points("ms, decoding", "--accent"), decoding],
+    seen(prompts) ? [points("ms, with a prompt", "--edge"), prompts] : null,
+    [{ label: "limit, ms", stroke: colour("--rejected"), width: 2, points: { show: false } }, limits],
+  ].filter((one) => one !== null);
   plot = new uPlot({
     width: byId("plot").clientWidth, height: 280,
-    scales: { x: { time: false }, y: { range: [0, 1.05 * highest(DATA.trace.times)] } },
-    axes: [axis("step"), axis("ms")],
-    series: [{ label: "step" }, points("ms, decoding", "--accent"), points("ms, with a prompt", "--edge"), { label: "limit, ms", stroke: colour("--rejected"), width: 2, points: { show: false } }],
-  }, [rows.map((row) => row.step), decoding, prompts, limits], byId("plot"));
+    scales: { x: { time: false, range: (_, low, high) => [low - 0.5, high + 0.5] }, y: { range: [0, 1.15 * highest(DATA.trace.times)] } },
+    axes: [axis("step", { incrs: whole }), axis("ms")],
+    series: [{ label: "step" }, ...series.map(([look]) => look)],
+  }, [rows.map((row) => row.step), ...series.map(([, values]) => values)], byId("plot"));
 }
