@@ -24,8 +24,9 @@ WHY = {
         REJECTED,
         "probabilistic",
     ): "Under the rule probabilistic, a draft is accepted with probability min(1, p/q), where "
-    "p is its probability under the target and q the one it was drawn with (1 if it was looked up). That was {ratio}, "
-    "and the draw was against it. The target then drew {own} from what its distribution has beyond the drafter's.",
+    "p is its probability under the target, {p}, and q the one it was drawn with, {q} (1 if it was looked up). That "
+    "was {ratio}, and the draw was against it. The target then drew {own} from what its distribution has beyond the "
+    "drafter's.",
     (REJECTED, "block"): "The rule block decides about the drafts of a step together and keeps the longest prefix that "
     "one of its draws accepts. That prefix ends before this draft. The target then drew {own}.",
     (REJECTED, "typical"): "The rule typical accepts a draft whose probability under the target is high enough for the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
+from specgraph.runtime.arguments import STRUCTURE
 from specgraph.runtime.engine import Engine
 from specgraph.runtime.following import Followers
 from specgraph.runtime.outputs import Room, SessionStats
@@ -22,6 +24,10 @@ from specgraph.runtime.requests import EosIds
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.stopping import Stopping
 
+_OWN = frozenset({"max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed"})
+"""Parameters of ``submit`` itself."""
+_SLOW = STRUCTURE | {"stop_strings"}
+"""Arguments of which the reading can take a second: a grammar is compiled, or a vocabulary read."""
 _PATIENCE = 0.1
 """Seconds after which a thread that waits for sequences looks whether anybody still waits for it."""
 
@@ -132,18 +138,10 @@ class Session:
                 session is closed.
             BusyError: as many sequences wait for a row as the session lets wait.
         """
-        self._check_open()
-        if others.get("tokenizer") is None:
-            others["tokenizer"] = self._giving.tokenizer
-        call = self._reader.one(
-            prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, seed=seed, others=others,
-        )  # fmt: skip
-        with self._news:
-            number, self._numbers = self._numbers, self._numbers + 1
-        self._submit(number, call)
-        self._wake()
-        return number
+        return self._add(self._read(
+            prompt, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature,
+            top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        ))  # fmt: skip
 
     async def follow(self, prompt: Tensor | Sequence[int], **options: Any) -> AsyncGenerator[Event, None]:
         """Submit a sequence, and give its events up to the last. Whoever stops before that cancels the sequence. ::
@@ -156,13 +154,17 @@ class Session:
 
         Args:
             prompt: as for :meth:`submit`.
-            options: as for :meth:`submit`, which is called when the first event is asked for.
+            options: as for :meth:`submit`. The sequence is submitted when the first event is asked for. Stop strings
+                and structure are prepared in a thread, since that can take as long as many steps.
 
         Raises:
             InputError: as for :meth:`submit`, or the session was closed before the sequence had ended.
             BusyError: as for :meth:`submit`.
         """
-        async with contextlib.aclosing(self._followers.follow(lambda: self.submit(prompt, **options))) as events:
+        others = {name: value for name, value in options.items() if name not in _OWN}
+        read = functools.partial(self._read, prompt, others, **{name: options[name] for name in _OWN & options.keys()})
+        call = await asyncio.to_thread(read) if _SLOW & options.keys() else read()
+        async with contextlib.aclosing(self._followers.follow(lambda: self._add(call))) as events:
             async for event in events:
                 yield event
 
@@ -265,8 +267,24 @@ class Session:
         if self._closed:
             raise InputError("The session is closed; open another one with decoder.session().")
 
+    def _read(self, prompt: Tensor | Sequence[int], others: dict[str, Any], **own: Any) -> Call:
+        """Check what :meth:`submit` was given, and prepare what follows the sequence. May run in any thread."""
+        self._check_open()
+        if others.get("tokenizer") is None:
+            others["tokenizer"] = self._giving.tokenizer
+        return self._reader.one(prompt, others=others, **own)
+
+    def _add(self, call: Call) -> int:
+        """Give a sequence to the engine, and return its id."""
+        self._check_open()
+        with self._news:
+            number, self._numbers = self._numbers, self._numbers + 1
+        self._submit(number, call)
+        self._wake()
+        return number
+
     def _submit(self, number: int, call: Call) -> None:
-        """Give a sequence to the engine. What its events need is there before the first of them can be."""
+        """What its events need is there before the first of them can be."""
         (request,) = call.batch.requests
         self._stopping.add(number, request, call.criteria)
         if self._giving.texts:

@@ -53,9 +53,10 @@ def cells(page: Browser, selector: str) -> list[list[str]]:
 
 def percent(value: float) -> str:
     """A probability as the page writes it."""
-    if value < 0.001:
+    if 0 < value < 1e-6:
         return f"{100 * value:.1e} %".replace("e-0", "e-")
-    return f"{100 * value:.{0 if value >= 0.1 else 1}f} %"
+    digits = next((digits for digits in range(4) if value >= 10.0 ** -(digits + 1)), 5)
+    return f"{100 * value:.{digits if value else 0}f} %"
 
 
 def steps_with(made: Made, verdict: str) -> list[tuple[int, int, dict[str, Any]]]:
@@ -84,7 +85,7 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
         go(page, f"#stage=index_rows&graph=step&node={node.name}")
         assert page.text("#node h3") == node.name and f"Introduced by the pass {made_by}." in page.text("#made-by")
         around = [*(read.name for read in node.all_input_nodes), *(user.name for user in node.users)]
-        assert sorted(page.texts("#node ul.names a")) == sorted(around)
+        assert sorted(page.texts("#node ul.names:not(.before) a")) == sorted(around)
         assert node.meta["shape"] in page.texts("#node dd")
 
 
@@ -98,6 +99,16 @@ def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: 
     assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl").replace("B: ", "")
     go(page, "#stage=index_rows&graph=step&node=seeds")
     assert "input" in page.texts("#node dt") and "code" not in page.texts("#node dt")
+
+
+def test_a_node_says_what_was_there_before_and_what_took_its_place(page: Browser, made: Made) -> None:
+    removed = next(stage for stage in made.data["stages"] if stage["name"] == "fuse_step")["changes"]["step"]["removed"]
+    go(page, "#node=settled")
+    assert page.texts("#node .before a") == removed and "emitted" in removed
+    go(page, "#node=emitted")
+    assert page.texts("#node .before a") == ["emitted"]
+    go(page, "#stage=fuse_verify&graph=step&node=emitted")
+    assert "removed by fuse_step, which made emitted anew: settled[0]" in page.texts("#node li")
 
 
 def test_a_pass_that_did_nothing_says_why(page: Browser, made: Made) -> None:
@@ -154,7 +165,7 @@ def test_a_node_is_found_by_typing(page: Browser) -> None:
     assert look_for(page, "verification") == "verification"
     arrive(page, "node=verification")
     assert "Introduced by the pass fuse_verify" in page.text("#made-by")
-    assert page.text("#node ul").splitlines()[-1] in ("still there in the last stage",)
+    assert page.text("#node ul:not(.names)").splitlines()[-1] in ("still there in the last stage",)
 
 
 def test_another_search_begins_with_what_was_typed_last(page: Browser) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from typing import Any
 
 import pytest
 
@@ -102,3 +104,56 @@ def test_what_submit_refuses_the_first_event_refuses(decoder: SpeculativeDecoder
             assert session.room.followed == 0
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_slow_preparation_keeps_nobody_waiting(
+    decoder: SpeculativeDecoder, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one sequence reads its stop strings, another one decodes to its end."""
+    ended, order = threading.Event(), list[str]()
+
+    def read(strings: list[str], tokenizer: object, seconds: object) -> list[object]:
+        if strings:
+            assert ended.wait(60), "the event loop was held up"
+        return []
+
+    monkeypatch.setattr("specgraph.runtime.reading.stop_criteria", read)
+
+    async def follow(session: Session, name: str, **options: Any) -> list[int]:
+        events = [event async for event in session.follow(PROMPTS[0], **OPTIONS[0], **options)]
+        order.append(name)
+        return [token for event in events for token in event.tokens]
+
+    async def run() -> list[list[int]]:
+        with decoder.session() as session:
+            slow = asyncio.ensure_future(follow(session, "slow", stop_strings=["a"]))
+            quick = await follow(session, "quick")
+            ended.set()
+            return [quick, await slow]
+
+    assert asyncio.run(asyncio.wait_for(run(), 120)) == [alone[0], alone[0]]
+    assert order == ["quick", "slow"]
+
+
+def test_a_session_that_closes_during_the_preparation_says_so(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, closed = threading.Event(), threading.Event()
+
+    def read(*_: object) -> list[object]:
+        begun.set()
+        assert closed.wait(60)
+        return []
+
+    monkeypatch.setattr("specgraph.runtime.reading.stop_criteria", read)
+
+    async def run() -> None:
+        session = decoder.session()
+        first = asyncio.ensure_future(anext(session.follow(PROMPTS[0], stop_strings=["a"])))
+        await asyncio.to_thread(begun.wait, 60)
+        session.close()
+        closed.set()
+        with pytest.raises(InputError, match="The session is closed"):
+            await first
+
+    asyncio.run(asyncio.wait_for(run(), 120))

@@ -21,11 +21,15 @@ function drawDrafts() {
     el("p", {}, trace.why.about),
     el("p", { class: "hint" }, "Probabilities of drafts and tokens are those after the temperature, penalties and all other options of the request; of a greedy sequence, those at temperature 1."),
     el("h3", {}, "Accepted per position"), drawAcceptance(trace.acceptance),
+    el("p", { class: "hint" }, "Considered are the drafts of which all before them in the step were accepted. A sequence that is near its limit of tokens gets fewer drafts, or none."),
     el("h3", { id: "text-title" }, "Along the text"),
     el("div", { class: "toolbar" },
       el("label", {}, el("input", { type: "checkbox", id: "only-text", change: (event) => byId("text").classList.toggle("only-text", event.target.checked) }), " only what was emitted"),
       el("label", { for: "pick-sequence" }, "Sequence"),
-      el("select", { id: "pick-sequence", change: (event) => chooseSequence(Number(event.target.value)) },
+      el("select", { id: "pick-sequence", change: (event) => {
+        history.replaceState(null, "", "#drafts"); // A draft of another sequence is not what is shown.
+        chooseSequence(Number(event.target.value));
+      } },
         trace.prompts.map((prompt, index) => el("option", { value: String(index) }, `${index}: ${visible(prompt).slice(0, 60)}`)))),
     el("p", { id: "sampling" }),
     el("p", { class: "legend" }, el("span", { class: "swatch accepted" }, "accepted draft"), el("span", { class: "swatch own" }, "token of the target's own"),
@@ -47,7 +51,7 @@ function errorOf(steps) {
 /** Bars: the share of steps that accepted the draft at each place, and of those steps that came so far. */
 function drawAcceptance(rows) {
   const bar = (share) => el("span", { class: "bar" }, el("span", { class: "fill", style: `width:${(100 * share).toFixed(1)}%` }));
-  return el("div", { class: "scroll" }, table(el("table", { id: "acceptance" }), ["draft", "", "share of steps #", "accepted #", "if those before it were #"],
+  return el("div", { class: "scroll" }, table(el("table", { id: "acceptance" }), ["draft", "", "share #", "accepted of those made #", "accepted of those considered #"],
     rows.map((row, place) => {
       const share = row.accepted / Math.max(row.verified, 1);
       return [String(place + 1), bar(share), number(share, 2), `${row.accepted} of ${row.verified}`,
@@ -139,7 +143,9 @@ function whereOf(step, place) {
 }
 
 function timeOf(step) {
-  return el("div", { class: "hint" }, `The step took ${number(1000 * step.seconds, 2)} ms.`);
+  const ms = 1000 * step.seconds, usual = DATA.trace.times.median_ms;
+  const first = usual !== null && ms > 20 * usual ? " The first steps of a process compile what they run." : "";
+  return el("div", { class: "hint" }, `The step took ${number(ms, 2)} ms.${first}`);
 }
 
 const VERDICTS = { accepted: "accepted", rejected: "rejected", behind: "not considered", ended: "not considered", cut: "not needed" };
@@ -169,13 +175,16 @@ function reasonOf(step, draft) {
   const own = place < step.tokens.length ? emittedToken(step, place).trim() : "";
   const ratio = draft.target === null ? "not known" : percent(Math.min(1, draft.target / (draft.draft === null ? 1 : draft.draft)));
   const parts = DATA.trace.why[draft.verdict].split(/(\{\w+\})/);
-  const values = { "{own}": () => ["\u201c", el("bdi", { class: "quoted" }, own), "\u201d"], "{ratio}": () => ratio, "{rule}": () => String(DATA.trace.about.rule) };
+  const values = { "{own}": () => ["\u201c", el("bdi", { class: "quoted" }, own), "\u201d"], "{ratio}": () => ratio, "{p}": () => (draft.target === null ? "not known" : percent(draft.target)),
+    "{q}": () => (draft.draft === null ? "1" : percent(draft.draft)), "{rule}": () => String(DATA.trace.about.rule) };
   return parts.map((part) => (Object.hasOwn(values, part) ? values[part]() : part));
 }
 
+/** A probability as two digits or more, without a power of ten unless it is tiny. */
 function percent(value) {
-  if (value >= 0.1 || value === 0) return `${number(100 * value, 0)} %`;
-  return value >= 1e-6 ? `${number(100 * value, value >= 0.001 ? 1 : value >= 0.0001 ? 3 : 5)} %` : `${(100 * value).toExponential(1)} %`;
+  if (value > 0 && value < 1e-6) return `${(100 * value).toExponential(1)} %`;
+  const digits = [0.1, 0.01, 0.001, 0.0001].findIndex((least) => value >= least);
+  return `${number(100 * value, value === 0 ? 0 : digits < 0 ? 5 : digits)} %`;
 }
 
 /** The table of the steps of the sequence, once somebody wants to see it. */
@@ -196,7 +205,7 @@ function chooseDraft(name) {
   if (step.sequence !== sequence) chooseSequence(step.sequence);
   const span = byId("text").querySelector(`[data-draft="${index}.${place}"]`);
   keep(span, explainDraft(step, step.drafts[place], place));
-  span.scrollIntoView({ block: "nearest" });
+  if (!span.matches(":hover")) span.scrollIntoView({ block: "center" }); // The page stays where somebody has just clicked.
 }
 
 /** Marks a token, and keeps its explanation below the text. */

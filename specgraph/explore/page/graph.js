@@ -85,13 +85,13 @@ function drawTools(place, views, view, choose) {
     el("button", { type: "button", id: "fit", title: "shows the whole drawing", click: () => drawing && drawing.fit(undefined, MARGIN) }, "Fit"),
     el("button", { type: "button", id: "readable", title: "shows labels in a size to be read", click: () => drawing && startReadable() }, "100 %"));
   fill(byId("legend"), "Colours: ", ["added", "moved", "changed"].map((kind) => el("span", { class: "swatch " + kind }, SAID[kind].toLowerCase())),
-    el("span", { class: "swatch same" }, "not touched by this pass"), "In a thick frame: a call of a module. In a dashed oval: an input or a weight. Drag to move, scroll to zoom, click a node for details.");
+    el("span", { class: "swatch same" }, "not touched, or only of another size"), "In a thick frame: a call of a module. In a dashed oval: an input or a weight. Drag to move, scroll to zoom, click a node for details.");
 }
 
 function drawNodeTable(stage, graph, shown, name) {
-  const minor = graph.nodes.filter(isMinor).length, left = minor && !shown.some((node) => isMinor(node) && node.name !== name);
+  const minor = graph.nodes.filter(isMinor), left = minor.filter((node) => !shown.includes(node)).length;
   byId("node-table-title").textContent = `Nodes of this view: ${shown.length} of ${graph.nodes.length}`
-    + (left ? ` (${minor} inputs, weights, sizes and items of tuples are left out unless asked for above)` : "");
+    + (left ? ` (${left} inputs, weights, sizes and items of tuples are left out unless asked for above)` : "");
   const rows = shown.map((node) => {
     const status = statusOf(stage, graph.name, node.name);
     return {
@@ -102,7 +102,7 @@ function drawNodeTable(stage, graph, shown, name) {
   });
   table(byId("node-table"), ["", "node", "calls", "made by", "shape", "bytes #", "weights read #"], rows);
   const chosen = byId("node-table").querySelector("tr.chosen"), box = byId("node-table").parentElement;
-  if (chosen) box.scrollTop = chosen.offsetTop - box.clientHeight / 2;
+  if (chosen) box.scrollTop = chosen.offsetTop - byId("node-table").tHead.offsetHeight;
 }
 
 let drawn = ""; // What the drawing shows; another node of it can be chosen without laying it out again.

@@ -11,7 +11,7 @@ function drawNode(stage, graph, name) {
   }
   const history = historyOf(stage, graph, name);
   fill(byId("node"), el("h3", {}, node.name), madeBy(history), facts(stage, graph, node),
-    life(graph, node, history), neighbours(stage, graph, node));
+    insteadOfNodes(graph, node, history), life(graph, node, history), neighbours(stage, graph, node));
 }
 
 /** The sentence that answers which pass introduced the node. */
@@ -84,11 +84,27 @@ function sizesOf(formula) {
   return Object.entries(DATA.sizes).filter(([letter]) => formula.includes(letter)).map(([letter, size]) => `${letter} = ${size}`).join(", ");
 }
 
+/** The nodes that the pass removed from the graph when it made this one, which replaces some of them. */
+function insteadOfNodes(graph, node, history) {
+  const first = DATA.stages[history.first], changes = first.changes[graph];
+  if (first.pass !== history.made || !changes || !changes.added.includes(node.name) || !changes.removed.length) return null;
+  const same = changes.removed.includes(node.name), others = same ? [node.name] : changes.removed;
+  return [el("h4", {}, "Before"), el("p", { class: "hint" }, same ? `The pass removed another node of this name:` : `The pass removed these nodes of the graph:`),
+    el("ul", { class: "names before" }, others.map((name) => el("li", {}, nodeLink(first.before, graph, name))))];
+}
+
+/** By what pass a node was removed, and the node of the same name that this pass made. */
+function removal(graph, node, removed) {
+  const stage = DATA.stages[removed], again = statusOf(removed, graph, node.name) === "added";
+  return el("li", {}, "removed by ", link({ stage: stage.name }, stage.name),
+    again ? [", which made ", nodeLink(removed, graph, node.name), " anew: ", el("code", {}, nodeOf(removed, graph, node.name).code.slice(0, 80))] : null);
+}
+
 function life(graph, node, history) {
   const changed = history.changed.map((at) => el("li", {}, "changed by ", link({ stage: DATA.stages[at].name }, DATA.stages[at].name),
     el("span", { class: "hint" }, " (" + (DATA.stages[at].changes[graph].changed[node.name] || []).join(", ") + ")")));
   const removed = history.removed === null ? el("li", {}, "still there in the last stage")
-    : el("li", {}, "removed by ", link({ stage: DATA.stages[history.removed].name }, DATA.stages[history.removed].name));
+    : removal(graph, node, history.removed);
   return [el("h4", {}, "Later"), el("ul", {}, changed, removed)];
 }
 
