@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
@@ -40,7 +41,7 @@ from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.own_file import KEY, own_file
 from specgraph.cli.writers import TEXT, notes
 from specgraph.config.errors import OPEN, allowed_at, check_keys, did_you_mean, keys
-from specgraph.errors import ConfigError, SpecgraphError
+from specgraph.errors import ConfigError, SpecgraphError, SpecgraphWarning
 
 TEXTS = ("prompt", "template")
 """Keys whose values are taken literally, so that commas and brackets in them need no second pair of quotes. In a sweep,
@@ -105,7 +106,12 @@ class _Run:
         """Let Hydra compose the configuration and call :meth:`job`, once or for every point of a sweep."""
         compose = hydra.main(version_base="1.3", config_path="pkg://specgraph.conf", config_name=self.name)
         try:
-            with tempfile.TemporaryDirectory() as scratch, _command_line(self.name, overrides, scratch), shared_store():
+            with (
+                tempfile.TemporaryDirectory() as scratch,
+                _command_line(self.name, overrides, scratch),
+                shared_store(),
+                _plain_warnings(),
+            ):
                 compose(_task(self))()
         except SystemExit as exit_:
             return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -144,6 +150,24 @@ def _task(run: _Run) -> Callable[[DictConfig], None]:
         run.job(cfg)
 
     return task
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A context in which a warning of this package is a sentence, without the line of our source that gave it."""
+    usual = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        plain = issubclass(category, SpecgraphWarning)
+        return f"warning: {message}\n" if plain else usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 @contextlib.contextmanager

@@ -113,6 +113,13 @@ def test_a_folder_that_is_not_for_a_dump_is_refused_before_compiling(
     assert compiled == []
 
 
+def test_a_warning_is_a_sentence(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["dump", f"model={model}", "lowering=gpu", "out=graphs", "debug.self_check=false"]
+    run = "import sys, specgraph.cli; sys.exit(specgraph.cli.main(sys.argv[1:]))"
+    assert subprocess.run([sys.executable, "-c", run, *given], check=False).returncode == 0
+    assert "\nwarning: lowering=gpu was asked for, and the target is on a CPU" in f"\n{capfd.readouterr().err}"
+
+
 def test_a_pass_too_early_names_the_one_to_run_first(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = "pipeline.order=[insert_verify,insert_draft]"
     assert main(["dump", f"model={model}", "debug.self_check=false", order]) == 2
