@@ -38,7 +38,15 @@ def _digest() -> bytes:
 
 
 def compile_module(module: nn.Module) -> Any:
-    """``module`` compiled by Inductor, for sizes that may change, when it is first called."""
+    """``module`` compiled by Inductor, for sizes that may change, when it is first called.
+
+    Calls do not look whether its weights are of the same shapes and dtypes as before, which takes some hundred guards:
+    :class:`~specgraph.runtime.watch.Watch` has done so for the model, and no pass changes a module that runs.
+    """
     if isinstance(module, fx.GraphModule):
         _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
-    return torch.compile(module, dynamic=True, options={"post_grad_custom_pre_pass": _OurOps()})
+    options: dict[str, Any] = {
+        "post_grad_custom_pre_pass": _OurOps(),
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+    }
+    return torch.compile(module, dynamic=True, options=options)

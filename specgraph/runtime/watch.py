@@ -146,7 +146,8 @@ def _of_others(hooks: Mapping[int, Any]) -> dict[int, Any]:
 
 def _describe(tensor: Tensor) -> dict[str, object]:
     """What a step takes for granted of a tensor, by what is done to it when it changes."""
-    return {"moved": tensor.device, "converted": tensor.dtype, "resized": [*tensor.shape]}
+    layout = [*tensor.stride()]  # compiled code takes it for granted
+    return {"moved": tensor.device, "converted": tensor.dtype, "resized": [*tensor.shape], "laid out anew": layout}
 
 
 def _read(program: Program) -> frozenset[int]:

@@ -69,6 +69,21 @@ def test_inductor_gives_the_tokens_of_eager():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.usefixtures("torch_compile")
+def test_compiled_modules_read_the_weights_that_the_model_has_now():
+    """Calls do not check weights, so they must read whatever is written into them or takes the place of their data."""
+    model, prompts = make_model("llama", dtype=torch.float64, num_hidden_layers=1), ragged_prompts((3, 9))
+    inductor = compiled(model, k=2, lowering={"name": "inductor"})
+    seen = [inductor.generate(prompts, max_new_tokens=12).new_tokens]
+    for change in (lambda p: p.data.copy_(p.data.flip(0)), lambda p: setattr(p, "data", p.data.roll(3, -1))):
+        for parameter in model.parameters():
+            change(parameter)
+        fresh = compiled(model, k=2, lowering={"name": "eager"}).generate(prompts, max_new_tokens=12).new_tokens
+        seen.append(inductor.generate(prompts, max_new_tokens=12).new_tokens)
+        assert all(map(torch.equal, seen[-1], fresh)) and not all(map(torch.equal, seen[-1], seen[-2]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def test_on_a_cpu_a_prompt_runs_through_the_modules_as_they_are(monkeypatch: pytest.MonkeyPatch):
     """A decode step has 3 rows per sequence; a module with at most twice as many is compiled."""
     compiled_widths: list[int] = []

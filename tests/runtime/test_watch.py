@@ -104,6 +104,13 @@ def elsewhere(model: Any) -> Callable[[], None]:
     return lambda: model.lm_head._parameters.update(weight=weight)
 
 
+def transposed(model: Any) -> Callable[[], None]:
+    weight = model.lm_head.weight
+    before = weight.data
+    weight.data = before.t().contiguous().t()
+    return lambda: setattr(weight, "data", before)
+
+
 def removed(model: Any) -> Callable[[], None]:
     layer = model.model.layers[0]
     norm = layer._modules.pop("input_layernorm")
@@ -143,6 +150,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Callable[[], None]], str]] = {
     "shorter": (shorter, r"lm_head.weight was resized from \[101, 32\] to \[50, 32\]"),
     "resize_token_embeddings": (resized, "lm_head was replaced by a Linear"),
     "dtype": (half, "model.embed_tokens.weight was converted from torch.float64 to torch.float16"),
+    "strides": (transposed, r"lm_head.weight was laid out anew from \[32, 1\] to \[1, 101\]"),
     "device": (elsewhere, "lm_head.weight was moved from cpu to meta"),
     "a layer less": (removed, "model.layers.0.input_layernorm was removed"),
     "forward": (forward, "model.layers.1.self_attn.v_proj got another forward method"),
