@@ -50,12 +50,8 @@ class IndexRows(Pass):
             with program.graph.inserting_before(program.graph.output_node()):
                 program.call(step.scatter_state_, rows, written, [own[node] for node in written], name="scatter_state_")
         program.inputs.update({name: _of_call(spec) for name, spec in program.inputs.items()})
-        return PassResult(
-            len(own),
-            notes=(
-                f"the rows of {len(own)} small buffers are read by index, those of {len(written)} are written back",
-            ),
-        )
+        note = f"the rows of {len(own)} small buffers are read by index, those of {len(written)} are written back"
+        return PassResult(len(own), notes=(note,))
 
 
 def gathered(program: Program, name: str) -> fx.Node:

@@ -42,9 +42,7 @@ class ParallelDraft(Pass):
         drafter = program.drafter
         if not (drafter.parallel if self.enabled is None else self.enabled):
             said = (
-                "this head drafts one token after the other"
-                if drafter.chained
-                else "there is no chain of calls of one head"
+                "one draft is made after the other" if drafter.chained else "there is no chain of calls of one drafter"
             )
             return PassResult(0, notes=(said,))
         if "verify" in program.facts:

@@ -565,7 +565,7 @@ def test_a_checkpoint_by_its_path(tmp_path: Path) -> None:
     folder = released(tmp_path / "head", random_tensors())
     config = {**CONFIG, "draft": {"num_speculative_tokens": 3}}
     tested = specgraph.compile_speculative(target(), config, draft=folder)
-    for text in ("drafted by medusa, K = 3", "1 draft calls per step", "there is no chain of calls of one head",
+    for text in ("drafted by medusa, K = 3", "1 draft calls per step", "there is no chain of calls of one drafter",
                  f"draft: medusa in the medusa layout, {folder}"):  # fmt: skip
         assert text in tested.report()
     assert _tokens(tested) == _plain_tokens()

@@ -96,7 +96,7 @@ def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: 
     takers = {user.args[1]: user.name for user in node.users}
     expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(node.meta["outputs"])]
     assert page.texts("#node .items li") == expected and len(expected) == 9
-    assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl").replace("B: ", "")
+    assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl")
     go(page, "#stage=index_rows&graph=step&node=seeds")
     assert "input" in page.texts("#node dt") and "code" not in page.texts("#node dt")
 

@@ -48,7 +48,8 @@ const KINDS = { placeholder: "input", get_attr: "weight", call_module: "calls th
 /** What a node is for, by the text that documents its function. */
 function doesOf(node) {
   if (node.op === "placeholder") return "A value that the step, or the module, is given: state of the sequences, or what an outer graph computed.";
-  return (DATA.about.functions || {})[node.calls];
+  const functions = DATA.about.functions || {};
+  return Object.hasOwn(functions, node.calls) ? functions[node.calls] : undefined;
 }
 
 /** The items of a tuple: the shape of each, and the node that takes it. */
@@ -62,8 +63,9 @@ function itemsOf(stage, graph, node) {
 }
 
 const LETTERS = {
-  B: "sequences whose state is kept", b: "sequences of this call", T: "rows of a sequence in this call: its last token and the drafts",
-  S: "positions of a sequence", N: "blocks of the cache", M: "blocks of a sequence", E: "EOS ids", W: "forbidden or biased words",
+  B: "sequences whose state is kept (before index_rows, those of a call)", b: "sequences of this call",
+  T: "rows of a sequence in this call: its last token and the drafts", S: "the longest sequence", N: "pages of the cache",
+  M: "pages of a sequence", E: "EOS ids of a sequence", W: "tokens of the words that a sequence has biases for",
   R: "packed rows of all sequences",
 };
 
