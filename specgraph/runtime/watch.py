@@ -60,7 +60,8 @@ class Watch:
         self._places: list[dict[str, Any]] = [tensors for _, tensors, _ in held]
         self._keys = [key for *_, key in held]
         self._ids = [*map(id, self._tensors())]
-        self._described = [*map(_describe, self._tensors())]
+        self._looks = _describe_layout if last.compiled else _describe
+        self._described = [*map(self._looks, self._tensors())]
         self._pointers = self._pointers_now()
         # A CUDA graph reads memory. Without one, a step reads tensors, and so the memory that they have got since.
         self._followed = frozenset[int]() if last.captured else _read(last)
@@ -131,7 +132,7 @@ class Watch:
                 yield f"{name} was removed"
                 continue
             for how, was in before.items():
-                now = _describe(tensor)[how]
+                now = self._looks(tensor)[how]
                 if was != now:
                     yield f"{name} was {how} from {was} to {now}"
             if tensor.data_ptr() != pointer and (id(tensor) != own or own not in self._followed):
@@ -146,8 +147,12 @@ def _of_others(hooks: Mapping[int, Any]) -> dict[int, Any]:
 
 def _describe(tensor: Tensor) -> dict[str, object]:
     """What a step takes for granted of a tensor, by what is done to it when it changes."""
-    layout = [*tensor.stride()]  # compiled code takes it for granted
-    return {"moved": tensor.device, "converted": tensor.dtype, "resized": [*tensor.shape], "laid out anew": layout}
+    return {"moved": tensor.device, "converted": tensor.dtype, "resized": [*tensor.shape]}
+
+
+def _describe_layout(tensor: Tensor) -> dict[str, object]:
+    """The same where Inductor has compiled for the strides, which ``lower_kernels`` of another decoder may change."""
+    return {**_describe(tensor), "laid out anew": [*tensor.stride()]}
 
 
 def _read(program: Program) -> frozenset[int]:

@@ -320,10 +320,10 @@ def test_the_whole_step_with_a_draft_model_reads_as_a_page():
             posterior_threshold=0.09, posterior_alpha=0.3, acceptance_rate=0.7, logprobs="none")
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
         num_emitted = count_emitted(emitted)
-        accepted = draft_inputs(window, emitted, vocab_size=101)
-        accepted_positions = row_positions(start, accepted)
+        drafter_tokens = draft_inputs(window, emitted, vocab_size=101)
+        accepted_positions = row_positions(start, drafter_tokens)
         accepted_rows = catch_up_rows(num_emitted)
-        draft_0 = self.draft({state}, tokens=accepted, positions=accepted_positions, num_rows=accepted_rows,
+        draft_0 = self.draft({state}, tokens=drafter_tokens, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
         token_1 = propose_(None, draft_0, start, num_emitted, {knobs}, row=0, {rule})
         position_1 = chain_positions(start, num_emitted, 1)

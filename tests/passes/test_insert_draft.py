@@ -22,8 +22,8 @@ BEFORE = """
     logits = self.lm_head(hidden)
 """
 ACCEPTED = """
-    accepted = draft_inputs(window, emitted, vocab_size=101)
-    accepted_positions = row_positions(start, accepted)
+    drafter_tokens = draft_inputs(window, emitted, vocab_size=101)
+    accepted_positions = row_positions(start, drafter_tokens)
     accepted_rows = catch_up_rows(num_emitted)
 """
 STATE = "block_table=block_table, max_length=max_length, caches=draft_caches"
@@ -45,7 +45,7 @@ def test_none_adds_the_emitted_tokens_as_inputs_and_nothing_else():
 def test_history_drafters_record_what_was_emitted_and_are_called_once():
     program = drafted("ngram")
     assert text(body(program)) == text(BEFORE + ACCEPTED + """
-        step_record_tokens_(history, accepted, accepted_positions, accepted_rows, rows)
+        step_record_tokens_(history, drafter_tokens, accepted_positions, accepted_rows, rows)
         length = history_length(start, num_emitted)
         proposals = lookup_ngrams(history, rows, length, num_speculative_tokens=2, max_ngram=3, min_ngram=1)
         return logits, proposals
@@ -60,7 +60,7 @@ def test_a_draft_model_catches_up_and_is_called_once_per_further_draft(rule: str
     draw = "start, num_emitted, temperature, seeds, top_k, top_p, min_p"
     end = f'rule="{rule}", target_vocab_size=101' + ("" if kept == "None" else ", rows=rows")
     assert text(body(program)) == text(BEFORE + ACCEPTED + f"""
-        draft_0 = self.draft({STATE}, tokens=accepted, positions=accepted_positions, num_rows=accepted_rows,
+        draft_0 = self.draft({STATE}, tokens=drafter_tokens, positions=accepted_positions, num_rows=accepted_rows,
             row=num_emitted)
         token_1 = propose_({kept}, draft_0, {draw}, row=0, {end})
         position_1 = chain_positions(start, num_emitted, 1)

@@ -104,13 +104,6 @@ def elsewhere(model: Any) -> Callable[[], None]:
     return lambda: model.lm_head._parameters.update(weight=weight)
 
 
-def transposed(model: Any) -> Callable[[], None]:
-    weight = model.lm_head.weight
-    before = weight.data
-    weight.data = before.t().contiguous().t()
-    return lambda: setattr(weight, "data", before)
-
-
 def removed(model: Any) -> Callable[[], None]:
     layer = model.model.layers[0]
     norm = layer._modules.pop("input_layernorm")
@@ -150,7 +143,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Callable[[], None]], str]] = {
     "shorter": (shorter, r"lm_head.weight was resized from \[101, 32\] to \[50, 32\]"),
     "resize_token_embeddings": (resized, "lm_head was replaced by a Linear"),
     "dtype": (half, "model.embed_tokens.weight was converted from torch.float64 to torch.float16"),
-    "strides": (transposed, r"lm_head.weight was laid out anew from \[32, 1\] to \[1, 101\]"),
     "device": (elsewhere, "lm_head.weight was moved from cpu to meta"),
     "a layer less": (removed, "model.layers.0.input_layernorm was removed"),
     "forward": (forward, "model.layers.1.self_attn.v_proj got another forward method"),
@@ -292,3 +284,16 @@ def test_an_attached_model_that_a_pipeline_has_converted_says_so() -> None:
     model.to(torch.float64)  # as a pipeline moves its model to the first GPU
     with pytest.raises(InputError, match=f"was converted from torch.float32 to torch.float64 {AGAIN}"):
         generate("w5 w6", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_other_strides_are_followed_unless_code_was_compiled_for_them(lowering: str) -> None:
+    model = double_model("llama", 0)
+    decoder = compiled(model, lowering={"name": lowering, "remainder": lowering})
+    weight = model.lm_head.weight
+    weight.data = weight.data.t().contiguous().t()
+    if lowering == "eager":
+        assert len(decoder.generate(PROMPTS, max_new_tokens=NEW).new_tokens) == len(PROMPTS)
+        return
+    with pytest.raises(InputError, match=r"lm_head.weight was laid out anew from \[32, 1\] to \[1, 101\]"):
+        decoder.generate(PROMPTS, max_new_tokens=NEW)
