@@ -25,7 +25,7 @@ from specgraph.cli.decode_prompts import (
     encode,
 )
 from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
-from specgraph.cli.loading import check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
+from specgraph.cli.loading import check_drafts, check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
 from specgraph.cli.prompts import read_prompts
 from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
@@ -238,7 +238,6 @@ def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) ->
     """Whole answers beside transformers' own: the ratio of each of our decoders to ``generate``, by its name."""
     from specgraph.bench import run
     from specgraph.bench.cpu import GENERATE
-    from specgraph.bench.drafts import check_drafts
 
     check_drafts(options.drafts)
     prompts, model = _file_prompts(options, options.num_decoded), _bench_model(options, device, dtype)
@@ -249,7 +248,6 @@ def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) ->
 def _bench_tune(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
     """Tokens per second of everything that was compared, by its name."""
     from specgraph.bench import run
-    from specgraph.bench.drafts import check_drafts
     from specgraph.bench.tune import check_tune
 
     check_tune(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -11,9 +12,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
 from specgraph.compiler.compile import FALLBACK_MAX_LENGTH
-from specgraph.config import Config
+from specgraph.config import Config, group_choices
 from specgraph.config.errors import did_you_mean
 from specgraph.config.paths import did_you_mean_path
+from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from specgraph.runtime.requests import Limits
 
@@ -57,6 +59,29 @@ def check_folder(name: str, key: str = "model") -> None:
         raise ConfigError(f"{key} is empty; give the folder or name of a causal LM.")
     if is_missing_folder(name):
         raise ConfigError(f"{key}={name}: there is no such folder{did_you_mean_path(name)}.")
+
+
+def check_drafts(drafts: Iterable[str]) -> None:
+    """Refuse drafts that cannot be read, before anything is measured.
+
+    Raises:
+        ConfigError: one is neither the name of a drafter, nor the path of a checkpoint, nor the name of a model.
+    """
+    names = group_choices("draft")
+    for draft in drafts:
+        if draft in names:
+            continue
+        if Path(draft).expanduser().exists():
+            open_checkpoint(draft)
+            continue
+        check_folder(draft, "drafts")
+        try:
+            AutoConfig.from_pretrained(draft)
+        except DAMAGED as error:
+            raise ConfigError(
+                f"drafts={draft}: there is no such drafter{did_you_mean(draft, names)} and no such folder, and no "
+                f"model can be had by this name ({why_not_loaded(error)}); give {', '.join(names)}, or a folder."
+            ) from error
 
 
 @functools.lru_cache(maxsize=1)

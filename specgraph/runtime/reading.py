@@ -149,7 +149,8 @@ class Reader:
 
     def one(
         self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
-        seed: int | None = None, others: Mapping[str, Any], **sampling: Any,
+        temperature: float | None = None, top_k: int | None = None, top_p: float | None = None,
+        min_p: float | None = None, seed: int | None = None, **others: Any,
     ) -> Call:  # fmt: skip
         """A checked call of ``submit``, whose seed is used as it is.
 
@@ -160,8 +161,9 @@ class Reader:
         """
         seeds = None if seed is None else [seed]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         check_names(others, ARGUMENTS | STRUCTURE | {"tokenizer", "stop_strings", "max_time"}, "submit")
-        return self.call([_one_prompt(prompt)], None, others, **options, **sampling)
+        return self.call([_one_prompt(prompt)], None, others, **options)
 
     def _hosts(
         self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from specgraph.runtime.requests import EosIds
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.stopping import Stopping
 
-_OWN = frozenset({"max_new_tokens", "eos_token_id", "temperature", "top_k", "top_p", "min_p", "seed"})
-"""Parameters of ``submit`` itself."""
 _SLOW = STRUCTURE | {"stop_strings"}
 """Arguments of which the reading can take a second: a grammar is compiled, or a vocabulary read."""
 _PATIENCE = 0.1
@@ -139,8 +136,8 @@ class Session:
             BusyError: as many sequences wait for a row as the session lets wait.
         """
         return self._add(self._read(
-            prompt, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature,
-            top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+            prompt, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, temperature=temperature, top_k=top_k,
+            top_p=top_p, min_p=min_p, seed=seed, **others,
         ))  # fmt: skip
 
     async def follow(self, prompt: Tensor | Sequence[int], **options: Any) -> AsyncGenerator[Event, None]:
@@ -161,9 +158,10 @@ class Session:
             InputError: as for :meth:`submit`, or the session was closed before the sequence had ended.
             BusyError: as for :meth:`submit`.
         """
-        others = {name: value for name, value in options.items() if name not in _OWN}
-        read = functools.partial(self._read, prompt, others, **{name: options[name] for name in _OWN & options.keys()})
-        call = await asyncio.to_thread(read) if _SLOW & options.keys() else read()
+        if _SLOW & options.keys():
+            call = await asyncio.to_thread(self._read, prompt, **options)
+        else:
+            call = self._read(prompt, **options)
         async with contextlib.aclosing(self._followers.follow(lambda: self._add(call))) as events:
             async for event in events:
                 yield event
@@ -267,12 +265,12 @@ class Session:
         if self._closed:
             raise InputError("The session is closed; open another one with decoder.session().")
 
-    def _read(self, prompt: Tensor | Sequence[int], others: dict[str, Any], **own: Any) -> Call:
+    def _read(self, prompt: Tensor | Sequence[int], **options: Any) -> Call:
         """Check what :meth:`submit` was given, and prepare what follows the sequence. May run in any thread."""
         self._check_open()
-        if others.get("tokenizer") is None:
-            others["tokenizer"] = self._giving.tokenizer
-        return self._reader.one(prompt, others=others, **own)
+        if options.get("tokenizer") is None:
+            options["tokenizer"] = self._giving.tokenizer
+        return self._reader.one(prompt, **options)
 
     def _add(self, call: Call) -> int:
         """Give a sequence to the engine, and return its id."""
