@@ -7,6 +7,7 @@ positions from ``position_ids``, can be traced, but decodes wrongly with a cache
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 
 import torch
@@ -35,6 +36,10 @@ EXPERTS = torch.ops.specgraph.expert_linear.default
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """The largest relative difference of a hidden state that is allowed, ``|a - b| / |b|`` per row. Norms and rotary
 embeddings run in float32 even in a float64 model. A wrong mask or position gives differences of 0.05 to 1."""
+LOGIT_ROWS = 8
+"""The number of last tokens whose logits are compared. A row of logits depends on that row's hidden state alone (tracing
+refuses other heads), and hidden states are compared for all tokens. With a vocabulary of 262,144, the logits of all
+tokens would take several times the memory of a small model's weights."""
 
 
 def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config) -> str:
@@ -111,17 +116,19 @@ def _own_forward(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
     # transformers' recurrent functions compute in float32, which a check in float64 would take for a mistake.
     exact = hooked_recurrence(own) if model.dtype == torch.float64 else contextlib.nullcontext()
     with exact:
-        out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True)
-    return [*out.hidden_states, out.logits]
+        keep = {"logits_to_keep": LOGIT_ROWS} if "logits_to_keep" in inspect.signature(own.forward).parameters else {}
+        out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **keep)
+    return [*out.hidden_states, out.logits[:, -LOGIT_ROWS:]]
 
 
 def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> list[Tensor]:
-    """Every hidden state and the logits, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache."""
+    """Every hidden state, computed in chunks of 1, 2, 3, 5, 8, ... rows with a cache, and the last logits."""
     layers = tuple(range(traced.info.num_layers + 1))
     passes = [ExposeFeatures(layers), InsertKVCache(block_size), InsertRecurrentState()]
     program = list(run_passes(first_program(traced, NoDrafter()), passes)[0].values())[-1]
-    features = program.with_role("feature")
-    program.set_output(*features, program.one("logits"))
+    logits = program.one("logits")
+    program.set_output(*program.with_role("feature"), *logits.all_input_nodes)
+    program.graph.erase_node(logits)
     length = tokens.shape[1]
     blocks = -(-length // block_size)
     state = allocate(program, {"B": 1, "M": blocks, "N": blocks}, traced.info.device)
@@ -129,7 +136,8 @@ def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> lis
         # The pages are in reverse order, so that code which ignores the block table gives wrong results.
         state["block_table"].copy_(torch.arange(blocks - 1, -1, -1).unsqueeze(0))
     state["max_length"].fill_(length)
-    return [torch.cat(parts, dim=1) for parts in zip(*_chunks(program, state, tokens), strict=True)]
+    *features, hidden = (torch.cat(parts, dim=1) for parts in zip(*_chunks(program, state, tokens), strict=True))
+    return [*features, program.modules.unchanged["lm_head"](hidden[:, -LOGIT_ROWS:])]
 
 
 def _chunks(program: Program, state: State, tokens: Tensor) -> list[tuple[Tensor, ...]]:
