@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from specgraph import kernels
+from specgraph.ir.regions import WEIGHT, cut_at_layers
+
+MOST_LAYOUTS = 256
+"""The most layouts of inputs that a module remembers. Sizes of a cache change with the requests."""
 
 
 class _OurOps(CustomGraphPass):
@@ -37,16 +46,147 @@ def _digest() -> bytes:
     return digest
 
 
-def compile_module(module: nn.Module) -> Any:
+def compile_module(module: nn.Module) -> nn.Module:
     """``module`` compiled by Inductor, for sizes that may change, when it is first called.
 
-    Calls do not look whether its weights are of the same shapes and dtypes as before, which takes some hundred guards:
-    :class:`~specgraph.runtime.watch.Watch` has done so for the model, and no pass changes a module that runs.
+    Layers that are alike are compiled once (:mod:`specgraph.ir.regions`), for all decoders of the process.
     """
-    if isinstance(module, fx.GraphModule):
-        _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
-    options: dict[str, Any] = {
-        "post_grad_custom_pre_pass": _OurOps(),
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-    }
-    return torch.compile(module, dynamic=True, options=options)
+    cut = cut_at_layers(module, _compile_region) if isinstance(module, fx.GraphModule) else module
+    return Compiled(module) if cut is module else cut
+
+
+_regions: WeakValueDictionary[Hashable, nn.Module] = WeakValueDictionary()
+"""The regions that some decoder of this process still uses, by what they compute."""
+
+
+def _compile_region(key: Hashable, region: fx.GraphModule) -> nn.Module:
+    """A region compiled by Inductor, or the one with the same key that was compiled before."""
+    known = _regions.get(key)
+    if known is None:
+        _regions[key] = known = Compiled(region)
+    return known
+
+
+class Compiled(nn.Module):
+    """A module that runs through ``torch.compile``.
+
+    Dynamo checks every input of every call, which costs as much as the work of a small layer. A call whose inputs have
+    the layout of an earlier call therefore goes straight to the function that Inductor made for that one. Weights are
+    not checked then: :class:`~specgraph.runtime.watch.Watch` has done so for the model, and no pass changes a module
+    that runs.
+    """
+
+    _is_impure = True  # it may write a cache, as the module does, so dead-code elimination keeps its calls
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._num_weights = 0
+        if isinstance(module, fx.GraphModule):
+            _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
+            names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+            self._num_weights = sum(name.startswith(WEIGHT) for name in names)
+        options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        self._checked = torch.compile(module, backend=_inductor, dynamic=True, options=options)
+        self._direct: dict[Hashable, _DirectCall] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. Inputs are tensors, tuples of tensors and plain values.
+
+        It stands in the place of torch's own ``__call__``, which looks for hooks.
+        """
+        inputs: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            inputs.extend(value) if isinstance(value, tuple) else inputs.append(value)
+        layouts = map(_layout, inputs[: len(inputs) - self._num_weights])
+        key = (*kwargs, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *layouts)
+        direct = self._direct.get(key)
+        if direct is not None:
+            return direct(inputs)
+        with _noting() as noted:
+            results = self._checked(*args, **kwargs)
+        direct = _direct_call(inputs, noted, results)
+        if direct is not None:
+            if len(self._direct) >= MOST_LAYOUTS:
+                self._direct.clear()
+            self._direct[key] = direct
+        return results
+
+
+class _Noted(NamedTuple):
+    """A call of a function that Inductor has made."""
+
+    function: Callable[..., Sequence[Any]]
+    arguments: tuple[Any, ...]
+    results: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class _DirectCall:
+    """What Dynamo does around a function for inputs of one layout.
+
+    Attributes:
+        function: takes ``arguments`` and returns a sequence.
+        arguments: each is the index of an input and None, or -1 and a value that is always the same.
+        results: indices into what the function returns and the inputs behind that; a single one if the module returns
+            no tuple.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    arguments: tuple[tuple[int, Any], ...]
+    results: int | tuple[int, ...]
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        found = self.function(*[value if index < 0 else inputs[index] for index, value in self.arguments])
+        if isinstance(self.results, int):
+            return found[self.results]
+        return tuple([found[index] if index < len(found) else inputs[index - len(found)] for index in self.results])
+
+
+def _direct_call(inputs: Sequence[Any], noted: Sequence[_Noted], results: Any) -> _DirectCall | None:
+    """The direct call that does what this one did; None if that is not to be told."""
+    if len(noted) != 1:
+        return None  # nothing is compiled, or Dynamo has cut the module
+    (call,) = noted
+    places = {id(value): index for index, value in enumerate(inputs) if isinstance(value, Tensor)}
+    if len(places) < sum(isinstance(value, Tensor) for value in inputs):
+        return None  # one tensor is two inputs, and the next time they may be two
+    arguments = tuple((place, None) if (place := places.get(id(a), -1)) >= 0 else (-1, a) for a in call.arguments)
+    known = {id(value): index for index, value in reversed([*enumerate([*call.results, *inputs])])}
+    returned = results if isinstance(results, tuple) else (results,)
+    if any(not isinstance(value, Tensor) or id(value) not in known for value in returned):
+        return None
+    found = tuple(known[id(value)] for value in returned)
+    return _DirectCall(call.function, arguments, found if isinstance(results, tuple) else found[0])
+
+
+def _layout(value: Any) -> Hashable:
+    """What compiled code may rely on of an input."""
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+_notes = threading.local()
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[_Noted]]:
+    """The calls of compiled functions that this thread makes meanwhile."""
+    before, _notes.calls = getattr(_notes, "calls", None), []
+    try:
+        yield _notes.calls
+    finally:
+        _notes.calls = before
+
+
+def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """Inductor as a backend of Dynamo, whose functions note their calls."""
+    from torch._inductor.compile_fx import compile_fx  # takes a second
+
+    function = compile_fx(graph, inputs, config_patches={"post_grad_custom_pre_pass": _OurOps()})
+
+    def noting(*arguments: Any) -> Sequence[Any]:
+        results: Sequence[Any] = function(*arguments)
+        if getattr(_notes, "calls", None) is not None:
+            _notes.calls.append(_Noted(function, arguments, results))
+        return results
+
+    return noting

@@ -1,0 +1,174 @@
+"""Cuts a traced model into regions at its layers, so that layers that are alike share one region.
+
+A model of 24 equal layers is traced as one graph in which the nodes of a layer stand 24 times. A compiler would work on
+each copy. :func:`cut_at_layers` finds the layers by the hidden states between them, which tracing has marked, and gives
+each its own graph. The weights of a layer become inputs of its graph, so equal layers have equal graphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx, nn
+
+from specgraph.ir.graphs import get_attribute, new_module
+
+WEIGHT = "weight_"
+"""How the names of inputs begin that are weights."""
+
+
+class Region(nn.Module):
+    """A region with the weights of one place in the model. It is called with all other inputs."""
+
+    def __init__(self, shared: nn.Module, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.shared, self.weights = shared, [*weights]
+
+    def __call__(self, *values: Any) -> Any:
+        """What the region returns, a tuple. Torch's own ``__call__`` would look for hooks, of which there are none."""
+        return self.shared(*values, *self.weights)
+
+
+@dataclass
+class _Part:
+    """The nodes of a region in order, what they read from elsewhere, and what others read of them."""
+
+    nodes: list[fx.Node]
+    values: list[fx.Node]
+    weights: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+def cut_at_layers(module: fx.GraphModule, make: Callable[[Hashable, fx.GraphModule], nn.Module]) -> fx.GraphModule:
+    """``module`` with a call of a :class:`Region` for every layer, for what is in front of the layers and what is behind.
+
+    ``make`` gives the module that regions share, from a graph without weights of its own and a key. Equal keys mean
+    equal graphs, also if they come from different modules; ``make`` is called once for each key of this module. If no
+    two layers are alike, the result is ``module`` itself.
+    """
+    parts = _parts(module)
+    described = [_describe(module, part, f"region_{index}") for index, part in enumerate(parts)]
+    if len({key for key, _ in described}) == len(parts):
+        return module
+    shared: dict[Hashable, nn.Module] = {}
+    root, graph = nn.Module(), fx.Graph()
+    own: dict[fx.Node, fx.Node] = {}
+
+    def outer(node: fx.Node) -> fx.Node:
+        if node not in own:
+            own[node] = graph.node_copy(node, outer)
+        return own[node]
+
+    for node in module.graph.find_nodes(op="placeholder"):
+        outer(node)
+    for index, (part, (key, alone)) in enumerate(zip(parts, described, strict=True)):
+        if key not in shared:
+            shared[key] = make(key, alone)
+        weights = [get_attribute(module, str(node.target)) for node in part.weights]
+        root.add_module(f"region_{index}", Region(shared[key], weights))
+        result = graph.call_module(f"region_{index}", tuple(map(outer, part.values)))
+        for place, node in enumerate(part.outputs):
+            own[node] = graph.call_function(operator.getitem, (result, place))
+    graph.output(fx.map_arg(module.graph.output_node().args[0], outer))
+    return new_module(root, graph, type(module).__name__)
+
+
+def _parts(module: fx.GraphModule) -> list[_Part]:
+    """What depends on no hidden state, every layer, and what is behind the last one, as far as there is any."""
+    levels: dict[fx.Node, int] = {}
+    groups: dict[int, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        level = max((levels[read] for read in node.all_input_nodes), default=-1)
+        if not _is_outside(node) and not _is_size(node):
+            groups.setdefault(level, []).append(node)
+        levels[node] = max(level, node.meta.get("hidden_state", -1))
+    _sink(groups)
+    return [_part(groups[level]) for level in sorted(groups)]
+
+
+def _sink(groups: dict[int, list[fx.Node]]) -> None:
+    """Move what depends on no hidden state into the layer that reads it, if only one does.
+
+    Of the angles of rotary embeddings, for instance, every layer makes views of its own.
+    """
+    layer_of = {node: level for level, nodes in groups.items() for node in nodes}
+    for node in reversed(groups.get(-1, [])):
+        readers = {layer_of.get(user, -1) for user in node.users if not _is_size(user)}
+        if len(readers) == 1 and "hidden_state" not in node.meta:
+            (layer_of[node],) = readers
+    groups.clear()
+    for node, level in layer_of.items():
+        groups.setdefault(level, []).append(node)
+
+
+def _is_outside(node: fx.Node) -> bool:
+    """Whether the node computes nothing: it is an input, a weight, the output, or one item of an input."""
+    if node.op != "call_function":
+        return True
+    return node.target is operator.getitem and all(read.op == "placeholder" for read in node.all_input_nodes)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether the node is a number that follows from sizes. Every region computes these again from its own inputs."""
+    return isinstance(node.meta.get("val"), SymInt | int)
+
+
+def _part(nodes: list[fx.Node]) -> _Part:
+    inside = set(nodes)
+    read = [node for node in dict.fromkeys(read for node in nodes for read in _read(node)) if node not in inside]
+    outputs = [node for node in nodes if any(user not in inside and not _is_size(user) for user in node.users)]
+    weights = [node for node in read if node.op == "get_attr"]
+    return _Part(nodes, [node for node in read if node.op != "get_attr"], weights, outputs)
+
+
+def _read(node: fx.Node) -> Iterable[fx.Node]:
+    """What a node reads; of a size, what it is the size of."""
+    for read in node.all_input_nodes:
+        yield from _read(read) if _is_size(read) else (read,)
+
+
+def _describe(module: fx.GraphModule, part: _Part, name: str) -> tuple[Hashable, fx.GraphModule]:
+    """A region as a module without weights, and a key that regions share exactly if they compute the same."""
+    graph, key = fx.Graph(), list[Hashable]()
+    own: dict[fx.Node, fx.Node] = {}
+    for node in part.values:
+        own[node] = graph.placeholder(f"value_{len(own)}")
+        key.append(_kind(node.meta.get("val")))
+    for node in part.weights:
+        own[node] = graph.placeholder(f"{WEIGHT}{len(own)}")
+        key.append(_kind(get_attribute(module, str(node.target))))
+    numbers = {node: index for index, node in enumerate(own)}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in own:
+            own[node] = graph.node_copy(node, copied)
+            numbers[node] = len(numbers)
+            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda read: _Number(numbers[read]))
+            key.append((node.target, repr(arguments)))
+        return own[node]
+
+    for node in part.nodes:
+        copied(node)
+    graph.output(tuple(own[node] for node in part.outputs))
+    key.append(tuple(numbers[node] for node in part.outputs))
+    return tuple(key), new_module(nn.Module(), graph, name)
+
+
+def _kind(value: Any) -> Hashable:
+    """What compiled code relies on of an input. Symbolic sizes are all alike, since they may change."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if any(isinstance(size, SymInt) for size in value.shape):
+        return value.dtype, value.device, value.dim()
+    return type(value), value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Stands for a node in a key."""
+
+    index: int
