@@ -1,102 +1,153 @@
 """Decode real questions with the shipped models, by transformers and by specgraph, and show what happened.
 
-On a CPU with a C++ compiler, specgraph compiles in the first request, which takes minutes for all drafts, once.
-``TORCH_COMPILE_DISABLE=1`` leaves that out.
+On a CPU with a C++ compiler, specgraph compiles in the first request to each decoder. Later runs find what was compiled
+in the cache of PyTorch. ``TORCH_COMPILE_DISABLE=1`` leaves compiling out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 import specgraph
 from specgraph import SpeculativeDecoder
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models" / "tiny-math"
-QUESTIONS = 4
-NEW_TOKENS = 96
-ROUNDS = 3
+QUESTIONS = 3
+NEW_TOKENS = 64
+ROUNDS = 2
 
-Decode = Callable[[Tensor, int], Tensor]
-"""From a prompt and a number of tokens to the new tokens."""
+DRAFTS = {
+    "no draft (plain decoding)": "none",
+    "n-gram lookup": None,
+    "draft model": MODELS / "draft",
+    "EAGLE-3 head": MODELS / "eagle3",
+}
+
+Decode = Callable[[Tensor], tuple[Tensor, int]]
+"""From a prompt to the new tokens, and the number of forwards of the target that they took."""
 
 
-def transformers(model: PreTrainedModel, assistant: PreTrainedModel | None = None) -> Decode:
-    def decode(prompt: Tensor, count: int) -> Tensor:
+def transformers(model: PreTrainedModel) -> Decode:
+    def decode(prompt: Tensor) -> tuple[Tensor, int]:
         ids = prompt.unsqueeze(0)
-        options = {} if assistant is None else {"assistant_model": assistant}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **options)
-        return out[0, prompt.numel() :]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        tokens = out[0, prompt.numel() :]
+        return tokens, tokens.numel()
 
     return decode
 
 
 def ours(decoder: SpeculativeDecoder) -> Decode:
-    return lambda prompt, count: decoder.generate([prompt], max_new_tokens=count).new_tokens[0]
+    def decode(prompt: Tensor) -> tuple[Tensor, int]:
+        out = decoder.generate([prompt], max_new_tokens=NEW_TOKENS)
+        return out.new_tokens[0], out.stats.steps
+
+    return decode
 
 
-def say_if_it_takes_long(decoder: SpeculativeDecoder) -> None:
-    """Say it before anything is compiled. Later runs find what was compiled in Inductor's cache."""
-    if decoder.config.lowering.remainder == "inductor":
-        print(
-            "The first run compiles for minutes, and later ones for less. TORCH_COMPILE_DISABLE=1 make demo leaves "
-            "that out and decodes more slowly.",
-            file=sys.stderr,
-        )
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Say on standard error what is done, and how long it takes. A terminal shows the seconds while they pass."""
+    begin, over = time.perf_counter(), threading.Event()
+
+    def count() -> None:
+        while not over.wait(0.5):
+            print(f"\r{what} ... {time.perf_counter() - begin:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    print(f"{what} ... ", end="", file=sys.stderr, flush=True)
+    counter = threading.Thread(target=count, daemon=True)
+    if sys.stderr.isatty():
+        counter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if counter.ident is not None:
+            counter.join()
+            print(f"\r{what} ... ", end="", file=sys.stderr)
+        print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
-def measure(decoders: dict[str, Decode], prompts: list[Tensor]) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
-    """Tokens per second, and the tokens. Decoders take turns on each question, and the best of a few rounds counts."""
-    for place, (name, decode) in enumerate(decoders.items(), 1):
-        print(f"warming up {place} of {len(decoders)}: {name}", file=sys.stderr)
-        decode(prompts[0], 8)  # compiles, which no measurement includes
+def measure(
+    decoders: dict[str, Decode], prompts: list[Tensor]
+) -> tuple[dict[str, float], dict[str, list[Tensor]], dict[str, int]]:
+    """Tokens per second, the tokens, and the forwards of the target that they took.
+
+    Decoders take turns on each question, and the best of the rounds counts.
+    """
     best: dict[tuple[str, int], float] = {}
-    tokens: dict[str, list[Tensor]] = {name: [*prompts] for name in decoders}  # replaced in the first round
+    found: dict[tuple[str, int], tuple[Tensor, int]] = {}
     for index, prompt in [*enumerate(prompts)] * ROUNDS:
         for name, decode in decoders.items():
             begin = time.perf_counter()
-            tokens[name][index] = decode(prompt, NEW_TOKENS)
+            found[name, index] = decode(prompt)
             seconds = time.perf_counter() - begin
             best[name, index] = min(seconds, best.get((name, index), seconds))
-    counts = {name: sum(t.numel() for t in found) for name, found in tokens.items()}
-    return {n: counts[n] / sum(best[n, i] for i in range(len(prompts))) for n in decoders}, tokens
+    places = range(len(prompts))
+    tokens = {name: [found[name, i][0] for i in places] for name in decoders}
+    forwards = {name: sum(found[name, i][1] for i in places) for name in decoders}
+    speeds = {n: sum(t.numel() for t in own) / sum(best[n, i] for i in places) for n, own in tokens.items()}
+    return speeds, tokens, forwards
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
-    target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
-    draft = AutoModelForCausalLM.from_pretrained(MODELS / "draft", dtype=torch.float32)
+    logging.disable_progress_bar()
+    with timed("loading the models"):
+        tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+        target = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
     with (HERE / "data" / "gsm8k_test_200.jsonl").open() as lines:
         questions = [json.loads(next(lines))["question"] for _ in range(QUESTIONS)]
     prompts = [tokenizer(f"Question: {q}\nAnswer:", return_tensors="pt").input_ids[0] for q in questions]
 
-    decoders = {"transformers": transformers(target), "transformers, draft": transformers(target, draft)}
-    last = specgraph.compile_speculative(target, "none")
-    say_if_it_takes_long(last)
-    decoders["specgraph"] = ours(last)
-    for name in ("ngram", "draft", "eagle3", "peagle"):
-        last = specgraph.compile_speculative(target, draft=None if name == "ngram" else MODELS / name)
-        decoders[f"specgraph, {name}"] = ours(last)
-    speeds, tokens = measure(decoders, prompts)
+    built: dict[str, SpeculativeDecoder] = {}
+    for place, (name, draft) in enumerate(DRAFTS.items(), 1):
+        before = f"decoder {place} of {len(DRAFTS)}, {name}:"
+        with timed(f"{before} tracing and passes"):
+            if draft == "none":
+                built[name] = specgraph.compile_speculative(target, "none")
+            else:
+                built[name] = specgraph.compile_speculative(target, draft=draft)
+        compiles = built[name].config.lowering.remainder == "inductor"
+        with timed(f"{before} the first request{', in which Inductor compiles' * compiles}"):
+            ours(built[name])(prompts[0])  # as long as those that are measured, so that nothing is compiled in these
 
-    base = tokens["transformers"]
+    decoders = {"transformers": transformers(target), **{name: ours(decoder) for name, decoder in built.items()}}
+    with timed(f"{QUESTIONS} questions, {len(decoders)} decoders, {ROUNDS} rounds"):
+        speeds, tokens, forwards = measure(decoders, prompts)
+    base, (plain, *_, head) = tokens["transformers"], built
+
+    print()
     for question, answer in zip(questions, base, strict=True):
         print(f"Q: {question}\nA: {tokenizer.decode(answer, skip_special_tokens=True).strip()}\n")
+    chunks = built[head].stream([prompts[1]], max_new_tokens=NEW_TOKENS)
+    steps = [tokenizer.decode(chunk.tokens[0], skip_special_tokens=True) for chunk in chunks]
+    print(f"The second answer again, by the {head}, with | between its steps:\n{'|'.join(steps).strip()}\n")
+    print(f"{'':26} tokens/s  of plain  of transformers  tokens per forward")
     for name, speed in speeds.items():
-        same = all(map(torch.equal, tokens[name], base))
-        print(f"{name:20} {speed:6.0f} tokens/s ({speed / speeds['transformers']:.2f}x), same tokens: {same}")
+        ratios = f"{speed / speeds[plain]:8.2f}x {speed / speeds['transformers']:15.2f}x"
+        per_forward = sum(answer.numel() for answer in tokens[name]) / forwards[name]
+        print(f"{name:26} {speed:8.0f} {ratios} {per_forward:19.2f}")
+    differ = [name for name in decoders if not all(map(torch.equal, tokens[name], base))]
+    print(f"\nOther tokens than transformers: {', '.join(differ)}" if differ else
+          f"\nAll {len(decoders)} gave the same {sum(answer.numel() for answer in base)} tokens.")  # fmt: skip
+    last = built[head]
     print(next(line for line in last.report().splitlines() if line.startswith("- lowering:")).removeprefix("- "))
     print(f"graphs of every stage and report.md: {last.dump('graphs')}")
+    return int(bool(differ))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """One thread per test process: small models run slower on two threads than on one, and results repeat.
 
-On a CPU, decoders run eagerly, in examples as well, because compiling one takes seconds.
+On a CPU, decoders run eagerly, in examples as well, because compiling one takes seconds. ``test_inductor.py`` compiles
+one of each kind, and CI runs the demo, which compiles.
 
 Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before triton is imported.
 """

@@ -26,6 +26,7 @@ from specgraph.cli import commands, main
 from specgraph.cli.config import CONFIGURATIONS
 from specgraph.config import Config
 from specgraph.training.heads.config import HeadTrainConfig, check_head_config
+from tests.gpu.pieces import PIECES
 from tests.test_examples import NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +159,14 @@ def _example(words: list[str]) -> str:
     return ""
 
 
+def _on_a_gpu(words: list[str]) -> str:
+    """Its pieces must exist."""
+    known = {piece.name for piece in PIECES}
+    if words[0] != "--piece" or not {*words[1:]} <= known:
+        raise CommandError(f"tests/gpu/run_offline.sh takes --piece with {', '.join(sorted(known))}, not {words}")
+    return ""
+
+
 def _pytest(words: list[str]) -> str:
     for word in words:
         if "/" in word and not (ROOT / word.partition("::")[0]).exists():
@@ -174,6 +183,7 @@ CHECKS = cast(
         ("python", "-m", "pip", "install"): _pip,
         ("pip", "install"): _pip,
         ("make",): _make,
+        ("bash", "tests/gpu/run_offline.sh"): _on_a_gpu,
         ("python",): _example,
     },
 )
