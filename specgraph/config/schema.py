@@ -111,4 +111,6 @@ class Config:
     max_batch_size: int = 64
     """The most sequences that are decoded together; others wait for a row."""
     max_length: int | None = None
-    """The longest sequence, which includes the prompt; null takes the model's own limit."""
+    """The longest sequence, which includes the prompt; null takes the model's own limit. With the rope types
+    longrope and dynamic, that is the original length of pretraining; a larger one gives all sequences the rotary
+    frequencies of long ones."""

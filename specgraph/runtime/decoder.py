@@ -92,6 +92,11 @@ class SpeculativeDecoder:
         return self._reader.limits.max_length
 
     @property
+    def limits(self) -> Limits:
+        """What it can take, and how much longer its sequences could be."""
+        return self._reader.limits
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self._reader.limits.vocab_size
