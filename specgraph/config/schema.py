@@ -40,8 +40,10 @@ class CacheConfig:
     pool_tokens: int | None = None
     """Tokens for which a session, or a generate call, has pages at most, all its sequences together; null: as many as
     it can use, but no more than memory_share allows."""
-    memory_share: float = 0.9
-    """The share of the free memory that the pages of a session take at most."""
+    memory_share: float | None = None
+    """The share of the free memory that the pages of a session take at most; null: 0.9. On a CPU, null also gives a
+    session that has no pool_tokens less: pages for 1,024 tokens of each sequence, in at most a quarter of the free
+    memory, but always for one sequence of max_length."""
     reuse_prefixes: bool = True
     """Sequences that begin with the same tokens share the pages of these, with the same bits."""
     snapshots: int | None = None
