@@ -42,7 +42,7 @@ class CacheConfig:
     it can use, but no more than memory_share allows."""
     memory_share: float | None = None
     """The share of the free memory that the pages of a session take at most; null: 0.9. On a CPU, null also gives a
-    session that has no pool_tokens less: pages for 1,024 tokens of each sequence, in at most a quarter of the free
+    session that has no pool_tokens less: pages for 2,048 tokens of each sequence, in at most a quarter of the free
     memory, but always for one sequence of max_length."""
     reuse_prefixes: bool = True
     """Sequences that begin with the same tokens share the pages of these, with the same bits."""

@@ -92,6 +92,7 @@ def _frequencies(module: Any, layer: str | None, length: int | None) -> Tensor:
         return original.to(device)
     compute = ROPE_INIT_FUNCTIONS[_rope_types(module)[layer]]
     # A tensor, as transformers passes it: Python's numbers would round the base in another way.
+    frequencies: Tensor
     frequencies, _ = compute(module.config, device, seq_len=torch.tensor(length, device=device), layer_type=layer)
     return frequencies
 

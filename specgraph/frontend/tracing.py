@@ -210,7 +210,7 @@ def trace(model: PreTrainedModel, length: int | None = None) -> TracedModel:
     rope = rope_of(model, length)
     limit = max_positions(model, rope)
     with exporting(), _collecting(), torch.no_grad():
-        own = hooked(model, rope and rope.length)
+        own = hooked(model, rope.length if rope else None)
         wrapper = _Forward(own)
         calls = attention_calls(own, model)
         _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions, recurrent=bool(functions))
@@ -237,7 +237,7 @@ def export_hooked(
     ``prefix`` is removed from the names of its tensors. ``rope`` is the target's, if the module has its embeddings.
     """
     with torch.no_grad():
-        graph = export_module(hooked(module, rope and rope.length), args, dims, name, prefix)
+        graph = export_module(hooked(module, rope.length if rope else None), args, dims, name, prefix)
     move_foreign_nodes(graph, args[0].device)
     return graph
 

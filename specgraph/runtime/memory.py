@@ -23,7 +23,7 @@ SHARE = 0.9
 """The share of the free memory that pages take at most, where ``cache.memory_share`` does not say."""
 CPU_SHARE = 0.25
 """The same of a session on a CPU, whose memory other programs share. A sequence of the longest length comes first."""
-CPU_TOKENS = 1024
+CPU_TOKENS = 2048
 """For how many tokens of each sequence a session on a CPU has pages, where nothing says."""
 Sizes = dict[str, int]
 """What a state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`, and ``C`` snapshots."""

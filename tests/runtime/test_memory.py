@@ -99,28 +99,28 @@ def test_large_pools_are_zeros_that_can_be_written() -> None:
 
 
 def decoder_of(**cache: Any) -> SpeculativeDecoder:
-    """One with pages of 16 tokens, and 4 sequences of up to 8,192 tokens each."""
-    model = make_model("llama", max_position_embeddings=8192)
+    """One with pages of 16 tokens, and 4 sequences of up to 16,384 tokens each."""
+    model = make_model("llama", max_position_embeddings=16384)
     return compiled(model, "none", max_batch_size=4, cache={**CONFIG["cache"], "block_size": 16, **cache})
 
 
-def test_a_session_has_pages_for_1024_tokens_of_each_sequence_and_for_one_of_the_longest(
+def test_a_session_has_pages_for_2048_tokens_of_each_sequence_and_for_one_of_the_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder, plenty = decoder_of(), 1 << 40
     monkeypatch.setattr(memory, "free_bytes", lambda device: plenty)
-    longest = num_pages(8192, 16)
+    longest = num_pages(16384, 16)
     with decoder.session() as session:
         assert session.room.pages == longest
     sizes, program = {"B": 4, "M": 1, "N": 4 * longest}, decoder._program
     cache = decoder.config.cache
-    assert memory.modest(program, cache, sizes)["N"] == 4 * num_pages(1024, 16)
+    assert memory.modest(program, cache, sizes)["N"] == 4 * num_pages(2048, 16)
     page = memory.page_bytes(program)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 400 * page)
     assert memory.modest(program, cache, sizes)["N"] == 100
     assert memory.modest(program, cache, {**sizes, "M": longest})["N"] == longest
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    assert memory.modest(program, cache, sizes)["N"] == 4 * num_pages(1024, 16)
+    assert memory.modest(program, cache, sizes)["N"] == 4 * num_pages(2048, 16)
     assert memory.modest(program, replace(cache, memory_share=0.9), sizes) == sizes
     assert memory.modest(program, replace(cache, pool_tokens=1 << 20), sizes) == sizes
 
@@ -128,7 +128,7 @@ def test_a_session_has_pages_for_1024_tokens_of_each_sequence_and_for_one_of_the
 def test_what_is_asked_for_counts_and_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1 << 40)
     with decoder_of(memory_share=0.9).session() as session:
-        assert session.room.pages == 4 * num_pages(8192, 16)
+        assert session.room.pages == 4 * num_pages(16384, 16)
     with decoder_of(pool_tokens=1600).session() as session:
         assert session.room.pages == 100
 
