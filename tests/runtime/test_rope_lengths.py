@@ -17,6 +17,7 @@ import specgraph
 from specgraph import ConfigError, InputError, UnsupportedModelError
 from specgraph.frontend import rotary
 from tests.decoding import CONFIG, assert_same_tokens, compiled, reference_greedy
+from tests.drafters.mtp_files import random_modules
 from tests.dropin.test_attach import left_padded
 from tests.models import make_model, ragged_prompts
 
@@ -116,6 +117,16 @@ def test_a_draft_model_has_the_frequencies_of_the_decoders_length() -> None:
     decoder = compiled(model, "draft_model", draft=model_of("phi3"), max_length=LENGTH)
     out = greedy(decoder, PROMPTS[:1], 21)
     assert out.stats.emitted_per_step == [[5, 5, 5, 5]]
+
+
+def test_modules_of_mtp_have_the_frequencies_of_the_target() -> None:
+    model: Any = model_of("llama")
+    decoder = compiled(model, "mtp", 1, draft=random_modules(model, 1), max_length=LENGTH)
+    modules = decoder.stages["insert_draft"].modules.unchanged
+    target, module = (dict(modules[name].named_buffers()) for name in ("target", "mtp_0"))
+    found = module["block.rotary_emb.inv_freq"]
+    assert torch.equal(found, target["model.rotary_emb.inv_freq"])
+    assert not torch.allclose(found, model.model.rotary_emb.original_inv_freq.to(found))
 
 
 @pytest.mark.parametrize("name", MODELS)
