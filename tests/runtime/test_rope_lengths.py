@@ -119,6 +119,20 @@ def test_a_draft_model_has_the_frequencies_of_the_decoders_length() -> None:
     assert out.stats.emitted_per_step == [[5, 5, 5, 5]]
 
 
+def test_frequencies_of_a_part_of_each_head_and_of_single_types_of_layers() -> None:
+    """As in Phi-4-mini, and in a model whose layers have two rope types. The self-check compares both."""
+    part = {**LONGROPE, "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0], "partial_rotary_factor": 0.75}
+    types = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    for name, options in (
+        ("phi3", {"rope_parameters": part, "original_max_position_embeddings": ORIGINAL}),
+        ("gemma3_text", {"rope_parameters": types}),
+    ):
+        model = make_model(name, dtype=torch.float64, **options)
+        for length, reach in ((None, ORIGINAL), (LENGTH, LENGTH)):
+            config = {**CONFIG, "debug": {"self_check": True}, "max_length": length}
+            assert specgraph.compile_speculative(model, config).max_length == reach
+
+
 def test_modules_of_mtp_have_the_frequencies_of_the_target() -> None:
     model: Any = model_of("llama")
     decoder = compiled(model, "mtp", 1, draft=random_modules(model, 1), max_length=LENGTH)
