@@ -66,8 +66,11 @@ class Buffer:
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device | str) -> Tensor:
         """A fresh tensor filled with :attr:`fill`."""
-        shape = [sizes[n] if isinstance(n, str) else n for n in self.shape]
-        return torch.full(shape, self.fill, dtype=self.dtype, device=device)
+        return torch.full(self.dimensions(sizes), self.fill, dtype=self.dtype, device=device)
+
+    def dimensions(self, sizes: Mapping[str, int]) -> list[int]:
+        """Its shape, in numbers."""
+        return [sizes[n] if isinstance(n, str) else n for n in self.shape]
 
     def row_bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes of what one element of the first dimension counts."""

@@ -92,12 +92,13 @@ def compile_speculative(
     ):
         begin = time.perf_counter()
         progress.advance(0, "tracing the target")
-        target = trace(model)
+        target = trace(model, config.max_length)
         seconds, info = time.perf_counter() - begin, target.info
         notes = [f"tracing {info.name}: {seconds:.2f} s, {info.attention_layers} attention layers"]
         limits = _limits(config, target)
+        notes += [info.rope.describe()] if info.rope is not None else []
         progress.advance(1, "loading and tracing the draft")
-        made = make_draft(config, Target(model, target), draft)
+        made = make_draft(config, Target(model, target, limits.max_length), draft)
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
@@ -186,7 +187,8 @@ def _limits(config: Config, target: TracedModel) -> Limits:
             f"draft.num_speculative_tokens is {drafts}, but a sequence has at most {longest} tokens (max_length); ask "
             "for fewer."
         )
-    return Limits(target.info.vocab_size, longest)
+    rope = target.info.rope
+    return Limits(target.info.vocab_size, longest, known if rope is None else rope.most, rope)
 
 
 def _callbacks(config: Config, progress: Progress) -> list[Callback]:

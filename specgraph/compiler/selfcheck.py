@@ -23,6 +23,7 @@ from specgraph.frontend.tracing import ATTENTION, TracedModel
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.exporting import own_copy
 from specgraph.ir.graphs import calls
+from specgraph.ir.model_info import Rope
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.kernels.attention.paged import Tiling
@@ -61,7 +62,7 @@ def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, conf
     tokens = random_tokens(traced.info.vocab_size, length).to(traced.info.device)
     with torch.no_grad():
         try:
-            expected = _own_forward(model, tokens)
+            expected = _own_forward(model, tokens, traced.info.rope)
             actual = _cached_forward(traced, tokens, config.cache.block_size)
         except (RuntimeError, IndexError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -110,15 +111,26 @@ def random_tokens(vocab_size: int, length: int, batch: int = 1, seed: int = 0) -
     return torch.randint(vocab_size, (batch, length), generator=generator)
 
 
-def _own_forward(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
+def _own_forward(model: PreTrainedModel, tokens: Tensor, rope: Rope | None = None) -> list[Tensor]:
+    """Every hidden state and the logits of a plain forward pass, in which the frequencies of ``rope`` count.
+
+    Where these are of longer sequences than ``tokens``, a second sequence beside them has the last of its positions, so
+    that the model takes them by itself.
+    """
     # transformers leaves hooks on a model that is asked for hidden states, and some models write into their buffers.
     own = own_copy(model, shared=nn.Parameter).eval()
     # transformers' recurrent functions compute in float32, which a check in float64 would take for a mistake.
     exact = hooked_recurrence(own) if model.dtype == torch.float64 else contextlib.nullcontext()
+    beside: dict[str, Tensor] = {}
+    if rope is not None and rope.length is not None:
+        own(input_ids=tokens[:, :1], use_cache=False)  # a dynamic base that has grown further would stay
+        positions = torch.arange(rope.length, device=tokens.device)
+        count = tokens.shape[1]
+        beside, tokens = {"position_ids": torch.stack([positions[:count], positions[-count:]])}, tokens.expand(2, -1)
     with exact:
         keep = {"logits_to_keep": LOGIT_ROWS} if "logits_to_keep" in inspect.signature(own.forward).parameters else {}
-        out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **keep)
-    return [*out.hidden_states, out.logits[:, -LOGIT_ROWS:]]
+        out = own(input_ids=tokens, use_cache=False, output_hidden_states=True, return_dict=True, **keep, **beside)
+    return [state[:1] for state in (*out.hidden_states, out.logits[:, -LOGIT_ROWS:])]
 
 
 def _cached_forward(traced: TracedModel, tokens: Tensor, block_size: int) -> list[Tensor]:

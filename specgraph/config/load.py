@@ -229,7 +229,7 @@ def validate(config: Config) -> None:
         ("max_length", config.max_length),
     ):
         at_least_one(key, value)
-    if not 0 < config.cache.memory_share <= 1:
+    if config.cache.memory_share is not None and not 0 < config.cache.memory_share <= 1:
         raise ConfigError(f"cache.memory_share must be in (0, 1], got {config.cache.memory_share}.")
     if config.cache.snapshots is not None and config.cache.snapshots < 0:
         raise ConfigError(

@@ -40,8 +40,10 @@ class CacheConfig:
     pool_tokens: int | None = None
     """Tokens for which a session, or a generate call, has pages at most, all its sequences together; null: as many as
     it can use, but no more than memory_share allows."""
-    memory_share: float = 0.9
-    """The share of the free memory that the pages of a session take at most."""
+    memory_share: float | None = None
+    """The share of the free memory that the pages of a session take at most; null: 0.9. On a CPU, null also gives a
+    session that has no pool_tokens less: pages for 2,048 tokens of each sequence, in at most a quarter of the free
+    memory, but always for one sequence of max_length."""
     reuse_prefixes: bool = True
     """Sequences that begin with the same tokens share the pages of these, with the same bits."""
     snapshots: int | None = None
@@ -111,4 +113,6 @@ class Config:
     max_batch_size: int = 64
     """The most sequences that are decoded together; others wait for a row."""
     max_length: int | None = None
-    """The longest sequence, which includes the prompt; null takes the model's own limit."""
+    """The longest sequence, which includes the prompt; null takes the model's own limit. With the rope types
+    longrope and dynamic, that is the original length of pretraining; a larger one gives all sequences the rotary
+    frequencies of long ones."""

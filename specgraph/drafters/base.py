@@ -65,10 +65,14 @@ class DraftHead:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a drafter is made for: the target as a model and as it was traced."""
+    """What a drafter is made for: the target as a model and as it was traced.
+
+    ``max_length`` is the longest sequence of the decoder; None leaves it to the target.
+    """
 
     model: PreTrainedModel
     traced: TracedModel
+    max_length: int | None = None
 
     @property
     def info(self) -> ModelInfo:

@@ -76,7 +76,7 @@ class DraftModelDrafter(ChainDrafter):
         if isinstance(given, str | Path):
             given = _read_causal_lm(given, target.info)
         notes = (*notes, _check_model(target, given))
-        traced = trace(given)
+        traced = trace(given, target.max_length)
         if mask is not None and not 0 <= mask < traced.info.input_ids:
             raise ConfigError(f"draft.mask_token_id is {mask}; the draft takes ids 0 to {traced.info.input_ids - 1}.")
         return Draft(draft_model(traced, options.num_speculative_tokens, mask, parallel), given, traced, notes)

@@ -118,8 +118,9 @@ def export(module: MtpModule, model: PreTrainedModel, traced: TracedModel, name:
     hidden = weight.new_zeros(3, 5, len(weight))
     body, norm, head = part_names(name)
     inputs = ("tokens", "positions", "hidden")
+    rows, rope = dict.fromkeys(inputs, dims), traced.info.rope
     graphs = {
-        body: export_hooked(_Body(module), (tokens, positions, hidden), dict.fromkeys(inputs, dims), body, "module."),
+        body: export_hooked(_Body(module), (tokens, positions, hidden), rows, body, "module.", rope),
         norm: export_module(_Norm(module.norm), (hidden,), {"hidden": dims}, norm),
         head: _copy(traced.head, head),
     }

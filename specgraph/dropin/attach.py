@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import ConfigLike, check_no_keys
 from specgraph.drafters.base import DraftLike
-from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments, check_prepared
+from specgraph.dropin.prepared import SETTLED, Prepared, add_stop_strings, check_arguments, check_prepared, check_rope
 from specgraph.errors import InputError
 from specgraph.runtime.decoder import SpeculativeDecoder
 
@@ -46,13 +46,14 @@ def attach(
         The decoder, which can also be called by itself.
 
     Raises:
-        InputError: the model is attached already.
+        InputError: the model is attached already, or has a dynamic rope and is to run behind its original length.
         SpecgraphError: it cannot be compiled; the model is as it was.
     """
     check_no_keys("attach", others)
     if _is_attached(model):
         raise InputError(f"This {type(model).__name__} is attached already; call specgraph.detach(model) first.")
     decoder = compile_speculative(model, cfg, draft=draft)
+    check_rope(model, decoder)
     vars(model)["generate"] = Attached(model, decoder)
     return decoder
 

@@ -166,6 +166,30 @@ def _refusal(model: object, what: str, why: str) -> str:
     return f"An attached model does not take {what} ({why}); leave it out, or call {name}.generate(model, ...)."
 
 
+def check_rope(model: PreTrainedModel, decoder: SpeculativeDecoder, prompt: int | None = None) -> None:
+    """Refuse calls in which transformers would take other rotary frequencies than the decoder has.
+
+    transformers looks at the longest sequence of every forward pass. So frequencies of long sequences are right for all
+    tokens where the longest ``prompt`` needs them already and they change no more; None asks about any prompt.
+
+    Raises:
+        InputError: says for which length the model has to be attached.
+    """
+    rope = decoder.limits.rope
+    if rope is None or rope.length is None:
+        return
+    grows = any("dynamic" in kind for kind in rope.kinds)
+    if not grows and (prompt is None or prompt > rope.original):
+        return
+    short = f"takes the rotary frequencies of short sequences for this call, whose longest prompt has {prompt} tokens"
+    when = "computes its rotary frequencies anew with every token" if grows else short
+    raise InputError(
+        f"transformers {when}, and {type(model).__name__} was attached with max_length={rope.length}, for which it has "
+        f"those of long sequences for every token; attach it with a max_length of at most {rope.original}, or call the "
+        "decoder that compile_speculative returns."
+    )
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What a decoding method is given.
@@ -231,8 +255,9 @@ class Prepared:
         if longest > decoder.max_length:
             raise InputError(
                 f"This call asks for up to {longest} tokens, but the model was attached for {decoder.max_length}; ask "
-                "for fewer, or attach it with a larger max_length if it allows."
+                f"for fewer, or {decoder.limits.lengthen('attach it')}."
             )
+        check_rope(model, decoder, self.input_ids.shape[1] - int(self.padding.min()))
 
     def sampling(self) -> dict[str, Any]:
         """The decoder's options. A greedy choice is the same with and without those of sampling."""

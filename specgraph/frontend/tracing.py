@@ -25,12 +25,13 @@ from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.frontend.mixing import check_mixing
 from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions, take_groups
+from specgraph.frontend.rotary import fix_rotary, rope_of
 from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import exporting, own_copy, replaced
 from specgraph.ir.functional import functional
 from specgraph.ir.graphs import export_module, new_module, unlift
-from specgraph.ir.model_info import ModelInfo
+from specgraph.ir.model_info import ModelInfo, Rope
 from specgraph.kernels.state import RECURRENT
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -92,10 +93,11 @@ AttentionInterface.register(HOOK, attention_hook)
 AttentionMaskInterface.register(HOOK, mask_hook)
 
 
-def hooked(model: _Module) -> _Module:
+def hooked(model: _Module, length: int | None = None) -> _Module:
     """A copy of a model in evaluation mode, whose attention, masks and experts go to the hooks above.
 
-    The copy has modules and configurations of its own, and the model's own tensors.
+    The copy has modules and configurations of its own, and the model's own tensors. Rotary frequencies that change with
+    the length are those of ``length`` (:mod:`specgraph.frontend.rotary`).
     """
     model = own_copy(model).eval()
     for module in model.modules():
@@ -103,54 +105,21 @@ def hooked(model: _Module) -> _Module:
         if isinstance(config, PretrainedConfig):
             config._attn_implementation = HOOK
             config._experts_implementation = HOOK
-    fix_rotary(model)
+    fix_rotary(model, length)
     hook_experts(model)
     return model
 
 
-def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
-    """The rotary embeddings whose frequencies change with the sequence length (dynamic, longrope)."""
-    return [m for m in model.modules() if any(t == "longrope" or "dynamic" in t for t in _rope_types(m))]
-
-
-def _rope_types(module: nn.Module) -> list[str]:
-    types = getattr(module, "rope_type", None)
-    if isinstance(types, dict):
-        return [str(t) for t in types.values()]
-    return [types] if isinstance(types, str) else []
-
-
-def fix_rotary(model: nn.Module) -> None:
-    """Fix length-dependent rotary embeddings to the frequencies that they have for short sequences.
-
-    The switch to other frequencies cannot be traced, because it depends on the longest position of the call.
-    ``max_positions`` keeps sequences below the length at which it happens.
-    """
-    for module in length_dependent_rotary(model):
-        rotary: Any = module
-        same = isinstance(rotary.rope_type, dict)
-        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            original = getattr(rotary, name.replace("inv_freq", "original_inv_freq"), None)
-            if name.endswith("inv_freq") and "original" not in name and original is not None:
-                setattr(rotary, name, original.to(buffer.device))
-
-
-def max_positions(model: PreTrainedModel) -> int | None:
+def max_positions(model: PreTrainedModel, rope: Rope | None) -> int | None:
     """The length of the longest sequence for which the traced model is correct; None if its configuration names none.
 
-    It ends with the table of positions, or where the frequencies of a length-dependent rotary embedding change.
+    It ends with the table of positions, or where other frequencies than those of ``rope`` would count.
     """
+    if rope is not None:
+        return rope.original if rope.length is None else rope.most
     config: Any = model.config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
-    for module in length_dependent_rotary(model):
-        limits.append(getattr(module, "original_max_seq_len", None))
-        parameters = getattr(config, "rope_parameters", None) or {}
-        nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-        limits += [p.get("original_max_position_embeddings") for p in nested]
-        limits.append(getattr(config, "original_max_position_embeddings", None))
-    known = [int(n) for n in limits if n]
-    return min(known) if known else None
+    known = getattr(config, "max_position_embeddings", None)
+    return int(known) if known else None
 
 
 class _Forward(nn.Module):
@@ -223,8 +192,11 @@ def _text_class(model: PreTrainedModel) -> str:
     return f"load its text model by {MODEL_FOR_CAUSAL_LM_MAPPING[text].__name__}"
 
 
-def trace(model: PreTrainedModel) -> TracedModel:
+def trace(model: PreTrainedModel, length: int | None = None) -> TracedModel:
     """Export ``model`` and split it into body and head.
+
+    ``length`` is that of the longest sequence which it is to run. Only models whose rotary frequencies change with the
+    length need it; None gives them those of short sequences.
 
     Raises:
         UnsupportedModelError: the model is not a causal LM, cannot be exported, mixes tokens outside of the attention
@@ -235,9 +207,10 @@ def trace(model: PreTrainedModel) -> TracedModel:
     layers = int(config.num_hidden_layers)
     functions = {name for _, name in recurrent_functions(model)}
     _check_layer_types(config, type(model).__name__, functions)
-    limit = max_positions(model)
+    rope = rope_of(model, length)
+    limit = max_positions(model, rope)
     with exporting(), _collecting(), torch.no_grad():
-        own = hooked(model)
+        own = hooked(model, rope.length if rope else None)
         wrapper = _Forward(own)
         calls = attention_calls(own, model)
         _check_attention(len(calls), type(model).__name__, layers, wrapper.takes_positions, recurrent=bool(functions))
@@ -252,19 +225,19 @@ def trace(model: PreTrainedModel) -> TracedModel:
     check_mixing(body, {ATTENTION, *RECURRENT}, type(model).__name__)
     vocab = head_output(head).shape[-1]
     info = ModelInfo(type(model).__name__, int(vocab), layers, int(config.hidden_size), parameter.dtype,
-                     parameter.device, limit, num_caches=len(calls))  # fmt: skip
+                     parameter.device, limit, num_caches=len(calls), rope=rope)  # fmt: skip
     return TracedModel(info, body, head)
 
 
 def export_hooked(
-    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str
+    module: nn.Module, args: tuple[Any, ...], dims: dict[str, Any], name: str, prefix: str, rope: Rope | None = None
 ) -> fx.GraphModule:
     """Export a drafter's module whose attention layers are those of transformers, which then go through the hook.
 
-    ``prefix`` is removed from the names of its tensors.
+    ``prefix`` is removed from the names of its tensors. ``rope`` is the target's, if the module has its embeddings.
     """
     with torch.no_grad():
-        graph = export_module(hooked(module), args, dims, name, prefix)
+        graph = export_module(hooked(module, rope.length if rope else None), args, dims, name, prefix)
     move_foreign_nodes(graph, args[0].device)
     return graph
 

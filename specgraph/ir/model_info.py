@@ -8,6 +8,28 @@ import torch
 
 
 @dataclass(frozen=True)
+class Rope:
+    """How far a model reaches whose rotary frequencies change with the length of a sequence, and which it was given.
+
+    Attributes:
+        kinds: those of transformers' rope types that are the reason (``dynamic``, ``longrope``).
+        original: the longest sequence that has the frequencies of short ones.
+        most: the longest sequence for which the model can be traced; None if there is no limit.
+        length: the length whose frequencies it has for every token; None if it has those of short sequences.
+    """
+
+    kinds: tuple[str, ...]
+    original: int
+    most: int | None
+    length: int | None = None
+
+    def describe(self) -> str:
+        """Which frequencies count, for the report."""
+        which = "short sequences" if self.length is None else f"{self.length} tokens, for sequences of every length"
+        return f"rotary frequencies ({', '.join(self.kinds)}) of {which}; those of short ones end at {self.original}"
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Facts about a traced model, target or draft.
 
@@ -22,6 +44,7 @@ class ModelInfo:
         num_embeddings: the number of ids that its embedding takes; None if that is ``vocab_size``. A head with a
             reduced draft vocabulary, for example, embeds more ids than it drafts.
         num_caches: how many of its layers have a KV cache; None if all have.
+        rope: which rotary frequencies it has; None if these are the same for every length.
     """
 
     name: str
@@ -33,6 +56,7 @@ class ModelInfo:
     max_positions: int | None
     num_embeddings: int | None = None
     num_caches: int | None = None
+    rope: Rope | None = None
 
     @property
     def attention_layers(self) -> int:

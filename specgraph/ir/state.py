@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,8 @@ State = dict[str, Any]
 """Tensors by the name of the step's input; a tuple of them where the input is one."""
 WINDOW = "window"
 """The input that every call brings by itself."""
+_LARGE = 1 << 20
+"""Bytes from which on a tensor is worth a mapping of memory of its own."""
 
 
 class HasInputs(Protocol):
@@ -31,10 +35,33 @@ def allocate(program: HasInputs, sizes: Mapping[str, int], device: torch.device)
     """
     specs = {name: spec for name, spec in program.inputs.items() if name != WINDOW}
     sizes = {"b": sizes["B"], "W": 1, **sizes}
-    state = {name: map_input(lambda b: b.allocate(sizes, device), spec) for name, spec in specs.items()}
+    state = {name: map_input(lambda b: _fresh(b, sizes, device), spec) for name, spec in specs.items()}
     if ROWS in state:
         state[ROWS].copy_(torch.arange(sizes["b"], device=device))
     return state
+
+
+def _fresh(buffer: Buffer, sizes: Mapping[str, int], device: torch.device) -> Tensor:
+    """A fresh tensor. On a CPU, a large one of zeros takes memory only where it is used."""
+    shape = buffer.dimensions(sizes)
+    large = math.prod(shape) * buffer.dtype.itemsize >= _LARGE
+    if device.type == "cpu" and large and not buffer.fill:
+        return untouched_zeros(shape, buffer.dtype)
+    return buffer.allocate(sizes, device)
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU that take memory only where they are read or written, page by page of the system.
+
+    ``torch.zeros`` writes all of them, so that a pool would take its memory although most of it is never used. Memory
+    that is only allocated would not do instead: what it held before may be NaN, and a key that is masked still adds
+    0 times its value to a sum.
+    """
+    # Without these flags, a process that is forked would share the memory and not have a copy of it.
+    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    given = {"flags": private} if private else {}
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **given)
+    return torch.frombuffer(memory, dtype=dtype).resize_(tuple(shape))  # a view could not be written in every mode
 
 
 def block_sizes(program: HasInputs) -> set[Any]:

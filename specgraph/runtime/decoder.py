@@ -92,6 +92,11 @@ class SpeculativeDecoder:
         return self._reader.limits.max_length
 
     @property
+    def limits(self) -> Limits:
+        """What it can take, and how much longer its sequences could be."""
+        return self._reader.limits
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self._reader.limits.vocab_size
@@ -227,7 +232,8 @@ class SpeculativeDecoder:
         """A session, to which sequences are submitted at any time. It has a state of its own until it is closed.
 
         Its KV cache has room for ``max_batch_size`` sequences of ``max_length``, or for ``cache.pool_tokens``, but
-        takes no more than ``cache.memory_share`` of the memory that is free now.
+        takes no more than ``cache.memory_share`` of the memory that is free now. On a CPU it has room for less, unless
+        one of these keys is given (:func:`specgraph.runtime.memory.modest`), and pages take memory as they are used.
 
         Args:
             return_logprobs: as for :meth:`generate`, for all sequences.

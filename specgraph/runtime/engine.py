@@ -20,6 +20,7 @@ from itertools import chain, repeat
 from operator import attrgetter
 
 from specgraph.errors import BusyError, InputError
+from specgraph.runtime.memory import Footprint
 from specgraph.runtime.pages import known_tokens, num_pages
 from specgraph.runtime.pause import HostTime, Pause, Paused
 from specgraph.runtime.policy import Policy
@@ -103,6 +104,11 @@ class Engine:
     def num_rows(self) -> int:
         """The most sequences that are decoded together."""
         return self._runner.sizes["B"]
+
+    @property
+    def footprint(self) -> Footprint:
+        """The memory of its state."""
+        return self._runner.footprint
 
     @property
     def num_free_rows(self) -> int:

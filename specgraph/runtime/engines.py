@@ -10,6 +10,7 @@ from specgraph.config import Config
 from specgraph.ir.program import Program
 from specgraph.kernels.verify import LOSSLESS_RULES
 from specgraph.runtime.engine import Engine
+from specgraph.runtime.memory import modest
 from specgraph.runtime.modes import plain_mode
 from specgraph.runtime.pages import num_pages
 from specgraph.runtime.pause import HostTime
@@ -75,13 +76,15 @@ class Engines:
             return engine.step()
 
     def session_sizes(self, longest: int, num_eos_ids: int) -> dict[str, int]:
-        """Room for sequences of the ``longest`` length in every row, before memory is looked at.
+        """Room for sequences of the ``longest`` length in every row, before memory is looked at; less on a CPU
+        (:func:`~specgraph.runtime.memory.modest`).
 
         A sequence may have ``num_eos_ids`` EOS ids at least.
         """
         rows, pages = self.config.max_batch_size, num_pages(longest, self.runners.block_size)
         ids = max(SESSION_EOS_IDS, num_eos_ids)
-        return {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids, "W": SESSION_BIAS_TOKENS}
+        sizes = {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids, "W": SESSION_BIAS_TOKENS}
+        return modest(self.program, self.runners.cache, sizes)
 
     def _drafts_by_load(self) -> dict[int, int | None]:
         """K by the number of sequences in a decode step, None where it is the drafter's own."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from specgraph.config import CacheConfig
 from specgraph.errors import InputError
 from specgraph.ir.program import Program
-from specgraph.ir.state import block_sizes
+from specgraph.ir.state import State, block_sizes, num_bytes
 from specgraph.kernels.state import buffers_of
-from specgraph.runtime.pages import num_pages
+from specgraph.runtime.host_memory import available_bytes
+from specgraph.runtime.pages import PagePool, num_pages
 from specgraph.runtime.snapshots import FEWEST, snapshot_bytes
 
 SNAPSHOT_SHARE = 0.1
 """The share of the free memory that snapshots of recurrent state take at most, unless their number is given."""
+SHARE = 0.9
+"""The share of the free memory that pages take at most, where ``cache.memory_share`` does not say."""
+CPU_SHARE = 0.25
+"""The same of a session on a CPU, whose memory other programs share. A sequence of the longest length comes first."""
+CPU_TOKENS = 2048
+"""For how many tokens of each sequence a session on a CPU has pages, where nothing says."""
 Sizes = dict[str, int]
 """What a state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`, and ``C`` snapshots."""
 
@@ -37,6 +44,50 @@ def state_bytes(program: Program) -> int:
     """Bytes of recurrent state and cached rows of a sequence, over all layers; 0 without recurrent layers."""
     buffers = [buffer for spec in program.inputs.values() for buffer in buffers_of(spec)]
     return sum(b.row_bytes({}) for b in buffers if b.chunk is not None or b.settled_rows is not None)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a state and of its snapshots.
+
+    Attributes:
+        num_bytes: what it takes at most.
+        page: the bytes of one page over all layers.
+        lazy: whether a page takes memory only once a sequence has had it, as on a CPU.
+    """
+
+    num_bytes: int
+    page: int
+    lazy: bool
+
+    @classmethod
+    def of(cls, program: Program, state: State, pages: PagePool) -> Footprint:
+        """That of a state of ``program`` with these ``pages``."""
+        copies = pages.snapshots.num_bytes if pages.snapshots is not None else 0
+        return cls(num_bytes(program, state) + copies, page_bytes(program), program.target.device.type == "cpu")
+
+    def used(self, pages: PagePool) -> int:
+        """What it takes so far, at most."""
+        return self.num_bytes - self.lazy * (pages.count - pages.num_touched) * self.page
+
+
+def modest(program: Program, cache: CacheConfig, sizes: Mapping[str, int]) -> Sizes:
+    """``sizes`` that a session asks for where the configuration does not say: on a CPU, less than it could use.
+
+    There are pages for one sequence of the longest length (``sizes["M"]``) at least. More are for ``CPU_TOKENS`` tokens
+    of each sequence, but they take no more than ``CPU_SHARE`` of the free memory.
+    """
+    device = program.target.device
+    if device.type != "cpu" or cache.memory_share is not None:
+        return {**sizes}
+    rows = most_rows(program, replace(cache, memory_share=CPU_SHARE), sizes["B"])
+    if cache.pool_tokens is not None:
+        return {**sizes, "B": rows}
+    free, size = free_bytes(device), page_bytes(program)
+    pages = rows * num_pages(CPU_TOKENS, page_size(program, cache))
+    if free is not None and size:
+        pages = min(pages, int(CPU_SHARE * free / size))
+    return {**sizes, "B": rows, "N": min(sizes["N"], max(sizes["M"], pages))}
 
 
 def limited(
@@ -65,7 +116,7 @@ def most_rows(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int
     free, size = free_bytes(program.target.device), state_bytes(program)
     if free is None or not size:
         return wanted
-    most = max(1, int((cache.memory_share * (free + kept_bytes) - taken) / 2 / size))
+    most = max(1, int((_share(cache) * (free + kept_bytes) - taken) / 2 / size))
     return wanted if wanted <= most else 1 << (most.bit_length() - 1)
 
 
@@ -81,14 +132,18 @@ def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: in
     free, size = free_bytes(program.target.device), page_bytes(program)
     if free is None or not size:
         return most
-    room = int((cache.memory_share * (free + kept_bytes) - taken) / size)
+    room = int((_share(cache) * (free + kept_bytes) - taken) / size)
     if room < 1:
         raise InputError(
             f"There is no memory for the KV cache: a page takes {size} bytes, and {free + kept_bytes} "
-            f"are free, of which cache.memory_share allows {cache.memory_share}{_beside(taken)}. Free some, or raise "
+            f"are free, of which cache.memory_share allows {_share(cache)}{_beside(taken)}. Free some, or raise "
             "the share."
         )
     return min(most, room)
+
+
+def _share(cache: CacheConfig) -> float:
+    return SHARE if cache.memory_share is None else cache.memory_share
 
 
 def _beside(taken: int) -> str:
@@ -114,7 +169,4 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
+    return available_bytes()

@@ -204,6 +204,9 @@ class Room:
         snapshots, most_snapshots: copies of recurrent state from which a sequence that begins with the same tokens can
             go on, and how many there is room for; 0 for a target without recurrent layers.
         snapshot_bytes: what the room for them takes.
+        used_bytes, most_bytes: memory that the state of the session has taken so far, and what it takes at most: the KV
+            cache, recurrent state, snapshots, and what is kept of sequences. On a GPU, all is taken when the session
+            begins. On a CPU, a page takes memory from the moment when it is first given to a sequence.
     """
 
     free_rows: int
@@ -215,6 +218,8 @@ class Room:
     snapshots: int = 0
     most_snapshots: int = 0
     snapshot_bytes: int = 0
+    used_bytes: int = 0
+    most_bytes: int = 0
 
 
 @dataclass

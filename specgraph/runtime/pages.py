@@ -72,6 +72,7 @@ class PagePool:
         count: how many there are, free or not.
         block_size: the tokens of a page.
         lookahead: how many tokens behind a page have to be known, so that it can be shared.
+        num_touched: how many of them a sequence has had so far. Those that none has had are handed out last, in order.
         snapshots: those of the target's recurrent state; None if it has none.
     """
 
@@ -90,6 +91,7 @@ class PagePool:
         """Tensors made in inference mode do not count how often they are written."""
         self._free = list(range(count - 1, -1, -1))
         self._users = [0] * count
+        self.num_touched = 0
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Known pages that nobody has, the longest unused first."""
         self._known: dict[Key, int] = {}
@@ -263,7 +265,9 @@ class PagePool:
     def _take(self) -> int:
         """A page that nobody has, and that nobody will look for any more."""
         if self._free:
-            return self._free.pop()
+            page = self._free.pop()
+            self.num_touched = max(self.num_touched, page + 1)
+            return page
         page, _ = self._idle.popitem(last=False)
         self._unname(page)
         return page

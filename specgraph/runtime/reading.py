@@ -108,7 +108,7 @@ class Reader:
         prompts = read_prompts(input_ids, attention_mask, known_pad, sum(eos_ids, ()))
         check_prompts(prompts, self.limits)
         prompts = prompts.repeat(copies)
-        ends = read_limits(prompts, _lengths(max_new_tokens, others, defaults), self.limits.max_length)
+        ends = read_limits(prompts, _lengths(max_new_tokens, others, defaults), self.limits)
         names = ("temperature", "top_k", "top_p", "min_p")
         chosen = {n: getattr(defaults, n) if sampling.get(n) is None else sampling[n] for n in names}
         if do_sample is False:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specgraph.errors import InputError
+from specgraph.ir.model_info import Rope
 from specgraph.runtime.host import HostProcessor
 from specgraph.runtime.processing import Processing
 from specgraph.runtime.values import PerSequence, check_range, is_number, kind_of, per_sequence, read_token_ids, whole
@@ -23,10 +24,30 @@ LOGPROBS = {False: "none", None: "none", True: "raw", "raw": "raw", "processed":
 
 @dataclass(frozen=True)
 class Limits:
-    """What a decoder can take: ids below ``vocab_size``, and sequences of up to ``max_length`` tokens."""
+    """What a decoder can take: ids below ``vocab_size``, and sequences of up to ``max_length`` tokens.
+
+    ``most`` is the longest sequence for which the model can be compiled, if it is known, and ``rope`` says which rotary
+    frequencies it has where these change with the length.
+    """
 
     vocab_size: int
     max_length: int
+    most: int | None = None
+    rope: Rope | None = None
+
+    def lengthen(self, verb: str = "compile") -> str:
+        """What a caller can do whose sequences are longer, but for shortening them."""
+        if self.most is not None and self.max_length >= self.most:
+            return f"use a model that is right for more than {self.most} positions"
+        if self.most is None and self.rope is None:
+            return f"{verb} with a larger max_length if the model allows"
+        what = "a larger max_length" if self.most is None else f"a max_length of up to {self.most}"
+        if self.rope is None or self.rope.length is not None:
+            return f"{verb} with {what}"
+        return (
+            f"{verb} with {what}; above {self.rope.original}, this model then has the rotary frequencies of long "
+            "sequences for short ones, too"
+        )
 
 
 @dataclass(frozen=True)
@@ -253,7 +274,7 @@ def check_prompts(prompts: Prompts, limits: Limits) -> None:
         if prompt.numel() > limits.max_length:
             raise InputError(
                 f"Prompt {index} has {prompt.numel()} tokens, but max_length is {limits.max_length}; shorten it, or "
-                "compile with a larger max_length if the model allows."
+                f"{limits.lengthen()}."
             )
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= limits.vocab_size:
@@ -348,15 +369,16 @@ class Lengths(NamedTuple):
     by_model: bool = False
 
 
-def read_limits(prompts: Prompts, asked: Lengths, longest: int) -> list[tuple[int, bool]]:
-    """The length at which each sequence ends, and whether that is only because ``longest`` is less than was asked."""
+def read_limits(prompts: Prompts, asked: Lengths, limits: Limits) -> list[tuple[int, bool]]:
+    """The length at which each sequence ends, and whether that is only because the decoder's own is less than asked."""
+    longest = limits.max_length
     name = "max_length" if asked.max_new_tokens is None and asked.max_length is not None else "max_new_tokens"
     ends = (_ends_by_length if name == "max_length" else _ends)(prompts, asked)
     most = max(per_sequence(name, getattr(asked, name), 0, len(ends)), default=0)
     if most > longest and not asked.by_model:
         raise InputError(
             f"{name}={most} is more than the decoder's max_length of {longest}, which counts the prompt, too; ask for "
-            "fewer, or compile with a larger max_length."
+            f"fewer, or {limits.lengthen()}."
         )
     return [(min(longest, end), end > longest) for end in ends]
 

@@ -34,7 +34,7 @@ from specgraph.passes.insert_recurrent_state import has_recurrent_state
 from specgraph.passes.pack_rows import ROOM
 from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.cuda_graphs import GraphPool, Pool, Results
-from specgraph.runtime.memory import limited, page_size
+from specgraph.runtime.memory import Footprint, limited, page_size
 from specgraph.runtime.pages import PagePool, Reservation
 from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
@@ -62,10 +62,11 @@ class Runner:
 
     def __init__(
         self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Entering]], None],
-        counters: Tensor | None = None, least: int = 1, snapshots: Snapshots | None = None,
+        footprint: Footprint, counters: Tensor | None = None, least: int = 1, snapshots: Snapshots | None = None,
     ) -> None:  # fmt: skip
         """``admit`` begins sequences in ``state``, as :meth:`Entrance.admit` does. ``least`` is the smallest number of
-        sequences in a call; inactive ones make up for what is missing. ``snapshots`` are those of ``state``."""
+        sequences in a call; inactive ones make up for what is missing. ``snapshots`` and ``footprint`` are those of
+        ``state``."""
         self._step: StepModule | None = None
         self._mode = Mode()
         self._least = least
@@ -73,6 +74,7 @@ class Runner:
         self.sizes = sizes
         self.pages = pages
         self.snapshots = snapshots
+        self.footprint = footprint
         self._begin = admit
         start: Tensor = state["start"]
         cuda = start.device.type == "cuda"
@@ -158,7 +160,11 @@ class Runner:
         return drafts
 
     def close(self) -> None:
-        """Wait for what is under way; the state is free then."""
+        """Wait for what is under way; the state is free then.
+
+        Its memory goes at once, since a closed session may be held for long.
+        """
+        self.state.clear()
 
     def _upload(self, rows: Sequence[int], count: int) -> Tensor:
         """The row index of a call of ``count`` sequences, int64 ``[count]``."""
@@ -203,7 +209,10 @@ class GraphRunner(Runner):
     lag = 1
 
     def __init__(self, space: Workspace) -> None:
-        super().__init__(space.state, space.sizes, space.pages, space.admit, space.counters, snapshots=space.snapshots)
+        super().__init__(
+            space.state, space.sizes, space.pages, space.admit, space.footprint, space.counters,
+            snapshots=space.snapshots,
+        )  # fmt: skip
         self.space = space
         self._running: dict[tuple[Mode, int], list[int]] = {}
 
@@ -338,7 +347,8 @@ class Runners:
             state = allocate(self.program, sizes, self.program.target.device)
             pages, admit = self._pages(sizes), Entrance(self.program, state).admit
             snapshots = snapshots_of(self.program, state, pages.snapshots)
-            return Runner(state, sizes, pages, admit, least=least, snapshots=snapshots)
+            footprint = Footprint.of(self.program, state, pages)
+            return Runner(state, sizes, pages, admit, footprint, least=least, snapshots=snapshots)
         wanted = bucket(sizes, self.max_batch_size, self.block_size)
         return GraphRunner(self._workspace(wanted))
 

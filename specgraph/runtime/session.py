@@ -198,7 +198,8 @@ class Session:
         followed = self._followers.count
         counts = engine.num_free_rows, engine.num_rows, pages.num_free, pages.count, engine.num_waiting, followed
         kept = pages.snapshots
-        return Room(*counts) if kept is None else Room(*counts, kept.num_known, kept.count, kept.num_bytes)
+        copies = (0, 0, 0) if kept is None else (kept.num_known, kept.count, kept.num_bytes)
+        return Room(*counts, *copies, engine.footprint.used(pages), engine.footprint.num_bytes)
 
     def step(self) -> list[Event]:
         """Run one step, and return what it emitted; an empty list if there is nothing to do.

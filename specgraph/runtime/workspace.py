@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from specgraph.ir.program import Program
-from specgraph.ir.state import allocate, num_bytes
+from specgraph.ir.state import allocate
 from specgraph.kernels.launch import new_counters
 from specgraph.kernels.state import CONFIDENCE
 from specgraph.kernels.step.results import num_columns
 from specgraph.runtime.cuda_graphs import Mailbox, Pool, num_traced
+from specgraph.runtime.memory import Footprint
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prompt_shapes import entries, power_of_two
 from specgraph.runtime.snapshots import snapshots_of
@@ -101,7 +102,7 @@ class Workspace:
         pages: those of its KV cache, and what is known of them.
         mailbox: where results of its steps go.
         snapshots: copies of its recurrent state; None if there are none.
-        num_bytes: bytes of the state and of its snapshots.
+        footprint: the memory of the state and of its snapshots.
     """
 
     def __init__(self, program: Program, sizes: Mapping[str, int], pages: PagePool, pool: Pool) -> None:
@@ -110,7 +111,7 @@ class Workspace:
         self.pages = pages
         self.state = allocate(program, sizes, device)
         self.snapshots = snapshots_of(program, self.state, pages.snapshots)
-        self.num_bytes = num_bytes(program, self.state) + (pages.snapshots.num_bytes if pages.snapshots else 0)
+        self.footprint = Footprint.of(program, self.state, pages)
         self._entrance = Entrance(program, self.state)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
@@ -124,6 +125,11 @@ class Workspace:
         self._weights: dict[int, Tensor] = {}
         """By address. Graphs know addresses alone, and another decoder of this model may move its parameters to other
         storage; so what they were is kept."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state and of its snapshots."""
+        return self.footprint.num_bytes
 
     @property
     def shapes(self) -> list[Shape]:

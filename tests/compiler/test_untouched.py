@@ -17,10 +17,13 @@ from tests.models import make_head, make_model, ragged_prompts
 PROMPTS = ragged_prompts()
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [3.0] * 4,
             "original_max_position_embeddings": 48, "factor": 2.0}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+ORIGINAL = {"original_max_position_embeddings": 48}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: make_model("llama"),
     "experts": lambda: make_model("phimoe", num_hidden_layers=1),
-    "longrope": lambda: make_model("phi3", rope_parameters=LONGROPE, num_hidden_layers=1),
+    "longrope": lambda: make_model("phi3", rope_parameters=LONGROPE, num_hidden_layers=1, **ORIGINAL),
+    "dynamic": lambda: make_model("llama", rope_parameters=DYNAMIC, num_hidden_layers=1, max_position_embeddings=48),
 }
 
 
@@ -72,6 +75,17 @@ def test_compiling_and_decoding_leave_the_model_as_it_was(name: str) -> None:
     decoder = specgraph.compile_speculative(model, {"cache": CONFIG["cache"]})
     assert_same(before, state(model))
     decode(decoder)
+    assert_same(before, state(model))
+
+
+@pytest.mark.parametrize("name", ["longrope", "dynamic"])
+@pytest.mark.parametrize("grown", [False, True])
+def test_frequencies_of_long_sequences_leave_the_model_as_it_was(name: str, grown: bool) -> None:
+    model = MODELS[name]()
+    if grown:
+        model(input_ids=PROMPTS[0].new_full((1, 200), 5))
+    before = state(model)
+    decode(specgraph.compile_speculative(model, {"cache": CONFIG["cache"], "max_length": 100}))
     assert_same(before, state(model))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from specgraph.errors import UnsupportedModelError
-from specgraph.frontend.tracing import ATTENTION, TracedModel, attention_hook, max_positions, trace
+from specgraph.frontend.tracing import ATTENTION, TracedModel, attention_hook, trace
 from tests.models import ARCHITECTURES, MORE, VOCAB, WINDOW, make_model
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -168,5 +168,5 @@ def test_length_dependent_rotary_is_right_below_its_switch_and_capped_there(rope
         traced = trace(model)
         expected = model(tokens, use_cache=False).logits
         actual = traced.head(traced.body(tokens, torch.arange(40).unsqueeze(0)))
-    assert max_positions(model) == traced.info.max_positions == limit
+    assert traced.info.max_positions == limit
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

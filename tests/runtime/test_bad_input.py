@@ -79,7 +79,7 @@ BAD_CALLS: dict[str, tuple[Callable[[SpeculativeDecoder], object], str]] = {
     "deepcopy": (copy.deepcopy, "A decoder cannot be pickled or copied"),
     "max_new_tokens": (lambda d: d.generate(ONE, max_new_tokens=-1), "max_new_tokens must be an integer of at least 0"),
     "more new tokens": (lambda d: d.generate(ONE, max_new_tokens=65), "max_new_tokens=65 is more than the decoder's "
-                        "max_length of 64, which counts the prompt, too; ask for fewer, or compile with a larger"),
+                        "max_length of 64, which counts the prompt, too; ask for fewer, or compile with a max_"),
     "longer": (lambda d: d.generate(ONE, max_length=100000), "max_length=100000 is more than the decoder's max_length"),
     "eos": (lambda d: d.generate(ONE, eos_token_id=VOCAB), f"eos_token_id {VOCAB} is not a token id"),
     "logprobs": (lambda d: d.generate(ONE, return_logprobs="all"), "return_logprobs is False, True, 'raw'"),

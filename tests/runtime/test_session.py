@@ -311,7 +311,7 @@ def test_logprobs_are_those_of_the_sequence_alone(decoder: SpeculativeDecoder) -
 
 
 def test_the_pool_takes_no_more_than_its_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = made("none")
+    decoder = made("none", cache={**CONFIG["cache"], "memory_share": 0.9})
     size = memory.page_bytes(decoder._program)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 20 * size)
     with decoder.session() as session:
@@ -327,9 +327,10 @@ def test_the_pool_takes_no_more_than_its_share_of_the_free_memory(monkeypatch: p
 def test_a_session_says_how_much_room_it_has() -> None:
     decoder = made("none", cache={**CONFIG["cache"], "pool_tokens": 64})
     with decoder.session() as session:
-        assert session.room == Room(ROWS, ROWS, 16, 16)
+        most, page = session.room.most_bytes, memory.page_bytes(decoder._program)
+        assert session.room == Room(ROWS, ROWS, 16, 16, used_bytes=most - 16 * page, most_bytes=most)
         session.submit(PROMPTS[0], max_new_tokens=4, eos_token_id=[])
         session.step()
-        assert session.room == Room(ROWS - 1, ROWS, 14, 16)
+        assert session.room == Room(ROWS - 1, ROWS, 14, 16, used_bytes=most - 14 * page, most_bytes=most)
         list(session)
-        assert session.room == Room(ROWS, ROWS, 16, 16)
+        assert session.room == Room(ROWS, ROWS, 16, 16, used_bytes=most - 14 * page, most_bytes=most)

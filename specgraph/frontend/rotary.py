@@ -1,0 +1,125 @@
+"""Rotary embeddings whose frequencies change with the length of a sequence, fixed for one length.
+
+transformers has two such rope types. ``longrope`` has two sets of factors, and takes the long set for every token once
+a position of the call lies behind the original length of pretraining. ``dynamic`` computes its base from the longest
+position of the call. Both look at values while they run, which no graph can. Neither rotates the keys again that a
+cache already holds. So a traced model has the frequencies of one length, that of the longest sequence which it is to
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specgraph.ir.model_info import Rope
+
+
+def length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings whose frequencies change with the sequence length (dynamic, longrope)."""
+    return [module for module in model.modules() if any(True for _ in _changing(module))]
+
+
+def rope_of(model: PreTrainedModel, length: int | None) -> Rope | None:
+    """How far a model with such embeddings reaches if it is traced for sequences of ``length``; None if it has none."""
+    modules = length_dependent_rotary(model)
+    if not modules:
+        return None
+    kinds = {kind for module in modules for kind in _rope_types(module).values()}
+    original = min(_original(module, layer) for module in modules for layer in _changing(module))
+    config: Any = model.config.get_text_config()
+    # The formula of a dynamic base holds for every length; all others end with the positions that were trained.
+    most = None if all("dynamic" in kind for kind in kinds) else getattr(config, "max_position_embeddings", None)
+    changing = tuple(sorted(kind for kind in kinds if _changes(kind)))
+    return Rope(changing, original, most, length if length is not None and length > original else None)
+
+
+def fix_rotary(model: nn.Module, length: int | None) -> None:
+    """Give the embeddings the frequencies that they have in a call whose longest sequence has ``length`` tokens.
+
+    None stands for short sequences. ``model`` is a copy, whose modules are its own.
+    """
+    for module in length_dependent_rotary(model):
+        rotary: Any = module
+        for layer in _changing(module):
+            setattr(rotary, f"{_prefix(layer)}inv_freq", _frequencies(module, layer, length))
+        same = isinstance(rotary.rope_type, dict)
+        longest = length or min(_original(module, layer) for layer in _changing(module))
+        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
+        rotary.forward = _at_length(rotary.forward, longest)
+
+
+def _rope_types(module: nn.Module) -> dict[str | None, str]:
+    """The rope types of a rotary embedding by the type of layer, which is None if all layers share one."""
+    types = getattr(module, "rope_type", None)
+    if isinstance(types, dict):
+        return {str(layer): str(kind) for layer, kind in types.items()}
+    return {None: types} if isinstance(types, str) else {}
+
+
+def _changes(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind
+
+
+def _changing(module: nn.Module) -> Iterator[str | None]:
+    """The types of layers whose frequencies change with the length."""
+    return (layer for layer, kind in _rope_types(module).items() if _changes(kind))
+
+
+def _prefix(layer: str | None) -> str:
+    return "" if layer is None else f"{layer}_"
+
+
+def _original(module: Any, layer: str | None) -> int:
+    """The longest sequence that has the frequencies of short ones."""
+    if "dynamic" in _rope_types(module)[layer]:
+        return int(module.original_max_seq_len)
+    parameters = module.config.rope_parameters
+    return int((parameters if layer is None else parameters[layer])["original_max_position_embeddings"])
+
+
+def _frequencies(module: Any, layer: str | None, length: int | None) -> Tensor:
+    """The inverse frequencies of one type of layer, by transformers' own function of its rope type."""
+    device = getattr(module, f"{_prefix(layer)}inv_freq").device
+    if length is None or length <= _original(module, layer):
+        original: Tensor = getattr(module, f"{_prefix(layer)}original_inv_freq")
+        return original.to(device)
+    compute = ROPE_INIT_FUNCTIONS[_rope_types(module)[layer]]
+    # A tensor, as transformers passes it: Python's numbers would round the base in another way.
+    frequencies: Tensor
+    frequencies, _ = compute(module.config, device, seq_len=torch.tensor(length, device=device), layer_type=layer)
+    return frequencies
+
+
+class _Longest(TorchFunctionMode):
+    """Answers what the largest of some positions is.
+
+    An embedding may ask for it by itself, as that of phimoe does for the scale of its cosines and sines.
+    """
+
+    def __init__(self, positions: Tensor, longest: int) -> None:
+        super().__init__()
+        self._positions, self._longest = positions, longest
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.max, Tensor.max) and len(args) == 1 and args[0] is self._positions and not kwargs:
+            return torch.tensor(self._longest)
+        return func(*args, **(kwargs or {}))
+
+
+def _at_length(forward: Callable[..., Any], length: int) -> Callable[..., Any]:
+    """The forward of a rotary embedding in calls whose longest sequence has ``length`` tokens."""
+
+    def fixed(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _Longest(position_ids, length - 1):
+            return forward(x, position_ids, *args, **kwargs)
+
+    return fixed

@@ -1,0 +1,76 @@
+"""How much memory this process can still allocate on the host, as Linux and its control groups say.
+
+A container has less than its machine. Its limit is that of its control group, or of one around it (``memory.max`` in
+version 2 of the interface, ``memory.limit_in_bytes`` in version 1). What the files of a group say it uses includes the
+cache of files, of which the kernel gives back the inactive part when memory is short.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """The least of what the machine and every control group of this process has left; None if nothing says.
+
+    ``root`` is the folder in which ``proc`` and ``sys`` are.
+    """
+    machine = _fields(root / "proc/meminfo").get("MemAvailable:")
+    found = [1024 * machine] if machine is not None else _free_pages()
+    for group in _groups(root):
+        left = _left(group)
+        found += [] if left is None else [left]
+    return max(0, min(found)) if found else None
+
+
+def _free_pages() -> list[int]:
+    """What a system without ``/proc/meminfo`` calls available."""
+    try:
+        return [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, ValueError, OSError):
+        return []
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of the control groups that this process is in, from the innermost one outwards.
+
+    Inside of a container, the path of its group may be that on the host, which is not there; its own group is then
+    what is mounted.
+    """
+    for line in filter(None, _text(root / "proc/self/cgroup").splitlines()):
+        _, controllers, path = line.split(":", 2)
+        mounted = {"": root / "sys/fs/cgroup", "memory": root / "sys/fs/cgroup/memory"}
+        top = mounted.get("memory" if "memory" in controllers.split(",") else controllers)
+        if top is None:
+            continue
+        inner = top / path.strip("/")
+        yield from (folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents)
+
+
+def _left(group: Path) -> int | None:
+    """What a control group has left; None if it has no limit."""
+    names = (("memory.max", "memory.current", "inactive_file"),
+             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
+    for limit, usage, reclaimed in names:
+        most, used = _text(group / limit).strip(), _text(group / usage).strip()
+        if most.isdigit() and used.isdigit():
+            return int(most) - int(used) + _fields(group / "memory.stat").get(reclaimed, 0)
+    return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of a file with a name and a number in every line."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    """What a file says; nothing if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
