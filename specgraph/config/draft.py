@@ -25,6 +25,8 @@ LOOKUP_PASS = "lookup_first"
 """The pass that does so."""
 MOST_MATCHED = 127
 """The longest match that a lookup may be asked for."""
+NUMBERS = ("num_speculative_tokens", "num_speculative_tokens_by_load")
+"""The keys that give K."""
 DRAFTERS = Path(__file__).parent.parent / "drafters"
 """The folder of the drafters. Every file in it that has a configuration class is a drafter of the file's name."""
 

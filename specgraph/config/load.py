@@ -18,6 +18,7 @@ from specgraph.config.draft import (
     LOOKUP_PASS,
     LOOKUPS,
     MOST_MATCHED,
+    NUMBERS,
     DraftConfig,
     at_least_one,
     drafter_configs,
@@ -30,8 +31,6 @@ from specgraph.config.paths import did_you_mean_path
 from specgraph.config.schema import LOWERINGS, NUMERICS, Config
 from specgraph.errors import ConfigError
 
-_NUMBERS = ("num_speculative_tokens", "num_speculative_tokens_by_load")
-"""The keys of ``draft`` that give K."""
 ConfigLike = DictConfig | Mapping[str, Any] | Config | str | Path | None
 
 
@@ -123,7 +122,7 @@ def _obey_given_number(overlay: dict[str, Any]) -> None:
     A whole configuration, such as that of the command line, always has both keys.
     """
     draft = overlay.get("draft")
-    if isinstance(draft, Mapping) and {*_NUMBERS} & {*draft} and "adaptive" not in draft:
+    if isinstance(draft, Mapping) and {*NUMBERS} & {*draft} and "adaptive" not in draft:
         overlay["draft"] = {**draft, "adaptive": False}
 
 

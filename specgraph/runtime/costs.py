@@ -13,10 +13,8 @@ RISE = 0.25
 slows a step down is mostly somebody else on the machine."""
 MOST_RISE = 2.0
 """A step that took longer than this many times the estimate counts as if it had taken so many times."""
-FALL = 1 / 256
+FALL = 1 / 1024
 """The part by which an estimate falls for every other step of its kind, so that a wrong one is tried again."""
-CHEAPEST = 0.4
-"""Of the cost of more rows, what fewer rows are taken to cost at least before they were tried."""
 
 
 @dataclass
@@ -63,7 +61,7 @@ class StepCosts:
         if at == len(numbers):
             return seconds[-1]
         if at == 0 and numbers[0] != rows:
-            return seconds[0] * max(CHEAPEST, rows / numbers[0])
+            return seconds[0] * rows / numbers[0]
         if numbers[at] == rows:
             return seconds[at]
         share = (rows - numbers[at - 1]) / (numbers[at] - numbers[at - 1])

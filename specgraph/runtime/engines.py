@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.runner import Runners, StepModule
 from specgraph.runtime.steps import Step
 from specgraph.runtime.workspace import Mode
-from specgraph.runtime.worth import Worth
+from specgraph.runtime.worth import Worth, choices
 
 SESSION_EOS_IDS = 8
 """For how many EOS ids a sequence of a session has room, unless the model has more."""
@@ -39,6 +40,7 @@ class Engines:
         overhead: what steps cost besides their rows.
         host_time: where pauses of steps are noted.
         costs: what decode steps have cost.
+        chosen: how many steps had which K, where it is chosen by what it is worth.
     """
 
     program: Program
@@ -48,6 +50,7 @@ class Engines:
     overhead: Overhead
     host_time: HostTime
     costs: StepCosts = field(default_factory=StepCosts)
+    chosen: Counter[int] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool, traced: bool = False) -> Iterator[Engine]:
@@ -100,8 +103,17 @@ class Engines:
         wanted = config.draft.adaptive is not False and config.draft.num_speculative_tokens_by_load is None
         return able and wanted and config.verify.rule in LOSSLESS_RULES
 
+    def describe(self) -> list[str]:
+        """A line for the report, if K is chosen by what it is worth."""
+        if not self.adapts:
+            return []
+        counts = {k: self.chosen[k] for k in choices(self.program.drafter.num_speculative_tokens)}
+        among = "; ".join(f"{k} in {count} steps" for k, count in counts.items())
+        return [f"K is chosen for each step, by what its drafts are worth (draft.adaptive): {among}"]
+
     def _worth(self) -> Worth | None:
-        return Worth(self.program.drafter.num_speculative_tokens, self.costs) if self.adapts else None
+        most = self.program.drafter.num_speculative_tokens
+        return Worth(most, self.costs, self.chosen) if self.adapts else None
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self.program.target.device)

@@ -11,6 +11,7 @@ for drafts that are a function of the accepted tokens: given these tokens, nothi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from specgraph.runtime.costs import StepCosts
@@ -23,6 +24,11 @@ MARGIN = 1.02
 """How many times as many tokens per second more drafts have to promise."""
 
 
+def choices(most: int) -> list[int]:
+    """The values of K among which a step has a choice, if the drafter's own is ``most``, in ascending order."""
+    return sorted({0, min(FEW, most), most})
+
+
 class Worth:
     """Chooses K for the steps of one engine.
 
@@ -31,10 +37,10 @@ class Worth:
         choices: the values of K among which it chooses, in ascending order. A step of each is a variant of its own.
     """
 
-    def __init__(self, most: int, costs: StepCosts) -> None:
-        """``most`` is the drafter's K."""
-        self.costs = costs
-        self.choices = sorted({0, min(FEW, most), most})
+    def __init__(self, most: int, costs: StepCosts, chosen: Counter[int]) -> None:
+        """``most`` is the drafter's K. ``chosen`` counts the steps of each K."""
+        self.costs, self._chosen = costs, chosen
+        self.choices = choices(most)
         self._shared = Survival([FIRST ** (place + 1) for place in range(most)], SHARED)
 
     def choose(self, kind: Hashable, sequences: Sequence[Running], drafts: Sequence[Sequence[int]]) -> int:
@@ -53,6 +59,7 @@ class Worth:
             rate = (len(sequences) + sum(accepted)) / seconds
             if rate > (MARGIN if promised else 1.0) * promised:
                 best, promised = k, rate
+        self._chosen[best] += 1
         return best
 
     def _outlook(self, sequence: Running) -> Outlook:
