@@ -100,8 +100,10 @@ class Engines:
         """Whether K is chosen by what it is worth, where ``draft.adaptive`` leaves that open or asks for it."""
         program, config = self.program, self.config
         able = program.drafter.looks_up and program.target.device.type == "cpu" and not program.captured
+        # Under other rules than strict tokens depend on K, and K on times, so a seed would not repeat a run.
+        rules = LOSSLESS_RULES if config.draft.adaptive else ("strict",)
         wanted = config.draft.adaptive is not False and config.draft.num_speculative_tokens_by_load is None
-        return able and wanted and config.verify.rule in LOSSLESS_RULES
+        return able and wanted and config.verify.rule in rules
 
     def describe(self) -> list[str]:
         """A line for the report, if K is chosen by what it is worth."""

@@ -242,8 +242,10 @@ def test_a_number_that_is_given_is_obeyed(widths: list[tuple[int, int]]) -> None
 
 
 @pytest.mark.parametrize("rule", ["strict", "probabilistic", "block", "synthetic"])
-def test_only_lossless_rules_adapt(rule: str) -> None:
-    assert adaptive(rule=rule)._engines.adapts == (rule != "synthetic")
+def test_only_lossless_rules_adapt_and_all_but_strict_when_they_are_asked_to(rule: str) -> None:
+    """Under the others a seed would not repeat a run."""
+    assert adaptive(rule=rule)._engines.adapts == (rule == "strict")
+    assert adaptive(rule=rule, adaptive=True)._engines.adapts == (rule != "synthetic")
 
 
 def test_only_lookups_whose_steps_the_host_waits_for_adapt() -> None:
