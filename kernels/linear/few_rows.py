@@ -1,11 +1,13 @@
 """A linear layer on a CPU whose input has few rows, as in a decode step.
 
 ``x`` ``[B, T, I]`` and ``weight`` ``[O, I]`` give ``x @ weight.T + bias``, ``[B, T, O]``, as ``linear`` does. Libraries
-often take longer for that product than reading the weight does. There are two other forms:
+often take longer for that product than reading the weight does. There are three other forms:
 
 - *sum*: the product is written as what it is, a sum of products for every output. Where Inductor compiles the step, it
   makes a loop of that which reads a row of the weight once for all rows of ``x``, and has nothing to prepare.
-- *transposed*: the same library is asked for ``weight @ x.T``. Nothing is copied but the small result.
+- *transposed*: the same library is asked for ``weight @ x.T``. Nothing is copied but the small result. One row is run
+  as two equal ones, since a product of a matrix and a vector is slower.
+- *oneDNN*: PyTorch's other library, which has kernels for all CPUs with AVX-512, and takes the weight as it is.
 
 MKL has kernels of its own for Intel's CPUs, and slower ones for others, so the best form is a question of the CPU, too.
 Milliseconds of one thread with PyTorch 2.13 and MKL 2024.2, in float32, on an AMD EPYC with AVX-512 for all linear
@@ -33,6 +35,26 @@ parameters, and 335 for 320 with the shapes of Llama-3.2-1B (one row); 668 for 6
 rows, a step with transposed products takes 722 ms where one with sums takes 1,057. Without a compiler, a step of the
 hybrid takes 20 ms for 31 with 2 rows, since the products are not transposed, and 39 for 44 with 12, where they are.
 
+Without a compiler, on the AMD, for one weight ``[O, I]`` each, as multiples of ``linear`` with one row (one thread, the
+least of 12 runs, on a machine that others were using as well, so a figure may be off by a third):
+
+| rows | form | 2048, 640 | 65536, 640 | 4864, 896 | 8960, 1536 | 640, 2048 | 1536, 8960 |
+|---|---|---|---|---|---|---|---|
+| 1 | transposed | 0.4 | 0.6 | 0.6 | | 4.5 | |
+| 2 | linear | 2.3 | 2.5 | 2.5 | 3.1 | 3.0 | 1.4 |
+| | transposed | 0.3 | 0.5 | 0.4 | 0.8 | 2.9 | 1.4 |
+| | oneDNN | 1.2 | 1.0 | 1.1 | 1.3 | 1.4 | 1.3 |
+| 3 | transposed | 0.5 | 0.8 | 1.0 | 3.1 | 3.5 | 2.4 |
+| | oneDNN | 1.1 | 1.2 | 1.1 | 1.2 | 1.5 | 1.3 |
+| 5 | linear | 2.3 | 2.4 | 2.1 | 5.8 | 3.7 | 1.7 |
+| | transposed | 1.0 | 1.2 | 1.3 | 5.5 | 7.1 | 3.0 |
+| | oneDNN | 1.1 | 1.3 | 1.2 | 2.5 | 2.7 | 1.4 |
+| 8 | linear | 2.3 | 2.7 | 2.5 | 6.2 | 3.7 | 1.6 |
+| | oneDNN | 1.7 | 1.5 | 1.3 | 2.8 | 3.9 | 1.6 |
+
+With a weight that oneDNN has packed beforehand, five rows take 0.5 to 1.4 times as long as one row of ``linear``. But a
+packed weight is a second copy of it.
+
 A result may be rounded differently than that of ``linear``, as it also may for another number of rows.
 """
 
@@ -51,8 +73,16 @@ FEW_ROWS = 16
 """The most rows for which the product is a sum in compiled code."""
 MOST_INPUTS = 4096
 """The most inputs for which it is a sum."""
-TRANSPOSED = range(2, 9)
+TRANSPOSED = range(1, 4)
 """The numbers of rows for which the transposed product is taken in code that is not compiled."""
+MOST_TRANSPOSED = 960
+"""The most inputs for which it is."""
+BY_ONEDNN = range(2, 17)
+"""The numbers of rows for which oneDNN is asked otherwise."""
+HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
+    torch.ops.mkldnn, "_linear_pointwise"
+)
+"""Whether PyTorch was built with oneDNN."""
 TRANSPOSED_BY_MKL = range(8, 17)
 """The numbers of rows for which it is taken, compiled or not, if the library has kernels for this CPU."""
 
@@ -73,7 +103,11 @@ def _product(rows: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor] | Non
         return _transposed
     if torch.compiler.is_compiling():
         return _summed if 0 < rows <= FEW_ROWS and inputs <= MOST_INPUTS else None
-    return _transposed if not MKL_IS_FAST and _is_among(rows, TRANSPOSED) else None
+    if MKL_IS_FAST:
+        return None
+    if _is_among(rows, TRANSPOSED) and inputs <= MOST_TRANSPOSED:
+        return _transposed
+    return _by_onednn if HAS_ONEDNN and _is_among(rows, BY_ONEDNN) else None
 
 
 def _is_among(rows: int, numbers: range) -> bool:
@@ -90,4 +124,13 @@ def _summed(x: Tensor, weight: Tensor) -> Tensor:
 
 def _transposed(x: Tensor, weight: Tensor) -> Tensor:
     """The same by a library, which is asked for ``[O, R]``."""
-    return torch.mm(weight, x.t()).t().contiguous()
+    several = x if x.shape[0] > 1 else x.repeat(2, 1)
+    return torch.mm(weight, several.t())[:, : x.shape[0]].t().contiguous()
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """The same by oneDNN, which has products in float32 and in lower precision."""
+    if x.dtype == torch.float64:
+        return torch.nn.functional.linear(x, weight)
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
+    return found

@@ -128,7 +128,9 @@ def counts_of(options: BenchConfig, config: Config) -> list[int]:
 
 def with_drafts(config: Config, k: int) -> Config:
     """The configuration for K drafts, whatever the load."""
-    draft = dataclasses.replace(config.draft, num_speculative_tokens=max(k, 1), num_speculative_tokens_by_load=None)
+    draft = dataclasses.replace(
+        config.draft, num_speculative_tokens=max(k, 1), num_speculative_tokens_by_load=None, adaptive=False
+    )
     return dataclasses.replace(config, draft=draft)
 
 

@@ -40,6 +40,8 @@ from specgraph.cli.flags import flags_as_keys
 from specgraph.cli.generation import refuse_arguments
 from specgraph.cli.own_file import KEY, own_file
 from specgraph.cli.writers import TEXT, notes
+from specgraph.config import Config
+from specgraph.config.draft import NUMBERS
 from specgraph.config.errors import OPEN, allowed_at, check_keys, did_you_mean, keys
 from specgraph.errors import ConfigError, SpecgraphError, SpecgraphWarning
 
@@ -74,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
         overrides = own_file(_with_keys(name, _named(name, overrides)))
         if name == "generate":
             refuse_arguments(overrides)
+        overrides = _obeyed(name, overrides)
         overrides = draft_paths(name, overrides, sweep=bool(SWEEP & set(overrides)))
         own, overrides = own_drafter_keys(name, overrides)
         name, overrides = choose(name, overrides)
@@ -207,6 +210,17 @@ def _with_keys(name: str, arguments: Sequence[str]) -> list[str]:
     kinds = {key: allowed_at(key, schema) or "" for schema in schemas for key in keys(every_key(schema))}
     switches = {key for key, kind in kinds.items() if kind.startswith("true or false")}
     return flags_as_keys(arguments, {*kinds, KEY}, switches)
+
+
+def _obeyed(name: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides, and that a K among them holds for every step, unless ``draft.adaptive`` is given beside it.
+
+    The configuration that Hydra composes does not tell a K that was given from the default.
+    """
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    numbers = {f"draft.{key}" for key in NUMBERS}
+    obey = numbers & given and "draft.adaptive" not in given and issubclass(COMMANDS[name].schema(), Config)
+    return [*overrides, "draft.adaptive=false"] if obey else [*overrides]
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:

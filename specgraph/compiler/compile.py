@@ -17,7 +17,7 @@ from specgraph.compiler.numerics import NumericsCallback, check_drafts
 from specgraph.compiler.selfcheck import check_draft, self_check
 from specgraph.compiler.text_models import text_model
 from specgraph.config import Config, ConfigLike, check_no_keys, choose_lowering, load_config, settle_lowering
-from specgraph.drafters.base import DraftHead, DraftLike, Target
+from specgraph.drafters.base import Drafter, DraftHead, DraftLike, Target
 from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.dump import check_folder
 from specgraph.errors import ConfigError, SpecgraphWarning, UnsupportedModelError
@@ -99,6 +99,7 @@ def compile_speculative(
         notes += [info.rope.describe()] if info.rope is not None else []
         progress.advance(1, "loading and tracing the draft")
         made = make_draft(config, Target(model, target, limits.max_length), draft)
+        check_adaptive(config, made.drafter)
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")
         if config.debug.self_check:
@@ -121,6 +122,15 @@ def compile_speculative(
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder
+
+
+def check_adaptive(config: Config, drafter: Drafter) -> None:
+    """Refuse ``draft.adaptive`` for a drafter whose K cannot be chosen after a look at its drafts."""
+    if config.draft.adaptive and not drafter.looks_up:
+        raise ConfigError(
+            f"draft.adaptive=true chooses K by a look at the drafts, which only lookups allow (ngram, suffix), and the "
+            f"drafter is {drafter.name}; leave it out, or give draft.num_speculative_tokens a table."
+        )
 
 
 def _given(model: PreTrainedModel, draft: DraftLike | None) -> dict[str, nn.Module]:

@@ -25,6 +25,8 @@ LOOKUP_PASS = "lookup_first"
 """The pass that does so."""
 MOST_MATCHED = 127
 """The longest match that a lookup may be asked for."""
+NUMBERS = ("num_speculative_tokens", "num_speculative_tokens_by_load")
+"""The keys that give K."""
 DRAFTERS = Path(__file__).parent.parent / "drafters"
 """The folder of the drafters. Every file in it that has a configuration class is a drafter of the file's name."""
 
@@ -40,6 +42,9 @@ class DraftConfig:
     decode together: with {1: 7, 8: 5, 32: 2, 64: 0} it is 7 for up to 7 of them, and 0 for 64 and more."""
     num_speculative_tokens_by_load: Any = None
     """Such a table; num_speculative_tokens is then its largest K. null: K is always the same."""
+    adaptive: bool | None = None
+    """Verify fewer drafts than K, or none, in steps in which that promises more tokens per second. This is for lookups
+    (`ngram`, `suffix`) on a CPU. null: they do so under `strict`, unless num_speculative_tokens is given."""
     model: str | None = None
     """The folder of a checkpoint, or the name of a causal LM; `draft=` takes either, and it says which drafter it is
     for."""

@@ -18,6 +18,7 @@ from specgraph.config.draft import (
     LOOKUP_PASS,
     LOOKUPS,
     MOST_MATCHED,
+    NUMBERS,
     DraftConfig,
     at_least_one,
     drafter_configs,
@@ -49,6 +50,7 @@ def load_config(given: ConfigLike = None) -> Config:
     base = default_config(**chosen)
     overlay = _nested(overlay)
     _take_own_drafter(overlay, base)
+    _obey_given_number(overlay)
     table = _take_table(overlay)
     check_keys(overlay, base, Config)
     try:
@@ -112,6 +114,16 @@ def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
     if isinstance(name, str) and ("_target_" in given or "." in name):
         base.draft = OmegaConf.structured(own_drafter(name).Config)
         overlay["draft"] = {**{key: value for key, value in given.items() if key != "_target_"}, "kind": name}
+
+
+def _obey_given_number(overlay: dict[str, Any]) -> None:
+    """Let a K that the user gave hold for every step, unless ``draft.adaptive`` is given beside it.
+
+    A whole configuration, such as that of the command line, always has both keys.
+    """
+    draft = overlay.get("draft")
+    if isinstance(draft, Mapping) and {*NUMBERS} & {*draft} and "adaptive" not in draft:
+        overlay["draft"] = {**draft, "adaptive": False}
 
 
 def _take_table(overlay: dict[str, Any]) -> dict[int, int] | None:

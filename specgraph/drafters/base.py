@@ -86,8 +86,10 @@ class Drafter(ABC):
 
     Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what
     checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing), ``fallback`` whether it
-    recognises what no other drafter does, ``chained`` whether it makes its drafts by a chain of calls, ``head`` the
-    class of the modules that a :class:`DraftHead` holds for it, ``new_layers`` the number of layers of a new one.
+    recognises what no other drafter does, ``chained`` whether it makes its drafts by a chain of calls, ``looks_up``
+    whether its drafts are a function of the accepted tokens, without a network, so that K may be chosen after a look at
+    them, ``head`` the class of the modules that a :class:`DraftHead` holds for it, ``new_layers`` the number of layers
+    of a new one.
 
     Attributes:
         num_speculative_tokens: K, drafts per step and sequence.
@@ -113,6 +115,7 @@ class Drafter(ABC):
     needs: ClassVar[str | None] = None
     fallback: ClassVar[bool] = False
     chained: ClassVar[bool] = False
+    looks_up: ClassVar[bool] = False
     head: ClassVar[type[nn.Module] | None] = None
     new_layers: ClassVar[int] = 1
 

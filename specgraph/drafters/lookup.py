@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import fx
 
@@ -23,6 +23,8 @@ class LookupDrafter(Drafter):
 
     Its proposals ``[b, K]`` are point masses: it has no distribution to draw from.
     """
+
+    looks_up: ClassVar[bool] = True
 
     def build(self, step: DraftStep) -> int:
         """Record what was accepted, then look the end of it up."""

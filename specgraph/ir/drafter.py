@@ -57,6 +57,10 @@ class Drafter(Protocol):
         """Whether it makes its drafts by a chain of calls, which ``parallel_draft`` can replace by one call."""
 
     @property
+    def looks_up(self) -> bool:
+        """Whether its drafts are a function of the accepted tokens, which no network computes."""
+
+    @property
     def mask(self) -> Mask | None:
         """The mask for drafting in parallel; None if the drafter cannot do so."""
 

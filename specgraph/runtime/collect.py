@@ -84,6 +84,8 @@ class Collector:
         if step.host_seconds is not None:
             stats.host_steps += 1
             stats.host_seconds += step.host_seconds
+        if step.decoding:
+            stats.steps_by_drafts[step.drafts] += 1
         if step.decoding and not step.prompt_tokens:
             stats.decode_seconds += step.seconds
         else:

@@ -300,7 +300,7 @@ class SpeculativeDecoder:
 
     def report(self) -> str:
         """What every pass did: time, matches, nodes, near misses, bytes shared, as Markdown."""
-        last = [*self._runners.describe(), *self._host_time.describe()]
+        last = [*self._runners.describe(), *self._engines.describe(), *self._host_time.describe()]
         return render_report(self.stages, self._reports, self._notes, last)
 
     def dump(self, folder: str | Path, *, weights: bool | None = None) -> Path:

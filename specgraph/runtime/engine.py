@@ -231,7 +231,10 @@ class Engine:
     def _choose_mode(self, drafts: int | None, waiting: Sequence[Running], *, packed: bool = False) -> None:
         """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
         paused = any(sequence.request.host for sequence in waiting)
-        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced)
+        ahead = self._policy.worth is not None
+        if ahead and (packed or self._traced):
+            drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
+        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced, ahead and drafts is not None)
         if mode != self._mode:
             self._mode = mode
             self._runner.use(mode, self._make_step(mode))
@@ -253,9 +256,28 @@ class Engine:
         self._num_decode_steps += bool(going)
         if wide:
             return self._enqueue_prompts(going)
-        self._choose_mode(self._policy.drafts_of(len(going)), going)
-        pause = self._pause(going)
-        return UnderWay(self._runner.decode([s.row for s in going], pause), going, pause=pause)
+        drafts = self._drafts_of(going)
+        self._choose_mode(drafts, going)
+        pause, begin = self._pause(going), time.perf_counter()
+        results = self._runner.decode([s.row for s in going], pause)
+        if policy.worth is not None and not self._traced:
+            seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
+            policy.worth.costs.add(self._kind(), len(going) * results.width, seconds)
+        verified = results.width - 1 if drafts is None else drafts
+        return UnderWay(results, going, pause=pause, drafts=verified)
+
+    def _drafts_of(self, going: Sequence[Running]) -> int | None:
+        """K for the next step of sequences that decode; None for the drafter's own."""
+        worth, rows = self._policy.worth, [s.row for s in going]
+        if worth is None:
+            return self._policy.drafts_of(len(going))
+        drafts = worth.choose(self._kind(), going, self._runner.real_drafts(rows))
+        self._runner.keep_drafts(rows, drafts)
+        return drafts if drafts < worth.choices[-1] else None
+
+    def _kind(self) -> tuple[object, ...]:
+        """What distinguishes steps whose rows cost more from others."""
+        return self._logprobs, self._unused
 
     def _pause(
         self, sequences: Sequence[Running], forced: Sequence[int] = (), going_on: Container[Running] = ()
@@ -280,7 +302,7 @@ class Engine:
         return sorted([s for s in self._decoding if s.room > 0], key=_row)
 
     def _enqueue_prompts(self, going: list[Running]) -> UnderWay:
-        drafts = self._policy.drafts_of(len(going)) if going else None
+        drafts = self._drafts_of(going) if going else None
         width = self._prefill.width if drafts is None else drafts + 1
         chunk = self._prefill.fill(self._policy.chunk, self._budget(going, width), [s.row for s in going], width)
         pending = {*self._prefill.pending()}
@@ -300,7 +322,7 @@ class Engine:
             sequence.started = True
             sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
             self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause)
+        return UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
 
     def _budget(self, going: list[Running], width: int) -> int:
         """The most prompt rows of a step in which those ``going`` on take part, with ``width`` rows each.
@@ -369,6 +391,8 @@ class Engine:
                 before = max(0, len(tokens) + given - emitted)
                 tokens, logprobs = tokens[before:], logprobs[before:]
             sequence.new_tokens += tokens
+            if sequence.outlook is not None:
+                sequence.outlook.judge(sequence.new_tokens)
             if under_way.pause and sequence not in going_on:
                 for processor in sequence.request.host:
                     processor.emitted(len(tokens))
@@ -387,7 +411,7 @@ class Engine:
         outputs += [Output(s.number, finish_reason="error", error=error) for s, error in failed.items()]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
-        seconds, drafts = self._begin - begin, under_way.results.width - 1
+        seconds, drafts = self._begin - begin, under_way.drafts
         waited = None if under_way.pause is None else under_way.pause.seconds
         return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
 

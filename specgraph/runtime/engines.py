@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specgraph.config import Config
 from specgraph.ir.program import Program
 from specgraph.kernels.verify import LOSSLESS_RULES
+from specgraph.runtime.costs import StepCosts
 from specgraph.runtime.engine import Engine
 from specgraph.runtime.memory import modest
 from specgraph.runtime.modes import plain_mode
@@ -19,6 +21,7 @@ from specgraph.runtime.prompt_shapes import Overhead
 from specgraph.runtime.runner import Runners, StepModule
 from specgraph.runtime.steps import Step
 from specgraph.runtime.workspace import Mode
+from specgraph.runtime.worth import Worth, choices
 
 SESSION_EOS_IDS = 8
 """For how many EOS ids a sequence of a session has room, unless the model has more."""
@@ -37,6 +40,8 @@ class Engines:
         make_step: gives the variant of the step for a mode.
         overhead: what steps cost besides their rows.
         host_time: where pauses of steps are noted.
+        costs: what decode steps have cost.
+        chosen: how many steps had which K, where it is chosen by what it is worth.
     """
 
     program: Program
@@ -45,6 +50,8 @@ class Engines:
     make_step: Callable[[Mode], StepModule]
     overhead: Overhead
     host_time: HostTime
+    costs: StepCosts = field(default_factory=StepCosts)
+    chosen: Counter[int] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool, traced: bool = False) -> Iterator[Engine]:
@@ -54,7 +61,7 @@ class Engines:
         always_draws = self.config.verify.rule not in LOSSLESS_RULES
         # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
         joint = not (self.program.compiled and self.program.target.device.type == "cpu")
-        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load())
+        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load(), self._worth())
         engine = Engine(
             runner, self.make_step, policy, self.overhead, logprobs, always_draws, self.host_time, traced=traced
         )
@@ -90,6 +97,28 @@ class Engines:
         """K by the number of sequences in a decode step, None where it is the drafter's own."""
         most, table = self.program.drafter.num_speculative_tokens, self.config.draft.num_speculative_tokens_by_load
         return {count: drafts if drafts < most else None for count, drafts in (table or {}).items()}
+
+    @property
+    def adapts(self) -> bool:
+        """Whether K is chosen by what it is worth, where ``draft.adaptive`` leaves that open or asks for it."""
+        program, config = self.program, self.config
+        able = program.drafter.looks_up and program.target.device.type == "cpu" and not program.captured
+        # Under other rules than strict tokens depend on K, and K on times, so a seed would not repeat a run.
+        rules = LOSSLESS_RULES if config.draft.adaptive else ("strict",)
+        wanted = config.draft.adaptive is not False and config.draft.num_speculative_tokens_by_load is None
+        return able and wanted and config.verify.rule in rules
+
+    def describe(self) -> list[str]:
+        """A line for the report, if K is chosen by what it is worth."""
+        if not self.adapts:
+            return []
+        counts = {k: self.chosen[k] for k in choices(self.program.drafter.num_speculative_tokens)}
+        among = "; ".join(f"{k} in {count} steps" for k, count in counts.items())
+        return [f"K is chosen for each step, by what its drafts are worth (draft.adaptive): {among}"]
+
+    def _worth(self) -> Worth | None:
+        most = self.program.drafter.num_speculative_tokens
+        return Worth(most, self.costs, self.chosen) if self.adapts else None
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
         return plain_mode(self.program.target.device)

@@ -34,6 +34,8 @@ class Stats:
     """Of steps that ran prompts, also where other sequences decoded in them."""
     decode_seconds: float = 0.0
     """Of all other steps."""
+    steps_by_drafts: Counter[int] = field(default_factory=Counter)
+    """Runs in which sequences decoded, by the most drafts of a sequence that they verified."""
     host_steps: int = 0
     """Steps that waited for processors, structure or scores, which are the host's."""
     host_seconds: float = 0.0
@@ -63,7 +65,7 @@ class Stats:
     def acceptance_per_position(self) -> list[float]:
         """For each draft position, the share of decode steps that accepted it: K numbers.
 
-        With K by load, the steps count that verified fewer drafts, too.
+        With K by load or by what it is worth, the steps count that verified fewer drafts, too.
         """
         counts = self._counts()
         if not counts:
@@ -235,6 +237,7 @@ class SessionStats:
         ended: sequences that have ended, by their finish reason.
         decode_steps: decode steps, each counted once for every sequence in it.
         decoded_tokens: tokens that these emitted.
+        steps_by_drafts: runs in which sequences decoded, by the most drafts of a sequence that they verified.
     """
 
     steps: int = 0
@@ -245,6 +248,7 @@ class SessionStats:
     ended: Counter[str] = field(default_factory=Counter)
     decode_steps: int = 0
     decoded_tokens: int = 0
+    steps_by_drafts: Counter[int] = field(default_factory=Counter)
 
     @property
     def acceptance_length(self) -> float:
@@ -263,6 +267,8 @@ class SessionStats:
         self.seconds += step.seconds
         self.prompt_tokens += step.prompt_tokens
         self.reused_tokens += step.reused_tokens
+        if step.decoding:
+            self.steps_by_drafts[step.drafts] += 1
         for output in step.outputs:
             self.new_tokens += len(output.tokens)
             if output.finish_reason is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specgraph.runtime.worth import Worth
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -19,12 +21,14 @@ class Policy:
         drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
             empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
             would get without them, and the drafter's own number if none does.
+        worth: chooses K for every step by what it is worth; None where ``drafts`` decide.
     """
 
     chunk: int
     fair: bool
     joint: bool = True
     drafts: Mapping[int, int | None] = field(default_factory=dict)
+    worth: Worth | None = None
 
     def drafts_of(self, count: int) -> int | None:
         """K for a decode step of ``count`` sequences."""

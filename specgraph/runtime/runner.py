@@ -120,7 +120,7 @@ class Runner:
     def use(self, mode: Mode, step: StepModule) -> None:
         """Run ``step`` from now on, the variant of ``mode``."""
         self._step, self._mode = step, mode
-        if mode.drafts is not None:
+        if mode.drafts is not None and not mode.ahead:
             # The last steps may have made more drafts. Those beyond its window are not verified.
             with self.active():
                 self.state["num_rows"].clamp_(max=self.width)
@@ -158,6 +158,17 @@ class Runner:
         index = self._upload(rows, len(rows))
         drafts: list[list[int]] = self.state["next_window"][index, 1 : self.width].tolist()
         return drafts
+
+    def real_drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        """The drafts that the last steps of the sequences ``rows`` have found. Waits for these steps."""
+        index = self._upload(rows, len(rows))
+        windows, counts = self.state["next_window"][index].tolist(), self.state["num_rows"][index].tolist()
+        return [window[1:count] for window, count in zip(windows, counts, strict=True)]
+
+    def keep_drafts(self, rows: Sequence[int], count: int) -> None:
+        """Let the next step verify no more than ``count`` drafts of each of the sequences ``rows``."""
+        index, num_rows = self._upload(rows, len(rows)), self.state["num_rows"]
+        num_rows[index] = num_rows[index].clamp(max=count + 1)
 
     def close(self) -> None:
         """Wait for what is under way; the state is free then.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from specgraph.errors import NumericsError, SpecgraphError
 from specgraph.runtime.cuda_graphs import Results
+from specgraph.runtime.outlook import Outlook
 from specgraph.runtime.pages import Reservation
 from specgraph.runtime.pause import Pause
 from specgraph.runtime.requests import Request
@@ -24,6 +25,8 @@ class Running:
     ended: bool = False
     room: int = 0
     """The most tokens that may be missing when the steps under way are done."""
+    outlook: Outlook | None = None
+    """How probable it is that its drafts are accepted, where K is chosen by what it is worth."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class UnderWay:
         forced: how many next tokens each of the first is given; empty in a decode step.
         going_on: those whose prompt is not at its end with this step.
         pause: what the host did in the middle of it.
+        drafts: how many drafts of a sequence it verifies at most.
     """
 
     results: Results
@@ -44,6 +48,7 @@ class UnderWay:
     going_on: frozenset[Running] = frozenset()
     prompt_tokens: int = 0
     pause: Pause | None = None
+    drafts: int = 0
 
     def failed(self) -> dict[Running, SpecgraphError]:
         """The sequences for which the host could not do its part, and why."""

@@ -57,7 +57,7 @@ class Variants:
     def _passes(self, mode: Mode) -> Iterator[Pass]:
         if "processors" in self._program.facts and not OPTIONS.keys() <= {*mode.unused}:
             yield ProcessDrafts()
-        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts)
+        yield SpecialiseStep(mode.logprobs, mode.unused, mode.drafts, mode.ahead)
         if mode.traced:
             yield TraceStep(mode.unused)
         if mode.packed:

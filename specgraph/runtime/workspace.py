@@ -36,6 +36,7 @@ class Mode(NamedTuple):
         paused: whether the host changes logits in the middle of it.
         packed: whether its modules run packed rows, as steps that run prompts do.
         traced: whether it says how probable drafts are.
+        ahead: whether it makes K drafts, however many it verifies.
     """
 
     logprobs: str = "none"
@@ -44,6 +45,7 @@ class Mode(NamedTuple):
     paused: bool = False
     packed: bool = False
     traced: bool = False
+    ahead: bool = False
 
 
 PATIENCE = 8

@@ -15,13 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls
 from specgraph.kernels.linear import few_rows
-from specgraph.kernels.linear.few_rows import FEW_ROWS, MOST_INPUTS, TRANSPOSED, TRANSPOSED_BY_MKL, few_rows_linear
+from specgraph.kernels.linear.few_rows import (
+    BY_ONEDNN,
+    FEW_ROWS,
+    MOST_INPUTS,
+    MOST_TRANSPOSED,
+    TRANSPOSED,
+    TRANSPOSED_BY_MKL,
+    few_rows_linear,
+)
 from specgraph.kernels.processor import is_intel
 from specgraph.passes.few_rows import LINEAR, FewRows
 from tests.compiler.test_pipeline import first, last
 from tests.models import make_model
 
-ROWS = sorted({1, 2, FEW_ROWS, FEW_ROWS + 1, *(count for of in (TRANSPOSED, TRANSPOSED_BY_MKL) for count in (
+ROWS = sorted({1, 2, FEW_ROWS, FEW_ROWS + 1, *(count for of in (TRANSPOSED, TRANSPOSED_BY_MKL, BY_ONEDNN) for count in (
     of[0] - 1, of[0], of[-1], of[-1] + 1))})  # fmt: skip
 """Numbers of rows at which another form may begin."""
 
@@ -80,21 +88,34 @@ def test_compiled_it_is_left_to_a_library_for_many_inputs(monkeypatch: pytest.Mo
     assert "tmp_acc" not in "".join(sources)
 
 
+@pytest.mark.parametrize("inputs", [24, MOST_TRANSPOSED, MOST_TRANSPOSED + 1])
 @pytest.mark.parametrize("rows", [*ROWS, 0])
-def test_a_library_with_kernels_is_asked_for_what_it_does_fast(rows: int, fast: bool) -> None:
-    """The number of rows and the CPU choose the form; what is asked for is seen by PyTorch's dispatcher."""
-    x, weight, asked = torch.randn(1, rows, 24), torch.randn(40, 24), list[tuple[int, ...]]()
+def test_each_library_is_asked_for_what_it_does_fast(rows: int, inputs: int, fast: bool) -> None:
+    """The numbers of rows and inputs and the CPU choose the form; PyTorch's dispatcher sees what is asked for."""
+    x, weight, asked = torch.randn(1, rows, inputs), torch.randn(40, inputs), list[str]()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                asked.append(tuple(args[0].shape))
+            if func is torch.ops.mkldnn._linear_pointwise.default:
+                asked.append("oneDNN")
+            elif func is torch.ops.aten.mm.default and args[0] is weight:
+                asked.append("transposed")
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        few_rows_linear(x, weight)
-    transposed = (40, 24) in asked
-    assert transposed == (rows in (TRANSPOSED_BY_MKL if fast else TRANSPOSED))
+        found = few_rows_linear(x, weight)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+    small = inputs <= MOST_TRANSPOSED
+    transposed = rows in TRANSPOSED_BY_MKL if fast else (rows in TRANSPOSED and small)
+    by_onednn = few_rows.HAS_ONEDNN and not fast and rows in BY_ONEDNN and not transposed
+    assert asked == (["transposed"] if transposed else ["oneDNN"] if by_onednn else [])
+
+
+def test_without_onednn_the_product_is_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "MKL_IS_FAST", False)
+    monkeypatch.setattr(few_rows, "HAS_ONEDNN", False)
+    x, weight = torch.randn(1, BY_ONEDNN[-1], 24), torch.randn(40, 24)
+    assert torch.equal(few_rows_linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize(

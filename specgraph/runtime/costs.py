@@ -1,0 +1,68 @@
+"""What decode steps cost by their number of rows, as the steps of a decoder have shown."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+TRIES = 2
+"""How many steps it takes to know a cost: the first one may have compiled code."""
+RISE = 0.25
+"""By which part of the difference an estimate rises to a slower step. To a faster one it falls at once, because what
+slows a step down is mostly somebody else on the machine."""
+MOST_RISE = 2.0
+"""A step that took longer than this many times the estimate counts as if it had taken so many times."""
+FALL = 1 / 1024
+"""The part by which an estimate falls for every other step of its kind, so that a wrong one is tried again."""
+
+
+@dataclass
+class _Estimate:
+    """Seconds of a step, from so many of them."""
+
+    seconds: float
+    tries: int = 1
+
+
+class StepCosts:
+    """Estimates of the seconds of a decode step, by its kind (what it computes for its rows) and its number of rows.
+
+    One object serves all engines of a decoder, from any thread: an estimate that another one misses does no harm.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, dict[int, _Estimate]] = {}
+
+    def add(self, kind: Hashable, rows: int, seconds: float) -> None:
+        """Take note of a step."""
+        known = self._kinds.setdefault(kind, {})
+        for other, estimate in [*known.items()]:
+            if other != rows:
+                estimate.seconds -= FALL * estimate.seconds
+        if (old := known.get(rows)) is None:
+            known[rows] = _Estimate(seconds)
+            return
+        risen = old.seconds + RISE * (min(seconds, MOST_RISE * old.seconds) - old.seconds)
+        old.seconds, old.tries = min(seconds, risen), old.tries + 1
+
+    def of(self, kind: Hashable, rows: int) -> float | None:
+        """The seconds of a step of so many rows; None if nothing is known yet.
+
+        Between two numbers of rows that are known, this is the straight line between them. Outside of them it is the
+        least that may be true, so that such a step is tried where it may pay.
+        """
+        known = {n: e.seconds for n, e in [*self._kinds.get(kind, {}).items()] if e.tries >= TRIES}
+        if not known:
+            return None
+        numbers = sorted(known)
+        seconds = [max(known[m] for m in numbers if m <= n) for n in numbers]  # more rows never cost less
+        at = bisect.bisect_left(numbers, rows)
+        if at == len(numbers):
+            return seconds[-1]
+        if at == 0 and numbers[0] != rows:
+            return seconds[0] * rows / numbers[0]
+        if numbers[at] == rows:
+            return seconds[at]
+        share = (rows - numbers[at - 1]) / (numbers[at] - numbers[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
