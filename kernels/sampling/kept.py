@@ -3,8 +3,8 @@
 Top-k, top-p and min-p keep all tokens from one log-weight on, the *floor* of the row. The floor of top-k is the k-th
 largest log-weight, and that of min-p follows from the largest. Top-p needs the smallest set of most likely tokens that
 holds its mass. Its tokens are among the k that top-k keeps, or, without top-k, nearly always among the
-:data:`CANDIDATES` largest ones. The mass of all tokens is one sum in float64, which tells whether the candidates hold
-enough. If they do not, the row is sorted.
+:data:`LIKELIEST` ones. The mass of all tokens is one sum in float64, which tells whether those hold enough. If they do
+not, the row is sorted.
 
 The definition, :func:`~specgraph.kernels.sampling.sample.process_logits`, adds up the same masses in another order.
 Where a sum comes so close to the mass of top-p that rounding might decide (:data:`UNSURE`), the definition decides. It
@@ -21,14 +21,14 @@ from torch import Tensor
 from specgraph.kernels.sampling.constants import GREEDY_BELOW
 from specgraph.kernels.sampling.sample import process_logits
 
-CANDIDATES = (1024, 16384)
+LIKELIEST = (1024, 16384)
 """How many of the most likely tokens top-p looks at first, and then. Of 262,144 tokens they take 0.9 and 2.6 ms to find
 on one core, and a sort takes 22."""
 UNSURE = 1e-9
 """Masses that are closer than this count as equal. Of 2**20 probabilities, sums in float64 differ by less than 3e-10,
 whatever the order."""
-WIDE = 8192
-"""Rows of fewer tokens are cheaper together than one by one, since each row takes some fifty small operations."""
+WIDE = 16384
+"""Rows of fewer tokens may be cheaper together than one by one, since a row takes about a hundred small operations."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -123,7 +123,7 @@ def _nucleus_floor(scaled: Tensor, kept: Tensor | None, mass: float) -> float | 
     if kept is not None:
         return _floor_among(kept, None, mass)
     total = scaled.double().sub_(scaled.amax()).exp_().sum()
-    for count in (count for count in CANDIDATES if count < len(scaled)):
+    for count in (count for count in LIKELIEST if count < len(scaled)):
         ordered = scaled.topk(count).values
         held = ordered.double().sub_(ordered[0]).exp_().sum()
         if float(held / total) > mass + UNSURE:

@@ -1,4 +1,4 @@
-"""Log-weights of single rows have the bits of the definition, also where candidates alone are looked at."""
+"""Log-weights of single rows have the bits of the definition, also where the likeliest tokens alone are looked at."""
 
 from __future__ import annotations
 
@@ -67,18 +67,26 @@ def test_short_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, 4.0])
 def test_top_p_of_wide_rows(scale: float) -> None:
-    """The set lies among the first candidates, among the second, or among neither."""
+    """The set lies among the 1024 likeliest tokens, among 16,384, or among neither."""
     logits = torch.randn(40_000, generator=torch.Generator().manual_seed(1)) * scale
     for mass in (0.1, 0.5, 0.8, 0.95, 0.99999):
         assert_defined(logits, options(1.0, None, mass, None))
 
 
-def test_ties_beyond_the_candidates_are_kept() -> None:
+def test_ties_beyond_the_likeliest_tokens_are_kept() -> None:
     logits = torch.zeros(20_000)
     logits[7], logits[15_000] = 1.0, -1.0
     for mass in (0.01, 0.05, 0.5, 0.99):  # the first token, and all that equal the next one
         assert_defined(logits, options(1.0, None, mass, None))
     assert int(process_row(logits, *options(1.0, None, 0.01, None)).isfinite().sum()) == 19_999  # type: ignore[arg-type]
+
+
+def test_ties_with_the_last_of_top_k_count_for_top_p() -> None:
+    logits = torch.zeros(3000)
+    logits[5] = 3.0
+    for mass in (0.01, 0.5, 0.99):
+        assert_defined(logits, options(1.0, 3, mass, None))
+    assert int(process_row(logits, *options(1.0, 3, 0.5, None)).isfinite().sum()) == 3000  # type: ignore[arg-type]
 
 
 def test_masses_that_rounding_decides_are_left_to_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
