@@ -113,13 +113,13 @@ def _penalties(given: Penalise) -> tuple[Tensor | None, Tensor | None, Tensor | 
     return given.repetition, given.frequency, given.presence
 
 
-def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | bool, number: Tensor) -> Tensor:
-    """The formula, for logits, the three penalties, whether each token occurs, and how often it was generated. All have
-    one shape, or shapes that broadcast."""
+def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | None, number: Tensor) -> Tensor:
+    """The formula, for the three penalties, logits, whether each token occurs (None: all do), and how often it was
+    generated. Their shapes broadcast."""
     repetition, frequency, presence = penalties
     if repetition is not None:
         changed = torch.where(x < 0, x * repetition, x / repetition)
-        x = changed if occurs is True else torch.where(occurs, changed, x)
+        x = changed if occurs is None else torch.where(occurs, changed, x)
     if frequency is not None:
         x = torch.where(number > 0, x - frequency * number.to(x.dtype), x)
     if presence is not None:
@@ -144,7 +144,7 @@ def penalise_cpu(given: Penalise) -> Tensor:
             number = table.scatter_add_(0, at, generated.long())[at]
         penalties = [None if part is None else part.to(out.dtype)[sequence] for part in _penalties(given)]
         # A token that occurs twice gets the same value twice.
-        out[sequence, row, token] = _penalised(penalties, out[sequence, row, token], True, number)
+        out[sequence, row, token] = _penalised(penalties, out[sequence, row, token], None, number)
     return out
 
 
