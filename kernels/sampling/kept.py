@@ -89,7 +89,7 @@ def _remove_below(scaled: Tensor, floor: float) -> Tensor:
         return scaled.masked_fill_(scaled < floor, -math.inf)
     # A tenth of the time of a comparison and a masked fill: everything up to the next number below the floor.
     below = float(torch.nextafter(torch.tensor(floor), torch.tensor(-math.inf)))
-    return torch.nn.functional.threshold_(scaled, below, -math.inf)
+    return torch.nn.functional.threshold(scaled, below, -math.inf, inplace=True)
 
 
 def _floor(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> float | None:
