@@ -20,7 +20,7 @@ import specgraph.kernels.recurrent.conv
 import specgraph.kernels.recurrent.delta_rule
 import specgraph.kernels.recurrent.scan
 import specgraph.kernels.recurrent.span
-import specgraph.kernels.sampling.sample
+import specgraph.kernels.sampling.draft
 import specgraph.kernels.step
 import specgraph.kernels.step.block
 import specgraph.kernels.step.results

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
+from specgraph.kernels.processors.context import copied
 
 TILE = 4096
 """Logits of a program."""
@@ -56,10 +57,27 @@ class ForceTokens:
 
 def force_tokens_reference(given: ForceTokens) -> Tensor:
     """:class:`ForceTokens` in plain PyTorch."""
+    logits, token = given.logits.to(torch.promote_types(given.logits.dtype, torch.float32)), _forced(given)
+    is_it = token.unsqueeze(2) == torch.arange(logits.shape[2], device=logits.device)
+    only = torch.zeros_like(logits).masked_fill_(~is_it, -float("inf"))
+    return torch.where((token >= 0).unsqueeze(2), only, logits)
+
+
+def force_tokens_cpu(given: ForceTokens) -> Tensor:
+    """:func:`force_tokens_reference`, which writes the rows whose token is forced, and only copies others."""
+    token, out = _forced(given), copied(given.logits)
+    for b, r in (token >= 0).nonzero().tolist():
+        only = int(token[b, r])
+        out[b, r] = -float("inf")
+        out[b, r, only : only + 1] = 0.0  # nothing, if the vocabulary does not have it
+    return out
+
+
+def _forced(given: ForceTokens) -> Tensor:
+    """The token of each row that is forced, int64 ``[B, R]``; -1 for none."""
     _check(given)
-    logits = given.logits.to(torch.promote_types(given.logits.dtype, torch.float32))
-    count, vocab = logits.shape[1:]
-    rows = torch.arange(count, device=logits.device)
+    count = given.logits.shape[1]
+    rows = torch.arange(count, device=given.logits.device)
     position = (given.start + given.num_forced.clamp(max=given.width - count)).unsqueeze(1) + rows + 1
     token = torch.full_like(position, -1)
     if given.first is not None:
@@ -67,9 +85,7 @@ def force_tokens_reference(given: ForceTokens) -> Tensor:
     if given.last is not None:
         ends = (position == given.max_length.unsqueeze(1) - 1) & (given.last >= 0).unsqueeze(1)
         token = torch.where(ends, given.last.unsqueeze(1), token)
-    is_it = token.unsqueeze(2) == torch.arange(vocab, device=logits.device)
-    only = torch.zeros_like(logits).masked_fill_(~is_it, -float("inf"))
-    return torch.where((token >= 0).unsqueeze(2), only, logits)
+    return token
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -128,11 +144,14 @@ FORCE_TOKENS = declare(
         "force_tokens",
         ForceTokens,
         _force_tokens_fake,
-        triton_or_reference(
-            force_tokens_triton,
-            force_tokens_reference,
-            covers=not_float64("logits"),
-            moves_only=True,
+        with_cpu(
+            triton_or_reference(
+                force_tokens_triton,
+                force_tokens_reference,
+                covers=not_float64("logits"),
+                moves_only=True,
+            ),
+            force_tokens_cpu,
         ),
     )
 )

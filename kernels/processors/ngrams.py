@@ -70,13 +70,20 @@ class BanNgrams:
 
 def ban_ngrams_reference(given: BanNgrams) -> Tensor:
     """:class:`BanNgrams` in plain PyTorch, which never reads a value on the host."""
-    return _banned(given, min(MOST, given.history.shape[1] + given.window.shape[1]))
-
-
-def _banned(given: BanNgrams, longest: int) -> Tensor:
-    """``longest``: no ``n`` is larger."""
-    _check(given)
+    token, inside = _found(given, min(MOST, given.history.shape[1] + given.window.shape[1]))
     out, vocab = copied(given.logits), given.logits.shape[2]
+    banned = torch.zeros(*out.shape[:2], vocab + 1, dtype=torch.int64, device=out.device)
+    banned.scatter_add_(2, torch.where(inside, token, vocab), inside.long())
+    return out.masked_fill_(banned[..., :vocab] > 0, -float("inf"))
+
+
+def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
+    """The token at every place of each row's context, and whether it would complete an n-gram; both ``[B, R, S + T]``.
+
+    ``longest``: no ``n`` is larger.
+    """
+    _check(given)
+    vocab = given.logits.shape[2]
     context, length = by_position(given), context_lengths(given).unsqueeze(2)
     place = torch.arange(context.shape[1], device=context.device)
     n = given.sizes[:, None, None]
@@ -86,16 +93,17 @@ def _banned(given: BanNgrams, longest: int) -> Tensor:
         equal = context.roll(back, 1).unsqueeze(1) == wanted
         holds &= equal | (n <= back)
     token = context.unsqueeze(1).expand_as(holds)
-    banned = torch.zeros(*out.shape[:2], vocab + 1, dtype=torch.int64, device=out.device)
-    inside = holds & (token >= 0) & (token < vocab)
-    banned.scatter_add_(2, torch.where(inside, token, vocab), inside.long())
-    return out.masked_fill_(banned[..., :vocab] > 0, -float("inf"))
+    return token, holds & (token >= 0) & (token < vocab)
 
 
 def ban_ngrams_cpu(given: BanNgrams) -> Tensor:
-    """:func:`ban_ngrams_reference` on the known tokens alone, since a CPU may look at values."""
+    """:func:`ban_ngrams_reference` on the known tokens alone, since a CPU may look at values. Other logits are only
+    copied."""
     known = max([1, *given.start.tolist()])
-    return _banned(replace(given, history=given.history[:, :known]), max([1, *given.sizes.tolist()]))
+    token, inside = _found(replace(given, history=given.history[:, :known]), max([1, *given.sizes.tolist()]))
+    out, (b, r, place) = copied(given.logits), inside.nonzero(as_tuple=True)
+    out[b, r, token[b, r, place]] = -float("inf")
+    return out
 
 
 @triton.jit(do_not_specialize=["count", "width"])

@@ -29,7 +29,8 @@ Sources: Keskar et al. 2019, arXiv 1909.05858, section 4.1, for the repetition p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,7 +40,7 @@ from torch import Tensor
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.processors.context import check_context, first_rows, known_tokens, starts
+from specgraph.kernels.processors.context import check_context, copied, first_rows, known_tokens, starts
 
 TILE = 2048
 """Logits, or tokens of the sequence, that a program reads at a time."""
@@ -86,6 +87,7 @@ def penalise_reference(given: Penalise) -> Tensor:
     _check(given)
     logits, vocab = given.logits, given.logits.shape[2]
     wide = torch.promote_types(logits.dtype, torch.float32)
+    penalties = [None if part is None else part.to(wide).unsqueeze(1) for part in _penalties(given)]
     first = first_rows(given)
     tokens, place, common = known_tokens(given, first)
     generated = place >= given.prompt_length.unsqueeze(1)
@@ -103,29 +105,47 @@ def penalise_reference(given: Penalise) -> Tensor:
             occurs = occurs.scatter_add(1, token, torch.ones_like(token))
             drafted = starts(given) + column >= given.prompt_length.unsqueeze(1)
             number = number.scatter_add(1, token, drafted.long())
-        out.append(_penalised(given, x, occurs[:, :vocab] > 0, number[:, :vocab]))
+        out.append(_penalised(penalties, x, occurs[:, :vocab] > 0, number[:, :vocab]))
     return torch.stack(out, dim=1)
 
 
-def _penalised(given: Penalise, x: Tensor, occurs: Tensor, number: Tensor) -> Tensor:
-    """The formula, for logits ``[B, V]``, whether each token occurs, and how often it was generated."""
-    if given.repetition is not None:
-        penalty = given.repetition.to(x.dtype).unsqueeze(1)
-        x = torch.where(occurs, torch.where(x < 0, x * penalty, x / penalty), x)
-    if given.frequency is not None:
-        x = torch.where(number > 0, x - given.frequency.to(x.dtype).unsqueeze(1) * number.to(x.dtype), x)
-    if given.presence is not None:
-        x = torch.where(number > 0, x - given.presence.to(x.dtype).unsqueeze(1), x)
+def _penalties(given: Penalise) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return given.repetition, given.frequency, given.presence
+
+
+def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | None, number: Tensor) -> Tensor:
+    """The formula, for the three penalties, logits, whether each token occurs (None: all do), and how often it was
+    generated. Their shapes broadcast."""
+    repetition, frequency, presence = penalties
+    if repetition is not None:
+        changed = torch.where(x < 0, x * repetition, x / repetition)
+        x = changed if occurs is None else torch.where(occurs, changed, x)
+    if frequency is not None:
+        x = torch.where(number > 0, x - frequency * number.to(x.dtype), x)
+    if presence is not None:
+        x = torch.where(number > 0, x - presence, x)
     return x
 
 
 def penalise_cpu(given: Penalise) -> Tensor:
-    """:func:`penalise_reference` on the known tokens alone, since a CPU may look at values."""
-    longest = max([1, *given.start.tolist()])
-    return penalise_reference(
-        Penalise(given.logits, given.history[:, :longest], given.rows, given.window, given.start, given.num_forced,
-                 given.prompt_length, given.repetition, given.frequency, given.presence)
-    )  # fmt: skip
+    """:func:`penalise_reference` for the tokens that occur, since a CPU may look at values. Others are only copied."""
+    _check(given)
+    out, vocab = copied(given.logits), given.logits.shape[2]
+    known = replace(given, history=given.history[:, : max([1, *given.start.tolist()])])
+    counts = given.frequency is not None or given.presence is not None
+    for row in range(out.shape[1]):
+        tokens, place, seen = known_tokens(known, first_rows(given) + row)
+        sequence, column = (seen & (tokens >= 0) & (tokens < vocab)).nonzero(as_tuple=True)
+        token = tokens[sequence, column]
+        number = torch.zeros_like(token)
+        if counts:
+            generated = place[sequence, column] >= given.prompt_length[sequence]
+            table, at = torch.zeros(len(tokens) * vocab, dtype=torch.int64), sequence * vocab + token
+            number = table.scatter_add_(0, at, generated.long())[at]
+        penalties = [None if part is None else part.to(out.dtype)[sequence] for part in _penalties(given)]
+        # A token that occurs twice gets the same value twice.
+        out[sequence, row, token] = _penalised(penalties, out[sequence, row, token], None, number)
+    return out
 
 
 @triton.jit(do_not_specialize=["count", "width"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SampleDraft:
-    """Drafts to be drawn, as :func:`specgraph.kernels.sampling.sample.sample_draft` describes them."""
+    """Drafts to be drawn, as :func:`specgraph.kernels.sampling.draft.sample_draft` describes them."""
 
     logits: Tensor
     temperature: Tensor

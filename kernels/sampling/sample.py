@@ -1,4 +1,4 @@
-"""``specgraph::sample_draft``: draw tokens with counter-based noise, and the processing of logits before it.
+"""Drawing tokens with counter-based noise, and the processing of logits before it: the definitions.
 
 Noise is a pure function of (seed, stream, key, row, token id), never of a generator's state, so that a token's noise
 does not change with the batch, the number of drafts or the order of evaluation. It comes from Philox4x32-7 (Salmon et
@@ -23,9 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgraph.kernels.checks import require
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import (
     FIRST_OCTET_BLOCK,
     GREEDY_BELOW,
@@ -35,11 +32,8 @@ from specgraph.kernels.sampling.constants import (
     OCTET_STRIDE,
     PHILOX_ROUNDS,
     STREAM_BITS,
-    STREAM_DRAFT,
     STREAM_TARGET,
 )
-from specgraph.kernels.sampling.greedy import greedy_tokens, is_greedy
-from specgraph.kernels.sampling.triton_form import sample_draft_triton
 
 SHARED_NOISE_RULES = ("strict", "typical", "synthetic")
 """Rules whose drafts and next tokens use the target's own noise, keyed by position."""
@@ -140,19 +134,24 @@ def _token_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, id
     return torch.stack(_words(seeds, stream, key, row, block), dim=-1).flatten(-2)[..., :ids]
 
 
-def _octet_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, ids: Tensor | int) -> Tensor:
-    """The word of every token's octet."""
-    if isinstance(ids, Tensor):
-        octet = ids // 8
-        block = FIRST_OCTET_BLOCK + octet // OCTET_RUN * OCTET_STRIDE + octet % OCTET_STRIDE
-        return _picked_words(seeds, stream, key, row, block, octet // OCTET_STRIDE % 4)
-    count = (ids + 7) // 8
-    blocks = count if count <= OCTET_STRIDE else (count + OCTET_RUN - 1) // OCTET_RUN * OCTET_STRIDE
+def _octet_words(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, octets: Tensor | int) -> Tensor:
+    """The words of octets, given by their numbers or as the number of the first ones."""
+    if isinstance(octets, Tensor):
+        block = FIRST_OCTET_BLOCK + octets // OCTET_RUN * OCTET_STRIDE + octets % OCTET_STRIDE
+        return _picked_words(seeds, stream, key, row, block, octets // OCTET_STRIDE % 4)
+    blocks = octets if octets <= OCTET_STRIDE else (octets + OCTET_RUN - 1) // OCTET_RUN * OCTET_STRIDE
     block = FIRST_OCTET_BLOCK + torch.arange(blocks, device=key.device)
     words = torch.stack(_words(seeds, stream, key, row, block), dim=-2)
     runs = words.reshape(*words.shape[:-1], -1, min(blocks, OCTET_STRIDE))
-    octets = runs.transpose(-3, -2).flatten(-3)[..., :count]
-    return octets.repeat_interleave(8, dim=-1)[..., :ids]
+    return runs.transpose(-3, -2).flatten(-3)[..., :octets]
+
+
+def octet_exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, count: int) -> Tensor:
+    """The smallest exponential of each of the first ``count`` octets, float32 ``[B, R, count]``.
+
+    :func:`exponentials` takes the other arguments, too, and none of the exponentials of an octet is smaller.
+    """
+    return _exponential(_octet_words(seeds, stream, key, row, count)).mul_(0.125)
 
 
 def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, token_ids: Tensor | int) -> Tensor:
@@ -166,7 +165,11 @@ def exponentials(seeds: Tensor, stream: int, key: Tensor, row: Tensor | None, to
     Returns:
         float32 ``[B, R, V']``, positive.
     """
-    smallest = _octet_words(seeds, stream, key, row, token_ids)
+    if isinstance(token_ids, Tensor):
+        smallest = _octet_words(seeds, stream, key, row, token_ids // 8)
+    else:
+        words = _octet_words(seeds, stream, key, row, (token_ids + 7) // 8)
+        smallest = words.repeat_interleave(8, dim=-1)[..., :token_ids]
     more = _exponential(_token_words(seeds, stream, key, row, token_ids))
     ids = token_ids if isinstance(token_ids, Tensor) else torch.arange(token_ids, device=key.device)
     more.masked_fill_((smallest & 7) == ids % 8, 0.0)
@@ -268,121 +271,3 @@ def sample(
         return processed.argmax(-1)
     noise = gumbel(seeds, stream, key, row, processed.shape[-1] if token_ids is None else token_ids)
     return (processed + noise).argmax(-1)
-
-
-def sample_draft(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor | None,
-    key: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    *,
-    row: int,
-    rule: str,
-    draft_to_target: Tensor | None = None,
-    target_vocab_size: int | None = None,
-    return_processed: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Draw the drafts of a step from number ``row`` on: the op ``specgraph::sample_draft``.
-
-    Rules that share the target's noise (:data:`SHARED_NOISE_RULES`) key it by the token's absolute position, which is
-    ``key`` plus the draft's number. The other rules (:data:`STEP_NOISE_RULES`) draw from their own stream, keyed by
-    ``key`` and the draft's number.
-
-    Args:
-        logits: ``[B, R, Vd]``, the draft's raw logits in its own vocabulary, for ``R`` drafts.
-        temperature, top_k, top_p, min_p: ``[B]`` as for :func:`process_logits`.
-        seeds: int64 ``[B]``, or None as for :func:`sample`.
-        key: int64 ``[B]``: the absolute position of the first draft that the next step verifies, which is the key of
-            that step.
-        row: the number of the first of these drafts within that step, from 0.
-        rule: the verification rule, one of :data:`RULES`.
-        draft_to_target: int64 ``[Vd]``: the target id of every draft id. None: they are the same.
-        target_vocab_size: draft ids whose target id is not below this are never drawn. None: every id may be drawn.
-        return_processed: whether to return the log-weights.
-
-    Returns:
-        The tokens as target ids, int64 ``[B, R]``, and the processed log-weights they were drawn from,
-        ``[B, R, Vd]``, or ``[B, R, 0]`` if they are not wanted.
-
-    Raises:
-        ValueError: the rule does not exist.
-    """
-    check_rule(rule)
-    found: tuple[Tensor, Tensor] = torch.ops.specgraph.sample_draft(
-        logits, temperature, seeds, key, top_k, top_p, min_p, draft_to_target, row, rule, target_vocab_size,
-        return_processed,
-    )  # fmt: skip
-    return found
-
-
-def sample_draft_reference(given: SampleDraft) -> tuple[Tensor, Tensor]:
-    """:func:`sample_draft` in plain PyTorch."""
-    check_rule(given.rule)
-    logits, ids, limit = given.logits, given.draft_to_target, given.target_vocab_size
-    if limit is not None:
-        targets = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
-        logits = logits.masked_fill(targets >= limit, -torch.inf)
-    processed = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
-    number = (given.row + torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
-    start = given.key.unsqueeze(1).expand(logits.shape[:2])
-    if given.rule in SHARED_NOISE_RULES:
-        token = sample(processed, given.seeds, start + number, None, STREAM_TARGET, ids)
-    else:
-        token = sample(processed, given.seeds, start, number, STREAM_DRAFT, ids)
-    token = token if ids is None else ids[token]
-    return token, processed if given.return_processed else processed.new_empty((*token.shape, 0))
-
-
-def sample_draft_cpu(given: SampleDraft) -> tuple[Tensor, Tensor]:
-    """:func:`sample_draft` where every temperature is 0 and no log-weights are wanted: the first of the largest logits.
-
-    NaN and infinite logits, which are replaced before anything is drawn, take :func:`sample_draft_reference`.
-    """
-    check_rule(given.rule)
-    logits, ids, limit = given.logits, given.draft_to_target, given.target_vocab_size
-    if limit is not None and (ids is not None or limit < logits.shape[-1]):
-        targets = torch.arange(logits.shape[-1]) if ids is None else ids
-        logits = logits.masked_fill(targets >= limit, -torch.inf)
-    token = greedy_tokens(logits)
-    if token is None:
-        return sample_draft_reference(given)
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return token if ids is None else ids[token], logits.new_empty((*token.shape, 0), dtype=exact)
-
-
-def _is_greedy(given: SampleDraft) -> bool:
-    return not given.return_processed and is_greedy(given.logits, given.temperature, given.seeds)
-
-
-def _sample_draft_triton(given: SampleDraft, **tuning: int | None) -> tuple[Tensor, Tensor]:
-    check_rule(given.rule)
-    shared = given.rule in SHARED_NOISE_RULES
-    return sample_draft_triton(given, shared=shared, stream=STREAM_TARGET if shared else STREAM_DRAFT, **tuning)  # type: ignore[arg-type]
-
-
-def _sample_draft_fake(given: SampleDraft) -> tuple[Tensor, Tensor]:
-    logits, key, ids = given.logits, given.key, given.draft_to_target
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, Vd], not {tuple(logits.shape)}")
-    batch, rows, vocab = logits.shape
-    require(key.shape == (batch,), lambda: f"key must be [B] = {(batch,)}, not {tuple(key.shape)}")
-    if ids is not None:
-        require(ids.shape == (vocab,), lambda: "draft_to_target must give one target id per draft id")
-    kept, exact = vocab if given.return_processed else 0, torch.promote_types(logits.dtype, torch.float32)
-    return key.new_empty((batch, rows)), logits.new_empty((batch, rows, kept), dtype=exact)
-
-
-SAMPLE_DRAFT = declare(
-    Op(
-        "sample_draft",
-        SampleDraft,
-        _sample_draft_fake,
-        with_cpu(
-            triton_or_reference(_sample_draft_triton, sample_draft_reference, covers=not_float64("logits")),
-            sample_draft_cpu,
-            covers=_is_greedy,
-        ),
-    )
-)

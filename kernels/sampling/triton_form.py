@@ -1,4 +1,4 @@
-"""The Triton form of ``specgraph::sample_draft``, which :mod:`specgraph.kernels.sampling.sample` defines.
+"""The Triton form of ``specgraph::sample_draft``, which :mod:`specgraph.kernels.sampling.draft` defines.
 
 For logits ``[B, R, Vd]`` (float32, bfloat16 or float16) it draws a token per row, int64 ``[B, R]``, and on request
 writes the processed log-weights, float32 ``[B, R, Vd]``.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 import specgraph.kernels.step.index
 import specgraph.kernels.step.ngram
 import specgraph.kernels.step.rerun  # noqa: F401  (declares the ops)
-from specgraph.kernels.sampling.sample import sample_draft
+from specgraph.kernels.sampling.draft import sample_draft
 from specgraph.kernels.step.after_verify import Settled
 from specgraph.kernels.step.rerun import RerunRows
 

@@ -298,6 +298,17 @@ def residual(
     return torch.where(use_own.unsqueeze(-1), own, excess.log()).squeeze(1)
 
 
+def next_noise(
+    positions: Tensor, num_accepted: Tensor, num_forced: Tensor, rule: str
+) -> tuple[int, Tensor, Tensor | None]:
+    """The stream, the key int64 ``[B, 1]`` and the row int64 ``[B, 1]`` of the noise of :func:`sample_next`; no row is
+    row 0."""
+    row = num_accepted.clamp(max=positions.shape[1] - 1).unsqueeze(1)
+    if rule in STEP_NOISE_RULES:
+        return (STREAM_RESIDUAL, *step_noise(positions, num_forced, row))
+    return STREAM_TARGET, positions.gather(1, row), None
+
+
 def sample_next(
     residual: Tensor, seeds: Tensor | None, positions: Tensor, num_accepted: Tensor, num_forced: Tensor, *, rule: str
 ) -> Tensor:
@@ -319,11 +330,8 @@ def sample_next(
         ValueError: the rule does not exist.
     """
     check_rule(rule)
-    row = num_accepted.clamp(max=positions.shape[1] - 1).unsqueeze(1)
-    if rule in STEP_NOISE_RULES:
-        key, number = step_noise(positions, num_forced, row)
-        return sample(residual.unsqueeze(1), seeds, key, number, STREAM_RESIDUAL).squeeze(1)
-    return sample(residual.unsqueeze(1), seeds, positions.gather(1, row), None, STREAM_TARGET).squeeze(1)
+    stream, key, number = next_noise(positions, num_accepted, num_forced, rule)
+    return sample(residual.unsqueeze(1), seeds, key, number, stream).squeeze(1)
 
 
 def emit(

@@ -35,23 +35,28 @@ counted from there. So forced rows change nothing behind them, and no token depe
 
 The op also says which sequences have a NaN among the logits they need (:func:`~specgraph.kernels.step.nan_rows`). On a
 GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for float64, which is the reference's. On a
-CPU at temperature 0 it is a loop (:mod:`specgraph.kernels.verify.greedy`).
+CPU at temperature 0 it is a loop (:mod:`specgraph.kernels.verify.greedy`), and wide rows are verified one by one
+(:mod:`specgraph.kernels.verify.row_by_row`).
 :mod:`specgraph.kernels.verify.pieces` has the functions, :mod:`specgraph.kernels.verify.arguments` what the op takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
+from specgraph.kernels.sampling.kept import is_wide, process_rows
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
 from specgraph.kernels.step.tokens import NanRows, nan_rows_reference
 from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.greedy import is_greedy, verify_greedy
 from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next, token_logprobs
+from specgraph.kernels.verify.row_by_row import sample_next_row, verify_strict
 from specgraph.kernels.verify.triton_form import covers, verify_triton
 
 
@@ -61,6 +66,11 @@ def verify_reference(given: Verify) -> Verified:
     Raises:
         ValueError: an argument has a wrong shape or dtype, or an option is out of range.
     """
+    return _composed(given, process_logits, sample_next)
+
+
+def _composed(given: Verify, process: Callable[..., Tensor], draw_next: Callable[..., Tensor]) -> Verified:
+    """The composition of the module's docstring, of ``process_logits``, ``sample_next`` or what equals them."""
     check(given)
     logits, rule, rows = given.logits, given.rule, (given.num_rows, given.num_forced)
     draft_logits, point_mass = given.draft_logits, given.point_mass
@@ -70,13 +80,13 @@ def verify_reference(given: Verify) -> Verified:
         point_mass = missing if point_mass is None else point_mass | missing
     drafts, noise = (given.draft_tokens, draft_logits), (given.seeds, given.positions)
     drawn: dict[str, Any] = {"target_to_draft": given.target_to_draft, "point_mass": point_mass}
-    processed = process_logits(logits, given.temperature, given.top_k, given.top_p, given.min_p)
+    processed = process(logits, given.temperature, given.top_k, given.top_p, given.min_p)
     num_accepted = accept(
         processed, *drafts, *noise, *rows, rule=rule, **drawn, posterior_threshold=given.posterior_threshold,
         posterior_alpha=given.posterior_alpha, acceptance_rate=given.acceptance_rate,
     )  # fmt: skip
     weights = residual(processed, *drafts, num_accepted, given.num_forced, given.num_rows, rule=rule, **drawn)
-    token = sample_next(weights, *noise, num_accepted, given.num_forced, rule=rule)
+    token = draw_next(weights, *noise, num_accepted, given.num_forced, rule=rule)
     emitted, num_emitted, accepted_rows = emit(given.draft_tokens, num_accepted, token, *rows)
     raw_logits = logits if given.raw_logits is None else given.raw_logits
     logprobs = token_logprobs(raw_logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
@@ -85,8 +95,18 @@ def verify_reference(given: Verify) -> Verified:
 
 
 def verify_cpu(given: Verify) -> Verified:
-    """:func:`verify_reference` at temperature 0, for CPUs."""
-    return verify_greedy(given) or verify_reference(given)
+    """:func:`verify_reference` for CPUs, at temperature 0 or with wide rows."""
+    found = verify_greedy(given) if is_greedy(given) else None
+    if found is not None:
+        return found
+    if not is_wide(given.logits):
+        return verify_reference(given)
+    return verify_strict(given) if given.rule == "strict" else _composed(given, process_rows, sample_next_row)
+
+
+def covers_cpu(given: Verify) -> bool:
+    """Whether :func:`verify_cpu` knows something better than the definition."""
+    return is_greedy(given) or is_wide(given.logits)
 
 
 def _verify_fake(given: Verify) -> Verified:
@@ -104,6 +124,6 @@ VERIFY = declare(
         "verify",
         Verify,
         _verify_fake,
-        with_cpu(triton_or_reference(verify_triton, verify_reference, covers=covers), verify_cpu, covers=is_greedy),
+        with_cpu(triton_or_reference(verify_triton, verify_reference, covers=covers), verify_cpu, covers=covers_cpu),
     )
 )

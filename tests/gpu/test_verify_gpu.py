@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling.constants import STREAM_TARGET
+from specgraph.kernels.sampling.draft import SAMPLE_DRAFT
 from specgraph.kernels.sampling.floors import find_floors
 from specgraph.kernels.sampling.sample import (
     RULES,
-    SAMPLE_DRAFT,
     STEP_NOISE_RULES,
     gumbel,
     process_logits,

@@ -51,6 +51,13 @@ def test_every_form_forces_the_tokens(form: str, rows: int, width: int, monkeypa
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_token_beyond_the_vocabulary_leaves_nothing(form: str) -> None:
+    given = case(2)
+    given["last"][1] = given["logits"].shape[2]
+    assert bool((run(FORMS[form], given)[1, 2] == -float("inf")).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_sequence_does_not_depend_on_others(form: str) -> None:
     given = case(1)
     whole = run(FORMS[form], given)

@@ -17,12 +17,12 @@ from transformers.generation.logits_process import (
 
 from specgraph.kernels.sampling import sample as module
 from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL, STREAM_TARGET
+from specgraph.kernels.sampling.draft import sample_draft
 from specgraph.kernels.sampling.sample import (
     exponentials,
     gumbel,
     process_logits,
     sample,
-    sample_draft,
     uniform,
 )
 

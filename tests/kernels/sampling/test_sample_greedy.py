@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling.arguments import SampleDraft
-from specgraph.kernels.sampling.sample import RULES, SAMPLE_DRAFT, sample_draft_cpu, sample_draft_reference
+from specgraph.kernels.sampling.draft import SAMPLE_DRAFT, sample_draft_cpu, sample_draft_reference
+from specgraph.kernels.sampling.sample import RULES
 
 BATCH, ROWS, VOCAB = 32, 3, 7
 IDS = torch.tensor([4, 0, 9, 2, 11, 6, 3])

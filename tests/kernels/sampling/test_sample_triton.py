@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.sampling import gumbel, scan
+from specgraph.kernels.sampling.draft import SAMPLE_DRAFT, sample_draft
 from specgraph.kernels.sampling.gumbel import noise_key, philox
-from specgraph.kernels.sampling.sample import SAMPLE_DRAFT, sample_draft, uniform
+from specgraph.kernels.sampling.sample import uniform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

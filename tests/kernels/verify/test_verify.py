@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_RESIDUAL
+from specgraph.kernels.sampling.draft import sample_draft
 from specgraph.kernels.sampling.sample import (
     RULES,
     process_logits,
     sample,
-    sample_draft,
     uniform,
 )
 from specgraph.kernels.step import nan_rows, needed_rows

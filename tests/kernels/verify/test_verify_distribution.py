@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling.constants import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
+from specgraph.kernels.sampling.draft import sample_draft as draw_draft
 from specgraph.kernels.sampling.sample import (
     process_logits,
     sample,
     uniform,
 )
-from specgraph.kernels.sampling.sample import sample_draft as draw_draft
 from specgraph.kernels.verify import (
     LOSSLESS_RULES,
     accept,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from specgraph.kernels.sampling import scan
 from specgraph.kernels.sampling.constants import STREAM_TARGET
+from specgraph.kernels.sampling.draft import SAMPLE_DRAFT
 from specgraph.kernels.sampling.gumbel import rough_exponential
 from specgraph.kernels.sampling.sample import (
     RULES,
-    SAMPLE_DRAFT,
     STEP_NOISE_RULES,
     gumbel,
     process_logits,
