@@ -26,7 +26,7 @@ from specgraph.cli.decode_prompts import (
 )
 from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.loading import check_drafts, check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
-from specgraph.cli.prompts import read_prompts
+from specgraph.cli.prompts import read_chat_options, read_prompts
 from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.cli.writers import check_format, check_trace, notes, write_trace, writer
@@ -75,7 +75,8 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     if options.plot is not None:
         check_plot(options.plot)
     check_engine(options)
-    texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
+    chat_options = read_chat_options(options)
+    texts = read_prompts(options.prompt, options.prompts, options.template, options.limit, chat_options)
     place = device_and_dtype(options)
     check_folder(options.model)
     limits = limits_of(options.model, config, options.trust_remote_code)

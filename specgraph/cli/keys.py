@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -33,7 +34,12 @@ class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     """One text to continue, taken literally."""
     prompts: str | None = None
     """A file: .txt (one text per line) or .jsonl (a text in the field `question` or `prompt`, or `messages`, a list of
-    objects with `role` and `content`, which the tokenizer's chat template joins)."""
+    objects with `role` and `content`, which the tokenizer's chat template joins; beside them, `tools` and
+    `chat_template_kwargs` of this conversation)."""
+    tools: Any = None
+    """What the model may call in all conversations: a JSON file with a list of schemas, or the list."""
+    chat_template_kwargs: Any = None
+    """Further variables of the chat template for all conversations: chat_template_kwargs={enable_thinking: false}."""
     template: str | None = None
     """A text in which every prompt takes the place of {question} or {prompt}; \\n is a new line:
     template="Question: {question}\\nAnswer:"."""
