@@ -24,6 +24,7 @@ from specgraph.progress import Progress
 from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Stats, Stream, StreamChunk
+from specgraph.runtime.pieces import Pieces
 from specgraph.runtime.requests import hash_seed
 from specgraph.runtime.text import encode_texts
 from specgraph.runtime.trace import Trace
@@ -253,15 +254,12 @@ def _one(
     print(heading(prompt.source, len(outcome.tokens)))
     begin = time.perf_counter()
     tokens: list[int] = []
-    shown = ""
+    pieces = Pieces(tokenizer)
     stream = decoder.stream([prompt.ids], **sampling)
     for chunk in stream:
         tokens += chunk.tokens[0]
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # if it does, the next token completes the character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])
+        print(pieces.add(chunk.tokens[0]), end="", flush=True)
+    print(pieces.add([], last=True))
     outcome.seconds += time.perf_counter() - begin
     outcome.tokens.append(tokens)
     outcome.stats.num_speculative_tokens = stream.stats.num_speculative_tokens
