@@ -69,6 +69,8 @@ class Target:
 
     model: PreTrainedModel
     traced: TracedModel
+    rule: str = "strict"
+    """The rule by which drafts will be verified."""
 
     @property
     def info(self) -> ModelInfo:

@@ -176,5 +176,5 @@ def test_a_class_that_derives_from_a_drafters_configuration_is_checked_as_it_is(
         derived = dataclasses.make_dataclass("Derived", [], bases=(config,))
         again = dataclasses.make_dataclass("Again", [], bases=(derived,))
         again(kind=kind).check()
-        with pytest.raises(ConfigError, match="draft.num_speculative_tokens must be at least 1, got 0"):
+        with pytest.raises(ConfigError, match=r"num_speculative_tokens must be at least 1, got 0"):
             again(kind=kind, num_speculative_tokens=0).check()

@@ -65,7 +65,7 @@ class Counted:
 RUNS: dict[str, tuple[Any, list[int], int]] = {
     "bytes that are no character": (byte_level, [0x80], 1),
     "the same for each byte": (byte_fallback, [0x80], 1),
-    "characters behind such a byte": (byte_fallback, [0x80, 0xE7, 0xBB, 0x88], 2),
+    "characters behind such a byte": (byte_fallback, [0x80, 0xE7, 0xBB, 0x88], 1),
     "tokens that end inside of characters": (byte_level, [0xE7, 0xBB, 256, 0xBB, 256], 2),
     "special tokens": (byte_fallback, [259], 0),
 }
@@ -106,7 +106,7 @@ def test_pieces_are_the_text_of_characters_in_bytes(most: int) -> None:
     tokenizer, draw = byte_fallback(), random.Random(most)
     parts = [*(list(text.encode()) for text in ("终", "😀", "é", "a")), *([number] for number in range(256, 261))]
     for _ in range(1500):
-        tokens = sum((draw.choice(parts) for _ in range(draw.randint(1, 8))), [])
+        tokens = [token for _ in range(draw.randint(1, 8)) for token in draw.choice(parts)]
         assert joined(tokenizer, tokens, most, draw) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 

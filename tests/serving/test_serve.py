@@ -183,7 +183,7 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
     (lambda s: post(s, fields(messages=LONG)), 400, " tokens, but with the answer there may be at most 256",
      "messages"),
     (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages", "messages"),
-    (lambda s: post(s, fields(messages=[MESSAGE])), 400, "A conversation is a list of messages", "messages"),
+    (lambda s: post(s, fields(messages=[MESSAGE])), 400, "Message 1 of 1 must have a role", "messages"),
     (lambda s: post(s, fields(messages=[{"role": "chef", "content": "a"}])), 400, "There is no role 'chef'; it is ",
      "messages"),
     (lambda s: post(s, fields(messages="hello")), 400, "messages is a list, not 'hello'.", "messages"),
