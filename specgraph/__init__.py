@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 _CLONE = Path(__file__).parents[1]
 if importlib.util.find_spec("specgraph.conf") is None and (_CLONE / "conf" / "config.yaml").is_file():
-    # Python runs in a clone, whose folder hides the installed package, and conf, passes and kernels are beside it there.
+    # Python runs in a clone, whose folder hides the installed package; conf, passes and kernels are beside it there.
     __path__.append(str(_CLONE))
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ def test_the_wheel_works_alone(built: Path, tmp_path: Path) -> None:
 
 
 def test_a_clone_that_is_not_installed_in_place_runs_in_its_own_folder() -> None:
-    """As after ``pip install .``: the folder of the clone hides the installed package, and has no ``specgraph/conf``."""
+    """As after ``pip install .``: the clone's folder hides the installed package, and has no ``specgraph/conf``."""
     code = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]

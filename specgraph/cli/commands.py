@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -298,7 +299,10 @@ def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
         raise ConfigError(
             f"model is not set: python -m specgraph {name} model=PATH, the folder or name of a causal LM."
         )
-    return _compiled_part(cfg), cast(Options, OmegaConf.to_object(cfg))
+    options = cast(Options, OmegaConf.to_object(cfg))
+    if options.gguf_file is not None:
+        options.model = str(Path(options.model) / options.gguf_file)
+    return _compiled_part(cfg), options
 
 
 def _compiled_part(cfg: DictConfig) -> Config:

@@ -17,7 +17,9 @@ class ModelConfig(Config):
     """Keys of every command that compiles a model."""
 
     model: str = MISSING
-    """The target: a folder or a name for AutoModelForCausalLM."""
+    """The target: a folder or a name for AutoModelForCausalLM, or a GGUF file, which is dequantised."""
+    gguf_file: str | None = None
+    """The name of a GGUF file in the folder `model`; the same as model=FOLDER/FILE.gguf."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU and the checkpoint's own elsewhere."""
     device: str = "auto"
