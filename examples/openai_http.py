@@ -21,7 +21,7 @@ PASSED_ON = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalt
 FIELDS = dict.fromkeys(PASSED_ON, object) | {
     "model": str, "messages": list, "stream": bool, "stream_options": dict, "max_tokens": int, "logprobs": bool,
     "max_completion_tokens": int, "stop": str | list, "response_format": dict, "return_token_ids": bool, "user": str,
-    "n": int,
+    "n": int, "tools": list, "tool_choice": str, "chat_template_kwargs": dict,
 }  # fmt: skip
 WORDS = {str: "a text", bool: "true or false", int: "an integer", list: "a list", dict: "an object",
          str | list: "a text or a list of texts"}  # fmt: skip
@@ -73,6 +73,20 @@ def options(body: dict[str, Any], prompt: Sequence[int], longest: int) -> dict[s
     count = _count(body, len(prompt), longest)
     own = {"max_new_tokens": count, "stop_strings": body.get("stop"), "json_schema": _schema(body)}
     return own | {name: body[name] for name in PASSED_ON & body.keys()}
+
+
+def tools(body: dict[str, Any]) -> Any:
+    """What the chat template says that the model may call. Calls in an answer are part of its text."""
+    chosen = body.get("tool_choice", "auto")
+    if chosen not in ("auto", "none"):
+        raise FieldError(
+            "tool_choice", f"tool_choice is 'auto' or 'none' here, not {chosen!r:.60}; nothing forces a call."
+        )
+    if not all(isinstance(tool, dict) for tool in body.get("tools", [])):
+        raise FieldError(
+            "tools", f"tools is a list of objects, each with a type and a function, not {body['tools']!r:.60}."
+        )
+    return None if chosen == "none" else body.get("tools")
 
 
 def _count(body: dict[str, Any], known: int, longest: int) -> int:

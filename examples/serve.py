@@ -19,7 +19,7 @@ try:
     import ray
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse, Response
-    from openai_http import Chunks, FieldError, choice, completion, described, lines, options, read_body, usage
+    from openai_http import Chunks, FieldError, choice, completion, described, lines, options, read_body, tools, usage
     from ray import serve
     from starlette.exceptions import HTTPException as AnyHTTPException
 except ImportError as error:
@@ -86,9 +86,9 @@ class Endpoint:
         body = await read_body(request)
         if body["model"] != self.name:
             raise FieldError("model", f"There is no model {body['model']!r} here; it is {self.name!r}.", 404)
-        from specgraph.runtime.text import encode_chats
+        from specgraph.runtime.chats import encode_chats
 
-        (prompt,) = encode_chats(self.tokenizer, [body["messages"]])
+        (prompt,) = encode_chats(self.tokenizer, [body["messages"]], tools(body), body.get("chat_template_kwargs"))
         events = self.session.follow(prompt, **options(body, prompt, self.decoder.max_length))
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(contextlib.aclosing(events))

@@ -6,7 +6,14 @@ Names are imported when they are first used, so that the help of the command lin
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+_CLONE = Path(__file__).parents[1]
+if importlib.util.find_spec("specgraph.conf") is None and (_CLONE / "conf" / "config.yaml").is_file():
+    # Python runs in a clone, whose folder hides the installed package; conf, passes and kernels are beside it there.
+    __path__.append(str(_CLONE))
 
 if TYPE_CHECKING:
     from specgraph.compiler.compile import compile_speculative

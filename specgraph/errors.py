@@ -1,5 +1,8 @@
 """The errors that a user can meet. Their messages say what was given, what is allowed and what to do next."""
 
+import sys
+import warnings
+
 
 class SpecgraphError(Exception):
     """The base class of all errors that specgraph raises on purpose."""
@@ -49,3 +52,11 @@ class BusyError(SpecgraphError):
 
 class SpecgraphWarning(UserWarning):
     """Something the user asked for had no effect, or only part of it."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn whoever called specgraph, at the line of that call, so that Python shows the warning once for each line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, SpecgraphWarning, stacklevel=level)

@@ -121,3 +121,17 @@ def test_the_wheel_works_alone(built: Path, tmp_path: Path) -> None:
                  "device=cpu", "draft=suffix", "debug.self_check=false"]  # fmt: skip
     shown = _run(sys.executable, "-c", ALONE, target, model, *arguments, at=empty)
     assert "tokens per step" in shown or "acceptance" in shown
+
+
+def test_a_clone_that_is_not_installed_in_place_runs_in_its_own_folder() -> None:
+    """As after ``pip install .``: the clone's folder hides the installed package, and has no ``specgraph/conf``."""
+    code = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+import specgraph, specgraph.conf, specgraph.kernels.ops, specgraph.passes
+from specgraph.config import load_config
+print(specgraph.conf.__file__, load_config("none").draft.kind)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.split() == [str(ROOT / "conf" / "__init__.py"), "none"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from specgraph.checkpoints.files import open_files, read_json
+from specgraph.checkpoints.gguf import dequantised, is_gguf, source_of
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 
 DAMAGED = (
     OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, EOFError, SafetensorError,
-    pickle.UnpicklingError, StrictDataclassError,
+    pickle.UnpicklingError, struct.error, StrictDataclassError,
 )  # fmt: skip
 """What transformers and the readers of weight files raise for files that are missing, damaged or of another kind."""
 
@@ -50,10 +52,12 @@ def load_whole(name: str | Path, what: str, **options: Any) -> Any:
         ConfigError: it cannot be loaded, its files lack a tensor, or its ``generation_config.json`` is damaged, which
             transformers would leave out.
     """
+    place, file = source_of(name)
+    options |= {**file, **dequantised()} if file else {}
     try:
         with _silent_report():
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                place, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except DAMAGED as error:
         raise not_loaded(what, name, error) from error
@@ -61,6 +65,9 @@ def load_whole(name: str | Path, what: str, **options: Any) -> Any:
     if (generation := Path(name) / "generation_config.json").is_file():
         read_json(generation)
     return loaded
+
+
+_MISSING = {False: "there is no such folder", True: "there is no such file"}
 
 
 def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
@@ -72,7 +79,7 @@ def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
         error: what transformers raised.
     """
     near = "" if Path(name).exists() else did_you_mean_path(name)
-    reason = f"{'there is no such folder' if is_missing_folder(name) else why_not_loaded(error)}{near}."
+    reason = f"{_MISSING[is_gguf(name)] if is_missing_folder(name) else why_not_loaded(error)}{near}."
     if Path(name).is_dir():
         try:
             open_files(name)
@@ -82,8 +89,10 @@ def not_loaded(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def is_missing_folder(name: str | Path) -> bool:
-    """Whether ``name`` can only be a path, and not that of a folder."""
+    """Whether ``name`` can only be a path, and not that of a folder or of a GGUF file."""
     text = str(name)
+    if is_gguf(name):
+        return not Path(name).expanduser().is_file()
     return (text.startswith((".", "/", "~")) or text.count("/") > 1) and not Path(name).is_dir()
 
 

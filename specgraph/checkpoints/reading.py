@@ -52,20 +52,28 @@ class Reader:
         self.sources.append(Choice(name, value, source))
         return value
 
-    def flag(self, name: str, default: bool, override: bool | None = None) -> bool:
+    def flag(self, name: str, default: bool, override: bool | None = None, other_names: Sequence[str] = ()) -> bool:
         """A boolean option: the override, or else the value in the configuration or its :attr:`part`, or else the
-        default.
+        default. ``other_names`` are those that it has in files of others.
         """
         if override is not None:
             return bool(self.note(name, override, f"draft.{name}"))
+        found: list[tuple[str, str, bool]] = []
         for place, values in (("config.json", self.checkpoint.config), (self.part, self.nested)):
-            if values.get(name) is not None:
-                if not isinstance(values[name], bool):
-                    raise ConfigError(
-                        f"{name} of {self.checkpoint.path} is {values[name]!r}; it must be true or false."
-                    )
-                return bool(self.note(name, values[name], place))
-        return bool(self.note(name, default, "default"))
+            for key in (name, *other_names):
+                if values.get(key) is None:
+                    continue
+                if not isinstance(values[key], bool):
+                    raise ConfigError(f"{key} of {self.checkpoint.path} is {values[key]!r}; it must be true or false.")
+                found.append((key, place if key == name else f"{place}.{key}", values[key]))
+        if len({value for _, _, value in found}) > 1:
+            said = " and ".join(f"{key}={str(value).lower()}" for key, _, value in found)
+            raise ConfigError(
+                f"{self.checkpoint.path} has {said}, which are names of one option; leave the wrong one out of its "
+                "config.json."
+            )
+        source, value = (found[0][1], found[0][2]) if found else ("default", default)
+        return bool(self.note(name, value, source))
 
     def features(self, given: Sequence[int] | None, layers: int | None, fc: bool) -> tuple[int, ...] | None:
         """The indices k of the hidden states hs[k] that the head reads, checked against ``layers`` if that is known."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from specgraph.errors import UnsupportedModelError
+from specgraph.errors import UnsupportedModelError, warn_caller
 
 MAX_PADDING = 1024
 """How many rows an embedding may have beyond the entries of its tokenizer, as padding to a round number."""
 
 
-def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> str:
+LOSSLESS = ("strict", "probabilistic", "block")
+"""The rules whose output has the target's own distribution, whatever is drafted."""
+
+
+def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel, rule: str = LOSSLESS[0]) -> str:
     """Refuse a draft model in which token ids stand for other tokens than in the target.
+
+    Special tokens may differ where ``rule`` is one of :data:`LOSSLESS`: such a token is then drafted where the target
+    does not want it, and is refused like any other wrong draft. The rule ``typical`` may accept what the target would
+    not have drawn, and ``synthetic`` accepts without looking, so their output would have the draft's tokens.
 
     If both models were loaded from a folder with a tokenizer, their vocabularies are compared entry by entry. Otherwise
     their configurations are compared: the EOS ids, and the vocabulary sizes, which may differ by a padding of up to
@@ -29,9 +38,20 @@ def check_same_tokenizer(target: PreTrainedModel, draft: PreTrainedModel) -> str
     advice = "A draft model must share the target's tokenizer; choose one of the same family, or draft by ngram."
     if ours is not None and theirs is not None:
         differing = _first_difference(ours, theirs)
-        if differing:
+        if differing is None:
+            return "the draft has the target's tokenizer, entry by entry"
+        if not differing.special:
             raise UnsupportedModelError(f"The draft's tokenizer differs from the target's: {differing}. {advice}")
-        return "the draft has the target's tokenizer, entry by entry"
+        if rule not in LOSSLESS:
+            raise UnsupportedModelError(
+                f"The draft's special tokens differ from the target's: {differing}. With verify.rule={rule}, what is "
+                f"drafted can change what comes out; take one of the rules {', '.join(LOSSLESS)}, or another draft."
+            )
+        warn_caller(
+            f"The draft's special tokens differ from the target's: {differing}. No token is wrong by that under the "
+            f"rule {rule}, but drafts of such a token are refused; a draft with the target's tokenizer may be faster."
+        )
+        return f"the draft has the target's tokenizer but for special tokens: {differing}"
     configs: list[Any] = [model.config.get_text_config() for model in (target, draft)]
     sizes = [int(config.vocab_size) for config in configs]
     if abs(sizes[0] - sizes[1]) > MAX_PADDING:
@@ -53,25 +73,50 @@ def _ids(value: int | list[int] | None) -> set[int]:
     return set() if value is None else {value} if isinstance(value, int) else set(value)
 
 
-def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
-    """The entries of the model's tokenizer, or None if the model was not loaded from a folder that has one."""
+class _Vocabulary(NamedTuple):
+    """The entries of a tokenizer, and which of their ids are special."""
+
+    entries: dict[str, int]
+    special: Set[int]
+
+
+class _Difference(NamedTuple):
+    """Where two tokenizers differ, in words, and whether only special tokens do."""
+
+    words: str
+    special: bool
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def _vocabulary(model: PreTrainedModel) -> _Vocabulary | None:
+    """The model's tokenizer, or None if the model was not loaded from a folder that has one."""
     folder = Path(str(model.name_or_path))
     if not model.name_or_path or not (folder / "tokenizer_config.json").is_file():
         return None
     try:
-        vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         return None
-    return vocabulary
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return _Vocabulary(tokenizer.get_vocab(), {index for index, token in added.items() if token.special})
 
 
-def _first_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
-    """The first id that stands for different tokens; an added token that only one of them has is no difference."""
-    names = {index: token for token, index in draft.items()}
-    for token, index in sorted(target.items(), key=lambda item: item[1]):
+def _first_difference(target: _Vocabulary, draft: _Vocabulary) -> _Difference | None:
+    """The first id that stands for different tokens, of ordinary ones if there are any; an added token that only one of
+    the tokenizers has is no difference."""
+    names = {index: token for token, index in draft.entries.items()}
+    found: _Difference | None = None
+    for token, index in sorted(target.entries.items(), key=lambda item: item[1]):
         other = names.get(index)
-        if other is not None and other != token:
-            return f"id {index} is {token!r} for the target and {other!r} for the draft"
-    if abs(len(target) - len(draft)) > MAX_PADDING:
-        return f"{len(target)} entries against {len(draft)}"
-    return None
+        if other is None or other == token:
+            continue
+        words = f"id {index} is {token!r} for the target and {other!r} for the draft"
+        if not (index in target.special and index in draft.special):
+            return _Difference(words, special=False)
+        found = found or _Difference(words, special=True)
+    sizes = len(target.entries), len(draft.entries)
+    if abs(sizes[0] - sizes[1]) > MAX_PADDING:
+        return _Difference(f"{sizes[0]} entries against {sizes[1]}", special=False)
+    return found

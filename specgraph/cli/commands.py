@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -26,7 +27,7 @@ from specgraph.cli.decode_prompts import (
 )
 from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
 from specgraph.cli.loading import check_drafts, check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
-from specgraph.cli.prompts import read_prompts
+from specgraph.cli.prompts import read_chat_options, read_prompts
 from specgraph.cli.read_dumps import diff, explore
 from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.cli.writers import check_format, check_trace, notes, write_trace, writer
@@ -75,7 +76,8 @@ def generate(cfg: DictConfig) -> dict[str, str]:
     if options.plot is not None:
         check_plot(options.plot)
     check_engine(options)
-    texts = read_prompts(options.prompt, options.prompts, options.template, options.limit)
+    chat_options = read_chat_options(options)
+    texts = read_prompts(options.prompt, options.prompts, options.template, options.limit, chat_options)
     place = device_and_dtype(options)
     check_folder(options.model)
     limits = limits_of(options.model, config, options.trust_remote_code)
@@ -297,7 +299,10 @@ def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
         raise ConfigError(
             f"model is not set: python -m specgraph {name} model=PATH, the folder or name of a causal LM."
         )
-    return _compiled_part(cfg), cast(Options, OmegaConf.to_object(cfg))
+    options = cast(Options, OmegaConf.to_object(cfg))
+    if options.gguf_file is not None:
+        options.model = str(Path(options.model) / options.gguf_file)
+    return _compiled_part(cfg), options
 
 
 def _compiled_part(cfg: DictConfig) -> Config:

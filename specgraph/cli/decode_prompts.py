@@ -16,15 +16,17 @@ from specgraph.bench.peers import transformers_generate
 from specgraph.cli.check_options import decoder_options
 from specgraph.cli.generation import given_options
 from specgraph.cli.keys import GenerateConfig
-from specgraph.cli.prompts import Messages
+from specgraph.cli.prompts import Conversation, Messages
 from specgraph.cli.writers import Ended, Writer, heading
 from specgraph.config import Config
 from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
+from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Stats, Stream, StreamChunk
+from specgraph.runtime.pieces import Pieces
 from specgraph.runtime.requests import hash_seed
-from specgraph.runtime.text import encode_chats
+from specgraph.runtime.text import encode_texts
 from specgraph.runtime.trace import Trace
 
 
@@ -76,15 +78,16 @@ def decode_prompts(
     besides = "" if options.compare else "compiling"  # what the first step of its kind waits for
     outcome = Outcome(decoder.config, [], Stats(0), 0.0, list(drawn), besides)
     given = decoder_options(options, tokenizer)
+    seeded = reads_seeds(options, decoder)
     if options.compare:
-        _warm_up(decoder, [prompt.ids for prompt in prompts], drawn, given)
+        _warm_up(decoder, [prompt.ids for prompt in prompts], drawn if seeded else None, given)
     with Progress("prompts", len(prompts), decoder.config.debug.progress) as progress:
         if not options.stream:
-            given |= {"seed": list(drawn), "trace": options.trace is not None}
+            given |= {"seed": list(drawn) if seeded else None, "trace": options.trace is not None}
             _all(decoder, prompts, given, outcome, progress, write)
             return outcome
         for prompt, seed in zip(prompts, drawn, strict=True):
-            _one(decoder, tokenizer, prompt, given | {"seed": [seed]}, outcome)
+            _one(decoder, tokenizer, prompt, given | {"seed": [seed] if seeded else None}, outcome)
             progress.advance()
     return outcome
 
@@ -138,34 +141,49 @@ def check_batch_size(options: GenerateConfig, config: Config) -> int:
     return most if size is None else size
 
 
-def encode(tokenizer: Any, sources: Sequence[str | Messages]) -> list[Prompt]:
+def encode(tokenizer: Any, sources: Sequence[str | Conversation]) -> list[Prompt]:
     """The prompts made of texts, and of conversations in the tokenizer's chat template.
 
     Raises:
         InputError: a prompt has no tokens, or there is no chat template that takes a conversation.
     """
-    prompts = [Prompt(source, torch.tensor(_ids(tokenizer, source), dtype=torch.int64)) for source in sources]
-    for prompt in prompts:
-        if not prompt.ids.numel():
-            raise InputError(f"The prompt {prompt.source!r} has no tokens; give it some text.")
-    return prompts
+    texts = [source for source in sources if isinstance(source, str)]
+    rows = iter(encode_texts(tokenizer, texts))
+    return [
+        Prompt(source, _ids(next(rows))) if isinstance(source, str) else _answering(tokenizer, source)
+        for source in sources
+    ]
 
 
-def _ids(tokenizer: Any, source: str | Messages) -> list[int]:
-    if isinstance(source, str):
-        return list(tokenizer(source)["input_ids"])
+def _answering(tokenizer: Any, chat: Conversation) -> Prompt:
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputError("messages need a chat template, which the model's tokenizer lacks; give the texts as prompts.")
-    return encode_chats(tokenizer, [source])[0]
+    (row,) = encode_chats(tokenizer, [chat.messages], **chat.options)
+    if not row:
+        raise InputError(f"The chat template makes no token of {chat.messages!r:.80}; give it some text.")
+    return Prompt(chat.messages, _ids(row))
 
 
-def _warm_up(decoder: SpeculativeDecoder, ids: list[Tensor], seeds: Sequence[int], given: dict[str, Any]) -> None:
+def _ids(row: Sequence[int]) -> Tensor:
+    return torch.tensor(row, dtype=torch.int64)
+
+
+def reads_seeds(options: GenerateConfig, decoder: SpeculativeDecoder) -> bool:
+    """Whether the decoder is given seeds: where it samples, or where the user has asked for a seed. Elsewhere it would
+    warn of seeds that nobody has asked for."""
+    sampled = options.temperature is not None or options.do_sample is not None
+    return options.seed is not None or sampled or bool(getattr(decoder.model.generation_config, "do_sample", False))
+
+
+def _warm_up(
+    decoder: SpeculativeDecoder, ids: list[Tensor], seeds: Sequence[int] | None, given: dict[str, Any]
+) -> None:
     """Decode the first prompts once without timing them, so that no measurement includes compilation.
 
     It takes as many tokens as will be timed, since a sequence of more pages may be compiled again.
     """
     first = slice(decoder.config.max_batch_size)
-    decoder.generate(ids[first], seed=list(seeds)[first], **given)
+    decoder.generate(ids[first], seed=None if seeds is None else list(seeds)[first], **given)
 
 
 def draw_seeds(seed: int | None, count: int) -> list[int]:
@@ -236,15 +254,12 @@ def _one(
     print(heading(prompt.source, len(outcome.tokens)))
     begin = time.perf_counter()
     tokens: list[int] = []
-    shown = ""
+    pieces = Pieces(tokenizer)
     stream = decoder.stream([prompt.ids], **sampling)
     for chunk in stream:
         tokens += chunk.tokens[0]
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # if it does, the next token completes the character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(tokenizer.decode(tokens, skip_special_tokens=True)[len(shown) :])
+        print(pieces.add(chunk.tokens[0]), end="", flush=True)
+    print(pieces.add([], last=True))
     outcome.seconds += time.perf_counter() - begin
     outcome.tokens.append(tokens)
     outcome.stats.num_speculative_tokens = stream.stats.num_speculative_tokens

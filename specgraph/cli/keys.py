@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -16,7 +17,9 @@ class ModelConfig(Config):
     """Keys of every command that compiles a model."""
 
     model: str = MISSING
-    """The target: a folder or a name for AutoModelForCausalLM."""
+    """The target: a folder or a name for AutoModelForCausalLM, or a GGUF file, which is dequantised."""
+    gguf_file: str | None = None
+    """The name of a GGUF file in the folder `model`; the same as model=FOLDER/FILE.gguf."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU and the checkpoint's own elsewhere."""
     device: str = "auto"
@@ -33,7 +36,12 @@ class GenerateConfig(GenerationKeys, FurtherKeys, ModelConfig):
     """One text to continue, taken literally."""
     prompts: str | None = None
     """A file: .txt (one text per line) or .jsonl (a text in the field `question` or `prompt`, or `messages`, a list of
-    objects with `role` and `content`, which the tokenizer's chat template joins)."""
+    objects with `role` and `content`, which the tokenizer's chat template joins; beside them, `tools` and
+    `chat_template_kwargs` of this conversation)."""
+    tools: Any = None
+    """What the model may call in all conversations: a JSON file with a list of schemas, or the list."""
+    chat_template_kwargs: Any = None
+    """Further variables of the chat template for all conversations: chat_template_kwargs={enable_thinking: false}."""
     template: str | None = None
     """A text in which every prompt takes the place of {question} or {prompt}; \\n is a new line:
     template="Question: {question}\\nAnswer:"."""

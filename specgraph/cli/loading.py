@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from specgraph.checkpoints.causal_lm import DAMAGED, is_missing_folder, load_causal_lm, not_loaded, why_not_loaded
+from specgraph.checkpoints.gguf import is_gguf, source_of
 from specgraph.compiler.compile import FALLBACK_MAX_LENGTH
 from specgraph.config import Config, group_choices
 from specgraph.config.errors import did_you_mean
@@ -58,7 +60,9 @@ def check_folder(name: str, key: str = "model") -> None:
     if not name:
         raise ConfigError(f"{key} is empty; give the folder or name of a causal LM.")
     if is_missing_folder(name):
-        raise ConfigError(f"{key}={name}: there is no such folder{did_you_mean_path(name)}.")
+        raise ConfigError(
+            f"{key}={name}: there is no such {'file' if is_gguf(name) else 'folder'}{did_you_mean_path(name)}."
+        )
 
 
 def check_drafts(drafts: Iterable[str]) -> None:
@@ -96,6 +100,9 @@ def load_model(
         ConfigError: the model cannot be loaded.
     """
     model: Any = load_causal_lm(name, dtype, f"{key}={name}", trust_remote_code)
+    if is_gguf(name):
+        kind = str(model.dtype).removeprefix("torch.")
+        print(f"{key}={name}: the weights of the GGUF file are dequantised to {kind}", file=sys.stderr)
     return cast(PreTrainedModel, model.to(device))
 
 
@@ -108,7 +115,8 @@ def limits_of(name: str, config: Config, trust_remote_code: bool = False) -> Lim
         ConfigError: the configuration cannot be read.
     """
     try:
-        model: Any = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        place, file = source_of(name)
+        model: Any = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
         text = model.get_text_config()
         longest = config.max_length or getattr(text, "max_position_embeddings", None) or FALLBACK_MAX_LENGTH
         return Limits(int(text.vocab_size), int(longest))
@@ -123,7 +131,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         ConfigError: there is no tokenizer.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        place, file = source_of(name)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
     except Exception as error:  # a tokenizer's file is read by libraries that raise errors of their own
         folder = Path(name)
         empty = folder.is_dir() and not any(folder.glob("*token*"))

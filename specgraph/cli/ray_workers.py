@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.cli.check_options import decoder_options
-from specgraph.cli.decode_prompts import InOrder, Outcome, Prompt, draw_seeds
+from specgraph.cli.decode_prompts import InOrder, Outcome, Prompt, draw_seeds, reads_seeds
 from specgraph.cli.keys import GenerateConfig
 from specgraph.cli.writers import Writer
 from specgraph.compiler.compile import compile_speculative
@@ -62,6 +62,7 @@ class Worker:
             self._decoder = self._compiled()
         prompts, seeds = table["ids"].to_pylist(), table["seed"].to_pylist()
         given = decoder_options(self._job.options, self._job.tokenizer)
+        seeds = seeds if reads_seeds(self._job.options, self._decoder) else None
         out = self._decoder.generate(prompts, seed=seeds, **given)
         drafts = [out.stats.num_speculative_tokens] * len(prompts)
         return pyarrow.table({

@@ -22,7 +22,7 @@ from specgraph.drafters.registry import make_draft, with_draft
 from specgraph.dump import check_folder
 from specgraph.errors import ConfigError, SpecgraphWarning, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
-from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
+from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
@@ -69,6 +69,7 @@ def compile_speculative(
     given, model = model, text_model(model)
     check_is_causal_lm(model)
     check_one_device(given)
+    check_no_hooks(model)
     check_dtypes(model)
     config, draft = with_draft(load_config(cfg), draft)
     lowering, reason = choose_lowering(config.lowering.name, model.device, model.dtype)
@@ -87,6 +88,7 @@ def compile_speculative(
     with (
         Progress("compile", len(passes) + 3, config.debug.progress) as progress,
         torch.inference_mode(False),
+        torch.autocast(model.device.type, enabled=False),
         current(model.device),
         _host_default(),
     ):
@@ -98,7 +100,7 @@ def compile_speculative(
         limits = _limits(config, target)
         notes += [info.rope.describe()] if info.rope is not None else []
         progress.advance(1, "loading and tracing the draft")
-        made = make_draft(config, Target(model, target, limits.max_length), draft)
+        made = make_draft(config, Target(model, target, limits.max_length, config.verify.rule), draft)
         check_adaptive(config, made.drafter)
         notes += [*made.notes, f"lowering: {lowering}, because {reason}"]
         progress.advance(1, "comparing cached decoding with the model")

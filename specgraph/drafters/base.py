@@ -67,12 +67,14 @@ class DraftHead:
 class Target:
     """What a drafter is made for: the target as a model and as it was traced.
 
-    ``max_length`` is the longest sequence of the decoder; None leaves it to the target.
+    ``max_length`` is the longest sequence of the decoder; None leaves it to the target. ``rule`` is the one by which
+    drafts will be verified.
     """
 
     model: PreTrainedModel
     traced: TracedModel
     max_length: int | None = None
+    rule: str = "strict"
 
     @property
     def info(self) -> ModelInfo:

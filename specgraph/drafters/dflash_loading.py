@@ -87,9 +87,12 @@ def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | No
     """
     reader = head_reader(checkpoint)
     refuse_variants(reader, USUAL, "DFlash")
-    # The key of JetSpec's heads has another name.
-    shifted = reader.flag("draft_shift" if "draft_shift" in reader.nested else "sample_from_anchor", False)
-    return common_options(reader, overrides, target_layers, shifted)
+    return common_options(reader, overrides, target_layers, sample_from_anchor(reader, False))
+
+
+def sample_from_anchor(reader: Reader, default: bool) -> bool:
+    """Whether a row predicts the token behind its own position. JetSpec's heads and sglang have other names for it."""
+    return reader.flag("sample_from_anchor", default, other_names=("query_zero_predicts_next", "draft_shift"))
 
 
 def head_reader(checkpoint: Checkpoint) -> Reader:

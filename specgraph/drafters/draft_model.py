@@ -22,7 +22,7 @@ from specgraph.drafters.base import Draft, DraftHead, Mask, Target
 from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.shapes_only import without_weights
-from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, trace
+from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.model_info import ModelInfo
 
 
@@ -103,9 +103,10 @@ def _check_model(target: Target, draft: Any) -> str:
     """
     try:
         check_is_causal_lm(draft)
+        check_no_hooks(draft)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"draft: {error}") from None
-    compared = check_same_tokenizer(target.model, draft)
+    compared = check_same_tokenizer(target.model, draft, target.rule)
     device = next(draft.parameters()).device
     if device != target.info.device:
         raise ConfigError(f"The draft is on {device}, the target on {target.info.device}; move one of them.")

@@ -16,7 +16,14 @@ from torch import Tensor
 from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.reading import Reader
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dflash_loading import USUAL, HeadOptions, common_options, head_reader, refuse_variants
+from specgraph.drafters.dflash_loading import (
+    USUAL,
+    HeadOptions,
+    common_options,
+    head_reader,
+    refuse_variants,
+    sample_from_anchor,
+)
 from specgraph.drafters.dflash_module import DFlashConfig
 from specgraph.drafters.dflash_saving import head_config, write_head
 from specgraph.drafters.dspark_module import MARKOV_KINDS, DSpark, DSparkConfig
@@ -58,7 +65,7 @@ def read_options(checkpoint: Checkpoint, overrides: Any, target_layers: int | No
     refuse_variants(reader, UNUSUAL, "DSpark")
     added = _markov(reader)
     added |= _confidence(reader, added["markov_rank"] > 0)
-    common = common_options(reader, overrides, target_layers, reader.flag("sample_from_anchor", True))
+    common = common_options(reader, overrides, target_layers, sample_from_anchor(reader, True))
     return SparkOptions(**vars(common), **added)
 
 

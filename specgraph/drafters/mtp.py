@@ -95,7 +95,7 @@ class MtpDraftConfig(DraftConfig):
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a value that the drafter does not allow."""
-        super(type(self), self).check()
+        super().check()
         at_least_one("draft.num_modules", self.num_modules)
         hidden = ("final_norm", "residual")
         allowed = {

@@ -30,7 +30,7 @@ class NGramConfig(DraftConfig):
 
     def check(self) -> None:
         """Raise ``ConfigError`` for lengths that make no sense."""
-        super(type(self), self).check()
+        super().check()
         if self.min_ngram < 1:
             raise ConfigError(f"draft.min_ngram must be at least 1, got {self.min_ngram}.")
         if self.max_ngram < self.min_ngram:

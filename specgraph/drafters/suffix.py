@@ -42,7 +42,7 @@ class SuffixConfig(DraftConfig):
 
     def check(self) -> None:
         """Raise ``ConfigError`` for values that make no sense."""
-        super(type(self), self).check()
+        super().check()
         if not 1 <= self.min_match <= self.max_match <= 127:
             raise ConfigError(
                 f"draft.min_match and draft.max_match must hold 1 <= min_match <= max_match <= 127, got "

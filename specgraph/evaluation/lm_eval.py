@@ -10,7 +10,9 @@ The harness finds models in a table of its own and reads no entry points, so thi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import lm_eval.models  # noqa: F401  (fills the table, which the harness does only while it is empty)
@@ -22,8 +24,13 @@ from tqdm import tqdm
 
 from specgraph.checkpoints.causal_lm import DAMAGED, load_whole, not_loaded
 from specgraph.compiler.compile import compile_speculative
+from specgraph.config import Config, group_choices
 from specgraph.errors import ConfigError, SpecgraphError
 
+NONE = "none"
+"""The drafter that drafts nothing. The harness reads this word in ``model_args`` as Python's None."""
+KEYS = {key.name for key in fields(Config)} - inspect.signature(HFLM.__init__).parameters.keys()
+"""The keys of specgraph's configuration at its top that are no argument of ``hf``."""
 TOGETHER = 1024
 """Requests in one call of the decoder, which runs ``max_batch_size`` of them at a time and gives the row of a sequence
 that has ended to the next one."""
@@ -45,14 +52,15 @@ class WholeCausalLM:
 class SpecgraphLM(HFLM):  # type: ignore[misc]  # without types
     """A causal LM of transformers in a compiled decoder.
 
-    ``model_args`` are those of ``hf``, and ``draft``, which is a draft model or head or its path. Names with a dot are
-    keys of specgraph's configuration, such as ``draft.num_speculative_tokens=4`` and ``cache.pool_tokens=65536``.
+    ``model_args`` are those of ``hf``, and ``draft``: a draft model or head, its path, or the name of a drafter that
+    needs none, such as ``suffix`` or ``none``. Keys of specgraph's configuration are there, too, such as
+    ``lowering=eager``, ``draft.num_speculative_tokens=4`` and ``cache.pool_tokens=65536``.
     ``max_batch_size`` is how many sequences run together; the harness's ``--batch_size`` changes nothing.
     """
 
     AUTO_MODEL_CLASS = WholeCausalLM
 
-    def __init__(self, pretrained: Any, draft: Any = None, max_batch_size: int = 64, **options: Any) -> None:
+    def __init__(self, pretrained: Any, draft: Any = "ngram", max_batch_size: int = 64, **options: Any) -> None:
         """Load the model as ``hf`` does, and compile it.
 
         Raises:
@@ -60,7 +68,13 @@ class SpecgraphLM(HFLM):  # type: ignore[misc]  # without types
                 a value is out of range.
             UnsupportedModelError: the model cannot be decoded correctly.
         """
-        config = {name: value for name, value in options.items() if "." in name}
+        config = {name: value for name, value in options.items() if "." in name or name in KEYS}
+        if "draft.kind" in config and config["draft.kind"] is None:
+            config["draft.kind"] = NONE
+        name = NONE if draft is None else draft
+        if isinstance(name, str) and name in group_choices("draft"):
+            draft = None
+            config = config if "draft.kind" in config else {"draft": name, **config}
         rest = {name: value for name, value in options.items() if name not in config}
         try:
             super().__init__(pretrained, max_batch_size=max_batch_size, **rest)

@@ -173,6 +173,11 @@ def is_multimodal(model: object) -> bool:
 def check_is_causal_lm(model: object) -> None:
     """Refuse everything that is not a decoder-only language model of transformers."""
     advice = "Pass a model from AutoModelForCausalLM.from_pretrained(...)."
+    if (wrapper := _wrapped(model)) is not None:
+        raise UnsupportedModelError(
+            f"This model is the {type(model).__name__} of a {type(getattr(model, wrapper)).__name__} (as torch.compile "
+            f"and torch's parallel modules do), and specgraph compiles the model itself; pass model.{wrapper}."
+        )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"Expected a transformers causal LM, got {type(model).__name__}. {advice}")
     name = type(model).__name__
@@ -182,6 +187,22 @@ def check_is_causal_lm(model: object) -> None:
         raise UnsupportedModelError(f"{name} is multimodal, and specgraph compiles text models; {_text_class(model)}.")
     if model.get_output_embeddings() is None or ("CausalLM" not in name and "LMHead" not in name):
         raise UnsupportedModelError(f"{name} is not a causal LM (it has no language-model head). {advice}")
+
+
+def check_no_hooks(model: PreTrainedModel) -> None:
+    """Refuse a model into whose forward pass accelerate has put hooks."""
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has hooks of accelerate, which move weights and inputs during its forward pass "
+            "(of dispatch_model, or of a device_map over devices), and a compiled step runs without them; load it "
+            "onto one device, or take them off with accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+        )
+
+
+def _wrapped(model: object) -> str | None:
+    """The attribute that holds the model where this is a wrapper around one, as torch.compile makes."""
+    names = ("_orig_mod", "module") if isinstance(model, nn.Module) else ()
+    return next((name for name in names if isinstance(getattr(model, name, None), PreTrainedModel)), None)
 
 
 def _text_class(model: PreTrainedModel) -> str:

@@ -39,6 +39,8 @@ WITHOUT_EFFECT = frozenset({
 """What is about transformers' own cache, beams or assistant: no token depends on it here."""
 
 
+CHAT = "chat"
+"""The name of the function that takes conversations."""
 TAKEN = KNOWN | PROCESSING | STRUCTURE | WITHOUT_EFFECT
 """What ``generate`` takes besides its own parameters."""
 
@@ -127,12 +129,18 @@ def check_names(given: Mapping[str, Any], known: Set[str] = TAKEN, function: str
         elif name not in known and name in OWN | TAKEN:
             raise InputError(f"{function} does not take {name}, which is for generate and stream; leave it out.")
         elif name not in known:
-            raise InputError(f"There is no argument {name!r}; {_suggestion(name, OWN | known - WITHOUT_EFFECT)}")
+            raise InputError(
+                f"There is no argument {name!r}; {_suggestion(name, OWN | known - WITHOUT_EFFECT, function)}"
+            )
 
 
-def _suggestion(name: str, names: Iterable[str]) -> str:
+def _suggestion(name: str, names: Iterable[str], function: str) -> str:
     close = difflib.get_close_matches(name, sorted(names), n=1)
-    return f"did you mean {close[0]!r}?" if close else "help(decoder.generate) lists what there is."
+    if close:
+        return f"did you mean {close[0]!r}?"
+    if function == CHAT:
+        return f"a variable of the chat template goes into chat_template_kwargs={{{name!r}: ...}}."
+    return "help(decoder.generate) lists what there is."
 
 
 def _short(value: Any) -> str:

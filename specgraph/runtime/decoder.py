@@ -17,6 +17,8 @@ from specgraph.kernels.state import CONFIDENCE
 from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report, report_record
 from specgraph.progress import Progress
+from specgraph.runtime.arguments import CHAT, OWN, TAKEN, check_names
+from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.collect import Collector
 from specgraph.runtime.defaults import LiveDefaults
 from specgraph.runtime.engines import Engines
@@ -35,7 +37,7 @@ from specgraph.runtime.state import sizes_for
 from specgraph.runtime.steps import Step
 from specgraph.runtime.stopping import Criterion, Stopping
 from specgraph.runtime.streaming import Columns
-from specgraph.runtime.text import Tokenizers, check_text_options, encode_chats, encode_texts
+from specgraph.runtime.text import Tokenizers, check_text_options, encode_texts
 from specgraph.runtime.values import PerSequence, read_bound, read_flag, refuse_others
 from specgraph.runtime.variants import Variants
 from specgraph.runtime.watch import Watch
@@ -210,12 +212,19 @@ class SpeculativeDecoder:
         own = self._reader.tokenizers.get(tokenizer)
         return self._texts(own, encode_texts(own, [prompts] if alone else prompts), options, alone=alone)
 
-    def chat(self, messages: Sequence[Any], *, tokenizer: Any = None, **options: Any) -> Any:
+    def chat(
+        self, messages: Sequence[Any], *, tokenizer: Any = None, tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Answer a conversation, or each of a list: the text of the answer, or a list of them.
 
         Args:
-            messages: mappings with ``role`` and ``content``, or a list of such conversations.
+            messages: mappings with ``role`` and ``content``, or a list of such conversations. A message of the
+                assistant may have ``tool_calls`` alone.
             tokenizer: the model's, with a chat template; None loads it from where the model came from.
+            tools: what the model may call in all of these conversations: JSON schemas, or Python functions, as
+                transformers takes them. Calls in an answer are part of its text.
+            chat_template_kwargs: further variables of the chat template, such as ``{"enable_thinking": False}``.
             options: as for :meth:`text`.
 
         Raises:
@@ -223,7 +232,9 @@ class SpeculativeDecoder:
         """
         several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], Mapping)
         own = self._reader.tokenizers.get(tokenizer)
-        return self._texts(own, encode_chats(own, messages if several else [messages]), options, alone=not several)
+        check_names(options, OWN | TAKEN, CHAT)
+        rows = encode_chats(own, messages if several else [messages], tools, chat_template_kwargs)
+        return self._texts(own, rows, options, alone=not several)
 
     def session(
         self, *, return_logprobs: bool | str = False, return_text: bool = False, tokenizer: Any = None,

@@ -39,6 +39,8 @@ class GenerationDefaults:
     """What changes logits, by the names of its options, whether tokens are drawn or not."""
     flags: Mapping[str, bool] = field(default_factory=dict)
     """What the output has, by the names in :data:`FLAGS`."""
+    unsampled: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling options of a caller's configuration that have no effect, since nothing says whether to sample."""
 
 
 def read_generation_config(
@@ -92,7 +94,14 @@ def read_generation_config(
         max_time=values.get("max_time"),
         processing={name: values.get(name) for name in PROCESSING},
         flags={name: bool(read_flag(name, values.get(name))) for name in FLAGS},
+        unsampled={} if sample or given is None or given.do_sample is not None else _differing(own, given),
     )
+
+
+def _differing(own: GenerationConfig, given: GenerationConfig) -> dict[str, Any]:
+    """The sampling options of a caller's configuration that are not those of the model's, of which it may be a copy."""
+    values = {name: getattr(given, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {name: value for name, value in values.items() if value is not None and value != getattr(own, name, None)}
 
 
 def check_config(given: object) -> None:

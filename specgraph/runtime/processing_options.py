@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import ForcedEOSTokenLogitsProcessor, LogitsProcessor
 
-from specgraph.errors import InputError, SpecgraphWarning
+from specgraph.errors import InputError, warn_caller
 from specgraph.kernels.processors.ngrams import MOST
 from specgraph.runtime.processing import ALWAYS, Bias, Processing
 from specgraph.runtime.values import check_range, is_number, per_sequence, read_token_ids, whole
@@ -85,11 +84,9 @@ def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mappin
 
 def _warn_too_few(place: int, least: int, room: int) -> None:
     if 0 < room < least:
-        warnings.warn(
+        warn_caller(
             f"min_new_tokens or min_length asks for {least} new tokens of sequence {place}, which has room for {room}; "
-            "it gets those.",
-            SpecgraphWarning,
-            stacklevel=5,  # the caller of generate
+            "it gets those."
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from specgraph.errors import InputError, SpecgraphWarning
+from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.arguments import STRUCTURE, check_names
 from specgraph.runtime.defaults import FLAGS, GenerationDefaults, LiveDefaults
 from specgraph.runtime.grammar import Grammars
@@ -38,7 +37,7 @@ from specgraph.runtime.requests import (
 from specgraph.runtime.scores import Recorder, Wanted
 from specgraph.runtime.stopping import Criterion, read_criteria, read_stop_strings, stop_criteria
 from specgraph.runtime.text import Tokenizers, check_tokenizer
-from specgraph.runtime.values import PerSequence, check_function, is_number, read_flag, whole
+from specgraph.runtime.values import PerSequence, check_function, is_number, per_sequence, read_flag, whole
 from specgraph.runtime.watch import Watch
 
 
@@ -84,9 +83,10 @@ class Reader:
     def call(
         self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
         eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
-        stopping_criteria: Any = None, trace: bool = False, **sampling: PerSequence,
+        stopping_criteria: Any = None, trace: bool = False, seeded: bool = True, **sampling: PerSequence,
     ) -> Call:  # fmt: skip
-        """A checked call of ``generate``; ``others`` are transformers' arguments.
+        """A checked call of ``generate``; ``others`` are transformers' arguments. ``seeded`` says whether the seed is
+        the caller's, who is then warned where it has no effect.
 
         Raises:
             InputError: an argument is out of range, unknown or not supported, or the model was changed since it was
@@ -115,6 +115,9 @@ class Reader:
             chosen["temperature"] = 0.0
         options = read_sampling(len(ends), seed=seed, **chosen)
         greedy = [option.temperature == 0 for option in options]
+        if all(greedy) and do_sample is None and sampling.get("temperature") is None:
+            given = {name: value for name, value in sampling.items() if value is not None}
+            _warn_greedy({**defaults.unsampled, **given, "seed": seed if seeded else None}, len(greedy))
         by_config = do_sample is None and defaults.do_sample and sampling.get("temperature") is None
         if (do_sample or by_config) and any(greedy):
             raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
@@ -145,7 +148,7 @@ class Reader:
 
     def batch(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Batch:
         """The sequences of a call without arguments of transformers; see :meth:`call`."""
-        return self.call(input_ids, attention_mask, {}, **options).batch
+        return self.call(input_ids, attention_mask, {}, seeded=False, **options).batch
 
     def one(
         self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
@@ -265,11 +268,29 @@ def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: G
     """How long sequences become. A caller's ``max_new_tokens`` comes first, then its ``max_length``."""
     if max_new_tokens is not None:
         if others.get("max_length") is not None:
-            warnings.warn("max_new_tokens is given, so max_length has no effect.", SpecgraphWarning, stacklevel=4)
+            warn_caller("max_new_tokens is given, so max_length has no effect.")
         return Lengths(max_new_tokens, None)
     if others.get("max_length") is not None:
         return Lengths(None, others["max_length"])
     return Lengths(defaults.max_new_tokens, defaults.max_length, by_model=True)
+
+
+_IDLE: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
+"""Options that only sampling reads, and the values that ask for nothing."""
+
+
+def _warn_greedy(asked: Mapping[str, PerSequence], batch: int) -> None:
+    """Warn of sampling options that a caller gave without saying whether to sample, where decoding is greedy."""
+    values = {name: per_sequence(name, asked.get(name), off, batch) for name, off in _IDLE.items() if name != "seed"}
+    idle = [name for name, each in values.items() if any(value != _IDLE[name] for value in each)]
+    idle += [] if asked["seed"] is None else ["seed"]
+    if idle:
+        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
+        warn_caller(
+            f"{' and '.join(idle)} {verb} no effect, because decoding is greedy where neither a temperature nor "
+            f"do_sample=True is given; give one of these to sample, temperature=0 to say that greedy is meant, or "
+            f"leave {them} out."
+        )
 
 
 def _stop_strings(others: Mapping[str, Any], defaults: GenerationDefaults) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from specgraph.errors import InputError
+from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.values import name_of
 
 
@@ -78,86 +78,20 @@ def encode_texts(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     rows = [list(tokenizer(text)["input_ids"]) for text in texts]
     if [] in rows:
         raise InputError(f"The tokenizer makes no token of the text {texts[rows.index([])]!r}; give it some text.")
-    return rows
-
-
-def encode_chats(tokenizer: Any, chats: Sequence[Any]) -> list[list[int]]:
-    """The token ids of each conversation in the tokenizer's chat template, up to where the answer begins.
-
-    A last message of the assistant is continued, as by transformers' pipeline.
-
-    Raises:
-        InputError: something is no conversation, or there is no chat template, or it refuses one.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError("The tokenizer has no chat template; set tokenizer.chat_template, or use text().")
-    rows = []
-    for messages in chats:
-        _check_messages(messages)
-        rows.append(list(tokenizer(_joined(tokenizer, messages), add_special_tokens=False)["input_ids"]))
-    return rows
-
-
-def _joined(tokenizer: Any, messages: Sequence[Any]) -> str:
-    """The text of a conversation. Where a template does not know parts of text, a content is the text of its parts."""
-    parts = [message["content"] for message in messages if _is_text_parts(message["content"])]
-    if not parts:
-        return _rendered(tokenizer, messages)
-    try:
-        text = _rendered(tokenizer, messages)
-        known = not any(str(content) in text for content in parts)  # else the template has printed the list
-    except InputError:
-        known = False
-    return text if known else _rendered(tokenizer, [*map(_without_parts, messages)])
-
-
-def _without_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message["content"]
-    return {**message, "content": "".join(part["text"] for part in content)} if _is_text_parts(content) else message
-
-
-def _rendered(tokenizer: Any, messages: Sequence[Any]) -> str:
-    """What the template makes of messages. What it raises, as for roles that it does not take, is about its input."""
-    unfinished = messages[-1]["role"] == "assistant"
-    try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished
+    doubled = [place for place, row in enumerate(rows) if _begins_twice(tokenizer, texts[place], row)]
+    if doubled:
+        which = "The text begins" if len(rows) == 1 else f"{len(doubled)} of {len(rows)} texts begin"
+        warn_caller(
+            f"{which} with {tokenizer.bos_token}, so no second one is put in front, as the tokenizer would. A chat "
+            "template has usually written it; chat() takes the messages themselves. Else leave it out of the text."
         )
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise InputError(f"The chat template refuses a conversation: {reason}.") from error
-    return text
+    return [row[1:] if place in doubled else row for place, row in enumerate(rows)]
 
 
-def _check_messages(messages: Any) -> None:
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not is_list or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
-        raise InputError(
-            'A conversation is a list of messages like {"role": "user", "content": "..."}, at least one of them; '
-            f"this is {messages!r:.80}."
-        )
-    for message in messages:
-        content, role = message["content"], message["role"]
-        if other := _other_part(content):
-            raise InputError(f"A message has a part of type {other!r}, but only text is decoded here; leave it out.")
-        unsaid = content is None and bool(message.get("tool_calls"))
-        if not isinstance(role, str) or not (isinstance(content, str) or unsaid or _is_text_parts(content)):
-            raise InputError(
-                'A message has a role, which is a text, and a content, which is a text or a list of {"type": "text", '
-                f'"text": "..."}}; this is {message!r:.80}.'
-            )
-
-
-def _other_part(content: Any) -> str | None:
-    """The type of the first part of a content that is no text, such as ``image_url``."""
-    parts = content if isinstance(content, list | tuple) else []
-    types = [part.get("type") for part in parts if isinstance(part, Mapping)]
-    return next((kind for kind in types if isinstance(kind, str) and kind != "text"), None)
-
-
-def _is_text_parts(content: Any) -> bool:
-    is_list = isinstance(content, list | tuple) and len(content) > 0
-    return is_list and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    )
+def _begins_twice(tokenizer: Any, text: str, row: Sequence[int]) -> bool:
+    """Whether the tokenizer has put a BOS in front of one that the text has."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None or list(row[:2]) != [bos, bos]:
+        return False
+    plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return plain[:1] == [bos] and plain != list(row)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specgraph import SpecgraphWarning
 from specgraph.cli import loading, main
 from specgraph.cli.generation import NO_KEYS, GenerationKeys, option_names
 from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
@@ -235,3 +237,50 @@ def test_compare_with_options_of_its_own(model: Path, capsys: pytest.CaptureFixt
         assert len(_records(shown.out)) == 2
         assert re.search(r"^tokens equal +yes$", shown.err, re.MULTILINE)
         assert ("tokens/s, transformers generate" in shown.err) is peers
+
+
+@pytest.mark.parametrize("given", [["top_p=0.9", "seed=3", "compare=true"], ["top_p=0.9", "stream=true"], []])
+def test_sampling_options_without_a_temperature_are_warned_of_once(model: Path, given: list[str]) -> None:
+    """The seeds that the command draws by itself are nobody's wish."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default", SpecgraphWarning)
+        assert main(["generate", f"model={model}", "prompt=one", *QUICK, *given]) == 0
+    said = [str(warning.message) for warning in seen if warning.category is SpecgraphWarning]
+    names = " and ".join(option.partition("=")[0] for option in given[:-1])
+    assert [text.partition(" ha")[0] for text in said] == ([names] if given else [])
+
+
+def test_conversations_have_tools_and_variables_of_the_template(
+    chat_model: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all conversations by a key, and of one beside its messages; a message may have tool calls alone."""
+    folder = empty_folder / "model"
+    shutil.copytree(chat_model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{{ mood }}{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content or m.tool_calls[0].function.arguments.a }}{% endfor %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 5}'}}]}
+    talk = [{"role": "user", "content": "One?"}, call, {"role": "tool", "content": "6"}]
+    records = [
+        {"messages": talk},
+        {"messages": talk[:1], "tools": [{"name": "g"}], "chat_template_kwargs": {"mood": "z"}},
+    ]
+    (empty_folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (empty_folder / "tools.json").write_text(json.dumps([{"name": "f"}]))
+    given = ["prompts=chats.jsonl", "tools=tools.json", "chat_template_kwargs={mood: a}", "format=jsonl"]
+    assert main(["generate", f"model={folder}", *given, *QUICK]) == 0
+    texts = ["[f]a<user>One?<assistant>5<tool>6", "[g]z<user>One?"]
+    for record, text in zip(_records(capsys.readouterr().out), texts, strict=True):
+        assert record["tokens"] == _expected(folder, text)
+
+
+def test_what_no_conversation_reads_is_refused(
+    model: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given, message in (
+        (["prompt=one", "chat_template_kwargs={enable_thinking: false}"], "these prompts are texts; leave it out"),
+        (["prompt=one", "tools=tool.json"], "tools=tool.json: there is no such file; give a JSON file with a list"),
+    ):
+        assert main(["generate", f"model={model}", *given, *QUICK]) == 2
+        assert message in capsys.readouterr().err

@@ -291,6 +291,27 @@ def test_a_shift_by_the_key_of_jetspec(tmp_path: Path) -> None:
     assert config.sample_from_anchor and all(mask.causal for mask in config.masks)
 
 
+@pytest.mark.parametrize("place", ["dflash_config", "top"])
+def test_the_other_name_of_the_shift(place: str, tmp_path: Path) -> None:
+    """sglang reads both names (its pull request 40203)."""
+
+    def saved(name: str, value: bool, **top: Any) -> Path:
+        own = {name: value}
+        (z_lab(tensors(), own, **top) if place == "dflash_config" else z_lab(tensors(), **own, **top)).save(tmp_path)
+        return tmp_path
+
+    for value in (True, False):
+        assert load(saved("query_zero_predicts_next", value)).module.config.sample_from_anchor is value
+        both = saved("query_zero_predicts_next", value, sample_from_anchor=value)
+        assert load(both).module.config.sample_from_anchor is value
+        with pytest.raises(ConfigError, match=r"sample_from_anchor=.* and query_zero_predicts_next=.*, which are"):
+            load(saved("query_zero_predicts_next", value, sample_from_anchor=not value))
+    checkpoint = open_checkpoint(saved("query_zero_predicts_next", True))
+    (found,) = (c for c in DFlashDrafter.choices(checkpoint, DFlashDraftConfig(), 4) if c.name == "sample_from_anchor")
+    where = "dflash_config" if place == "dflash_config" else "config.json"
+    assert (found.value, found.source) == (True, f"{where}.query_zero_predicts_next")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

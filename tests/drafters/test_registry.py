@@ -167,3 +167,14 @@ def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"draft": given})
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", drafter_kinds())
+def test_a_class_that_derives_from_a_drafters_configuration_is_checked_as_it_is(kind: str) -> None:
+    """The class of the file, and the one that is taken from its source to be run alone."""
+    for config in (drafter_class(kind).Config, drafter_configs()[kind]):
+        derived = dataclasses.make_dataclass("Derived", [], bases=(config,))
+        again = dataclasses.make_dataclass("Again", [], bases=(derived,))
+        again(kind=kind).check()
+        with pytest.raises(ConfigError, match=r"num_speculative_tokens must be at least 1, got 0"):
+            again(kind=kind, num_speculative_tokens=0).check()

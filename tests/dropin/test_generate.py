@@ -385,19 +385,19 @@ NO_CHATS: dict[str, tuple[Any, str]] = {
     "nothing": (None, "A conversation is a list of messages"),
     "an image": (
         [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
-        "A message has a part of type 'image', but only text is decoded here; leave it out",
+        "Message 1 of 1 has a part of type 'image', but only text is decoded here; leave it out",
     ),
     "a sound behind a text": (
         [{"role": "user", "content": ({"type": "text", "text": "w3"}, {"type": "input_audio"})}],
-        "A message has a part of type 'input_audio', but only text",
+        "Message 1 of 1 has a part of type 'input_audio', but only text",
     ),
     "a part without a text": (
         [{"role": "user", "content": [{"type": "text"}]}],
-        "A message has a role, which is a text",
+        "Message 1 of 1 must have a role, which is a text",
     ),
-    "a part without a type": ([{"role": "user", "content": [{"text": "w3"}]}], "A message has a role, which is a text"),
-    "no content": ([{"role": "user", "content": None}], "A message has a role, .* and a content, which is a text or a"),
-    "a role of 3": ([{"role": 3, "content": "w3"}], "A message has a role, which is a text"),
+    "a part without a type": ([{"role": "user", "content": [{"text": "w3"}]}], "Message 1 of 1 must have a role"),
+    "no content": ([{"role": "user", "content": None}], "must have a role, .* and a content, which is a text or a"),
+    "a role of 3": ([{"role": 3, "content": "w3"}], "Message 1 of 1 must have a role, which is a text"),
 }
 
 

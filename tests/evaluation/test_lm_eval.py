@@ -19,6 +19,7 @@ pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import simple_parse_args_string
 from safetensors.torch import load_file, save_file
 
 from specgraph import ConfigError
@@ -165,6 +166,28 @@ def incomplete(folder: Path) -> Path:
     del tensors["lm_head.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
+
+
+PLAIN = {
+    "draft=none": "none",
+    "draft.kind=none": "none",
+    "draft=None,lowering=eager": "none",
+    "lowering=eager,numerics=fast": "ngram",
+    "draft=suffix,draft.num_speculative_tokens=2": "suffix",
+    "": "ngram",
+}
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_arguments_of_the_command_name_a_drafter_and_groups(text: str) -> None:
+    """As the harness reads them: the word none is Python's None there."""
+    common = {"pretrained": str(MODELS / "draft"), "device": "cpu", "debug.self_check": False}
+    made = SpecgraphLM(**common, **simple_parse_args_string(text))
+    config = made.decoder.config
+    assert config.draft.kind == PLAIN[text]
+    assert config.lowering.name == "eager" or "eager" not in text
+    assert config.numerics == ("fast" if "fast" in text else "bitwise")
+    assert config.draft.num_speculative_tokens == (2 if "=2" in text else 4)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

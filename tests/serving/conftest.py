@@ -86,7 +86,8 @@ class Alone(NamedTuple):
 
     def __call__(self, question: str, *, seed: int, **options: Any) -> Any:
         prompt = self.tokenizer(f"Question: {question}\nAnswer:")["input_ids"]
-        return self.decoder.generate([prompt], seed=[seed], tokenizer=self.tokenizer, return_logprobs=True, **options)
+        given = {"temperature": 0.0, "seed": [seed], "tokenizer": self.tokenizer, "return_logprobs": True, **options}
+        return self.decoder.generate([prompt], **given)
 
 
 @pytest.fixture(scope="module")

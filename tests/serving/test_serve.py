@@ -183,7 +183,7 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
     (lambda s: post(s, fields(messages=LONG)), 400, " tokens, but with the answer there may be at most 256",
      "messages"),
     (lambda s: post(s, fields(messages=[])), 400, "A conversation is a list of messages", "messages"),
-    (lambda s: post(s, fields(messages=[MESSAGE])), 400, "A conversation is a list of messages", "messages"),
+    (lambda s: post(s, fields(messages=[MESSAGE])), 400, "Message 1 of 1 must have a role", "messages"),
     (lambda s: post(s, fields(messages=[{"role": "chef", "content": "a"}])), 400, "There is no role 'chef'; it is ",
      "messages"),
     (lambda s: post(s, fields(messages="hello")), 400, "messages is a list, not 'hello'.", "messages"),
@@ -206,6 +206,11 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
      "response_format"),
     (lambda s: post(s, fields(regex="[")), 400, "regex is not one that llguidance takes", "regex"),
     (lambda s: post(s, fields(regex="(")), 400, "regex parse error: unclosed group", "regex"),
+    (lambda s: post(s, fields(tools=["add"])), 400, "tools is a list of objects, each with a type and", "tools"),
+    (lambda s: post(s, fields(tool_choice="required")), 400, "tool_choice is 'auto' or 'none' here, not 'required'",
+     "tool_choice"),
+    (lambda s: post(s, fields(chat_template_kwargs={"tokenize": True})), 400,
+     "chat_template_kwargs has 'tokenize', which is no variable for a caller to set", "chat_template_kwargs"),
     (lambda s: post(s, fields(stream=True, temperature=-1)), 400, "temperature must be 0 or more", "temperature"),
 ]  # fmt: skip
 
@@ -257,7 +262,7 @@ def test_what_is_no_text_is_refused_by_name(part: Any, server: Server) -> None:
     ):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [text, part]}])
     assert error.value.param == "messages" and error.value.body["message"] == (  # type: ignore[index]
-        f"A message has a part of type {part['type']!r}, but only text is decoded here; leave it out."
+        f"Message 1 of 1 has a part of type {part['type']!r}, but only text is decoded here; leave it out."
     )
 
 
@@ -311,3 +316,20 @@ def test_what_every_replica_would_refuse_is_refused_at_once(options: list[str], 
     )
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and message in done.stderr
+
+
+def test_messages_with_tool_calls_alone_and_variables_of_the_template(server: Server, alone: Alone) -> None:
+    """The template of serve.py reads neither tools nor variables, which the log says."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+    talk: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "tool_calls": [call]},
+                       {"role": "tool", "tool_call_id": "1", "content": "7"}]  # fmt: skip
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="tiny", messages=talk, tools=[tool], tool_choice="auto", max_tokens=8, top_p=0.9,
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True},
+        )  # fmt: skip
+    expected = alone("What is 3 + 4?\n\n7", seed=0, max_new_tokens=8, temperature=0)
+    assert answer.choices[0].model_extra["token_ids"] == expected.new_tokens[0].tolist()
+    for said in ("The chat template does not read enable_thinking and tools", "top_p has no effect"):
+        assert any(said in server.log.read_text() for _ in range(100) if time.sleep(0.1) is None)
