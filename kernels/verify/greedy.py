@@ -39,7 +39,7 @@ def verify_greedy(given: Verify) -> Verified | None:
         place([len(row) for row in emitted]),
         place([[*range(len(row)), *rest] for row, rest in zip(emitted, padding, strict=True)]),
         given.logits.new_empty((len(emitted), 0), dtype=torch.float32),
-        given.num_rows.new_zeros(len(emitted), dtype=torch.bool),
+        given.num_rows.new_zeros(len(emitted), dtype=torch.int32),
     )
 
 
