@@ -34,9 +34,10 @@ Noise other than the target's own is keyed by the position that the first row wh
 counted from there. So forced rows change nothing behind them, and no token depends on how its prompt was cut.
 
 The op also says which sequences have a NaN among the logits they need, or a row of -inf, which has no token
-(:func:`~specgraph.kernels.step.nan_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for float64, which is the reference's. On a
-CPU at temperature 0 it is a loop (:mod:`specgraph.kernels.verify.greedy`).
-:mod:`specgraph.kernels.verify.pieces` has the functions, :mod:`specgraph.kernels.verify.arguments` what the op takes.
+(:func:`~specgraph.kernels.step.nan_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`),
+except for float64, which is the reference's. On a CPU at temperature 0 it is a loop
+(:mod:`specgraph.kernels.verify.greedy`). :mod:`specgraph.kernels.verify.pieces` has the functions,
+:mod:`specgraph.kernels.verify.arguments` what the op takes.
 """
 
 from __future__ import annotations

@@ -362,10 +362,8 @@ class Engine:
                 before = max(0, len(tokens) + given - emitted)
                 tokens, logprobs = tokens[before:], logprobs[before:]
             error = None
-            if (bad or (pause and pause.errors)) and (
-                refused := under_way.refused(place, bad, given or 0, len(tokens))
-            ):
-                kept, error = refused
+            if bad or (pause and pause.errors):
+                kept, error = under_way.refused(place, bad, given or 0, len(tokens))
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
             sequence.new_tokens += tokens
             if pause and sequence not in going_on:

@@ -1,9 +1,9 @@
 """Structured output: tokens that a JSON schema, a regular expression or a grammar allows, by the library llguidance.
 
-A matcher of the library follows the tokens of a sequence. For every step there is a mask for each row of the window: it
-copies the matcher, and lets the copy take the drafts one after the other as if they had been accepted. A draft that the
-grammar does not allow has no probability in its row, so verification rejects it, and what comes out is what comes out without
-drafts. Drafts themselves are not masked, since the host would have to wait once more for each of them.
+A matcher of the library follows the tokens of a sequence. For every step there is a mask for each row of the window: a
+copy of the matcher takes the drafts one after the other as if they had been accepted. A draft that the grammar does not
+allow has no probability in its row, so verification rejects it, and what comes out is what comes out without drafts. A
+structure may begin behind a boundary (:mod:`specgraph.runtime.later`). Drafts themselves are not masked, since the host would have to wait once more for each of them.
 """
 
 from __future__ import annotations
@@ -13,78 +13,20 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from specgraph.errors import InputError, SpecgraphError, SpecgraphWarning
-from specgraph.runtime.arguments import STRUCTURE
+from specgraph.runtime.arguments import KINDS
 from specgraph.runtime.host import HostProcessor, Rows
+from specgraph.runtime.later import Boundary, Later, TextBoundary, TokenBoundary
+from specgraph.runtime.structure import WORD, Following, Structure, bits, reason
 
 WHITESPACE = r" |\n {0,24}"
 """What may stand between the parts of JSON: a space, or a new line and its indentation. A model that likes blanks would
 write nothing else where any number of them is allowed. A schema's own ``x-guidance`` counts before this."""
-_WORD = 32
 _Made = dict[tuple[str, tuple[int, ...]], Any]
-
-
-class Following(Protocol):
-    """What follows the tokens of a sequence, one after the other."""
-
-    def copy(self) -> Following:
-        """One in the same place, which goes on by itself."""
-
-    def take(self, token: int) -> None:
-        """Go on behind a token."""
-
-    def fill(self, masks: np.ndarray[Any, Any], row: int) -> None:
-        """Write which tokens may come next into a row of masks.
-
-        Raises:
-            InputError: nobody knows, since the library has given up on the grammar.
-        """
-
-
-class Structure:
-    """A matcher of the library, in its place in a structure of the given kind."""
-
-    def __init__(self, matcher: Any, kind: str, eos_ids: Sequence[int]) -> None:
-        self._matcher, self._kind, self._eos_ids = matcher, kind, eos_ids
-
-    def copy(self) -> Structure:
-        """See :class:`Following`. This takes microseconds; the library's own way back takes longer, and is wrong where
-        a grammar names tokens by number."""
-        return Structure(self._matcher.deep_copy(), self._kind, self._eos_ids)
-
-    def take(self, token: int) -> None:
-        """See :class:`Following`."""
-        self._matcher.consume_token(token)
-
-    def fill(self, masks: np.ndarray[Any, Any], row: int) -> None:
-        """See :class:`Following`."""
-        from llguidance.numpy import fill_next_token_bitmask
-
-        matcher = self._matcher
-        if not matcher.is_stopped():
-            fill_next_token_bitmask(matcher, masks, row)
-        if matcher.is_error():
-            reason = _reason(matcher.get_error())
-            raise InputError(f"The sequence cannot follow its {self._kind} any further; llguidance says: {reason}")
-        if matcher.is_stopped():
-            masks[row] = 0
-            masks.view(np.uint32)[row] |= bits(self._eos_ids, masks.shape[1])
-
-    def allows(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens may come next."""
-        return int(self._matcher.validate_tokens([*tokens])) == len(tokens)
-
-
-def bits(tokens: Sequence[int], words: int) -> np.ndarray[Any, Any]:
-    """A row of a mask, uint32, that allows these tokens alone."""
-    mask = np.zeros(words, dtype=np.uint32)
-    for token in tokens:
-        mask[token // _WORD] |= np.uint32(1 << token % _WORD)
-    return mask
 
 
 class Matching(HostProcessor):
@@ -93,7 +35,7 @@ class Matching(HostProcessor):
     def __init__(self, following: Following, vocab_size: int, eos_ids: Sequence[int], minimum: int = 0) -> None:
         """``minimum`` is the number of tokens before which the sequence does not end, unless nothing else may come."""
         self._following, self._minimum = following, minimum
-        self._words, self._eos_ids = -(-vocab_size // _WORD), eos_ids
+        self._words, self._eos_ids = -(-vocab_size // WORD), eos_ids
         self._ends = bits(eos_ids, self._words)
         self._known = 0
         self._refused: dict[int, SpecgraphError] = {}
@@ -148,7 +90,7 @@ class Matching(HostProcessor):
 
 
 def _allows(mask: np.ndarray[Any, Any], token: int) -> bool:
-    return 0 <= token < mask.size * _WORD and bool(int(mask[token // _WORD]) >> token % _WORD & 1)
+    return 0 <= token < mask.size * WORD and bool(int(mask[token // WORD]) >> token % WORD & 1)
 
 
 class Grammars:
@@ -158,6 +100,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+        self._boundaries: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], TextBoundary]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def read(
         self,
@@ -169,8 +114,8 @@ class Grammars:
         """What each sequence has to follow, for the arguments of a call.
 
         Args:
-            others: the arguments; ``json_schema``, ``regex`` and ``grammar`` are for all sequences, or a list with one
-                for each, None for those without.
+            others: the arguments; ``json_schema``, ``regex``, ``grammar`` and ``structure_after`` are for all
+                sequences, or a list with one for each, None for those without.
             tokenizer: gives the model's; is asked only if there is a grammar.
             eos_ids: of each sequence, those that may end it where the grammar does.
             minimums: the tokens before which it shall not end, if the grammar goes on.
@@ -179,23 +124,26 @@ class Grammars:
             InputError: the library is not there or does not accept a grammar, there are several kinds, or a sequence
                 has no EOS with which it could end.
         """
-        given = {kind: others[kind] for kind in sorted(STRUCTURE) if others.get(kind) is not None}
+        given = {kind: others[kind] for kind in sorted(KINDS) if others.get(kind) is not None}
+        after = others.get("structure_after")
         if not given:
+            if after is not None:
+                raise InputError(f"structure_after needs a structure; give {' or '.join(sorted(KINDS))}, or leave it out.")
             return [None] * len(eos_ids)
         if len(given) > 1:
             raise InputError(
-                f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(STRUCTURE))}."
+                f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(KINDS))}."
             )
         ((kind, value),) = given.items()
-        each = value if isinstance(value, list | tuple) else [value] * len(eos_ids)
-        if len(each) != len(eos_ids):
-            raise InputError(f"{kind} has {len(each)} entries for {len(eos_ids)} sequences.")
+        each, marks = _each(kind, value, len(eos_ids)), _each("structure_after", after, len(eos_ids))
         own, made = tokenizer(), _Made()
-        wanted = zip(each, eos_ids, minimums, strict=True)
-        return [None if v is None else self._matching(kind, v, own, eos, least, made) for v, eos, least in wanted]
+        wanted = zip(each, marks, eos_ids, minimums, strict=True)
+        return [
+            None if v is None else self._matching(kind, v, own, eos, mark, least, made) for v, mark, eos, least in wanted
+        ]
 
     def _matching(
-        self, kind: str, value: Any, tokenizer: Any, eos_ids: tuple[int, ...], minimum: int, made: _Made
+        self, kind: str, value: Any, tokenizer: Any, eos_ids: tuple[int, ...], after: Any, minimum: int, made: _Made
     ) -> Matching:
         """A matcher of its own; ``made`` has those of the call that are compiled."""
         if not eos_ids:
@@ -204,14 +152,42 @@ class Grammars:
         if (text, eos_ids) not in made:
             made[text, eos_ids] = self._matcher(kind, text, tokenizer, eos_ids)
         structure = Structure(made[text, eos_ids].deep_copy(), kind, eos_ids)
-        return Matching(structure, self._vocab_size, eos_ids, minimum)
+        following: Following = structure
+        if after is not None:
+            following = Later(self._boundary(after, tokenizer, eos_ids), structure, eos_ids)
+        return Matching(following, self._vocab_size, eos_ids, minimum)
+
+    def _boundary(self, after: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Boundary:
+        """What a structure begins behind. That of a text knows all tokens, and is kept.
+
+        Raises:
+            InputError: it is neither a text nor a token, or the token ends the sequence.
+        """
+        if isinstance(after, str) and after:
+            known = self._boundaries.setdefault(tokenizer, {})
+            if (after, eos_ids) not in known:
+                own = self._own_tokenizer(tokenizer, eos_ids)
+                vocabulary = [own.decode_bytes([token]) for token in range(self._vocab_size)]
+                known[after, eos_ids] = TextBoundary(after.encode(), vocabulary, own)
+            return known[after, eos_ids]
+        if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after < self._vocab_size:
+            raise InputError(
+                f"structure_after is a text or a token id (0 to {self._vocab_size - 1}), or a list with one for each "
+                f"sequence, not {after!r:.60}."
+            )
+        if after in eos_ids:
+            raise InputError(
+                f"structure_after={after} is an EOS, which ends a sequence before its structure; give another token, or "
+                "leave this one out of eos_token_id."
+            )
+        return TokenBoundary(after)
 
     def _matcher(self, kind: str, text: str, tokenizer: Any, eos_ids: tuple[int, ...]) -> Any:
         library = _library()
         own = self._own_tokenizer(tokenizer, eos_ids)
         wrong = library.LLMatcher.validate_grammar(text, own)
         if wrong:
-            raise InputError(f"{kind} is not one that llguidance takes: {_reason(wrong)}")
+            raise InputError(f"{kind} is not one that llguidance takes: {reason(wrong)}")
         return library.LLMatcher(own, text, log_level=0)
 
     def _own_tokenizer(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> Any:
@@ -226,13 +202,21 @@ class Grammars:
                 try:
                     known[eos_ids] = library.hf.from_tokenizer(tokenizer, self._vocab_size, [*eos_ids])
                 except ValueError as error:
-                    raise InputError(f"llguidance does not take this tokenizer: {_reason(str(error))}") from error
+                    raise InputError(f"llguidance does not take this tokenizer: {reason(str(error))}") from error
             return known[eos_ids]
+
+
+def _each(name: str, value: Any, count: int) -> Sequence[Any]:
+    """The entry of each sequence."""
+    each = value if isinstance(value, list | tuple) else [value] * count
+    if len(each) != count:
+        raise InputError(f"{name} has {len(each)} entries for {count} sequences.")
+    return each
 
 
 def are_structured(others: Mapping[str, Any], count: int) -> list[bool]:
     """Whether each of ``count`` sequences has a structure, by the arguments of a call, which may still be wrong."""
-    given = [others[kind] for kind in STRUCTURE if others.get(kind) is not None]
+    given = [others[kind] for kind in KINDS if others.get(kind) is not None]
     each = [value if isinstance(value, list | tuple) and len(value) == count else [value] * count for value in given]
     return [any(values[place] is not None for values in each) for place in range(count)]
 
@@ -260,7 +244,7 @@ def _grammar(kind: str, value: Any) -> str:
         else:
             text = (matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark)(value)
     except ValueError as error:
-        raise InputError(f"{kind} is not one that llguidance takes: {_reason(str(error))}") from error
+        raise InputError(f"{kind} is not one that llguidance takes: {reason(str(error))}") from error
     return text
 
 
@@ -268,7 +252,7 @@ def _as_json(schema: Any) -> str:
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
-        raise InputError(f"json_schema holds something that JSON does not have: {_reason(str(error))}") from error
+        raise InputError(f"json_schema holds something that JSON does not have: {reason(str(error))}") from error
 
 
 def _library() -> Any:
@@ -281,10 +265,3 @@ def _library() -> Any:
             "folder, or leave them out."
         ) from error
     return llguidance
-
-
-def _reason(text: str) -> str:
-    """The first line of what llguidance says, and where that announces an error below it, the line with the error."""
-    first, *others = text.strip().splitlines() or ["it says nothing"]
-    errors = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
-    return " ".join([first, *errors[:1]]).rstrip(".") + "."

@@ -219,7 +219,7 @@ def _forbidding(
     found = forbidding(known, others, defaults.processing, place, count)
     found += ["logits_processor"] if read_processors(others.get("logits_processor")) else []
     found += ["prefix_allowed_tokens_fn"] if others.get("prefix_allowed_tokens_fn") is not None else []
-    return found + [kind for kind in sorted(STRUCTURE) if known.structured[place] and others.get(kind) is not None]
+    return found + [name for name in sorted(STRUCTURE) if known.structured[place] and others.get(name) is not None]
 
 
 def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

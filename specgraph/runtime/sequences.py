@@ -45,10 +45,10 @@ class UnderWay:
     prompt_tokens: int = 0
     pause: Pause | None = None
 
-    def refused(self, place: int, bad: int, given: int, count: int) -> tuple[int, SpecgraphError] | None:
+    def refused(self, place: int, bad: int, given: int, count: int) -> tuple[int, SpecgraphError | None]:
         """How many of the ``count`` tokens that came out of the unforced rows of a sequence are right, and why no more.
 
-        None if all are. ``place`` is that of the sequence, ``bad`` what the step says of its logits
+        All of them and None, if nothing is wrong. ``place`` is that of the sequence, ``bad`` what the step says of its logits
         (:class:`~specgraph.kernels.step.tokens.NanRows`) and ``given`` the number of its forced tokens. A row that no
         token came from does not count: it is behind a rejected draft, or behind an EOS.
         """
@@ -57,7 +57,7 @@ class UnderWay:
         if 0 <= row < count and row not in errors and not self.sequences[place].request.as_transformers:
             errors[row] = no_token(self.sequences[place], row)
         first = min(errors, default=count)
-        return (first, errors[first]) if first < count else None
+        return (first, errors[first]) if first < count else (count, None)
 
 
 def not_a_number(number: int) -> NumericsError:

@@ -108,17 +108,14 @@ def test_a_session_tells_that_sequence_alone(decoder: SpeculativeDecoder) -> Non
             ends[event.id] = (event.finish_reason, event.error)
     (alone,) = decoder.generate([PROMPT], max_new_tokens=6).new_tokens
     assert tokens[first] == [222] and tokens[second] == alone.tolist()
-    assert ends[first][0] == "error" and "behind 17 prompt and 1 new tokens: suppress_tokens and regex" in str(
-        ends[first][1]
-    )
+    message = "No token is left for sequence 0 behind 17 prompt and 1 new tokens: suppress_tokens and regex"
+    assert ends[first][0] == "error" and str(ends[first][1]).startswith(message)
 
 
 def test_rows_behind_rejected_drafts_may_have_no_token(model: Any) -> None:
     """Behind 8 nothing is left. It is drafted behind every 7, and never drawn."""
-    prompt, options = (
-        [*PROMPT, 7, 8, 7, 8, 7],
-        {"max_new_tokens": 8, "eos_token_id": [], "suppress_tokens": all_but(7, 8)},
-    )
+    prompt = [*PROMPT, 7, 8, 7, 8, 7]
+    options = {"max_new_tokens": 8, "eos_token_id": [], "suppress_tokens": all_but(7, 8)}
     options |= {"bad_words_ids": [[8, 7], [8, 8]], "sequence_bias": {(7,): 1000.0}}
     out = compiled(model, "ngram").generate([prompt], **options)
     assert out.new_tokens[0].tolist() == [7] * 8 and out.finish_reasons == ["length"]
@@ -135,11 +132,8 @@ def test_rows_behind_an_accepted_eos_may_have_no_token(model: Any, by: str) -> N
         return scores.masked_fill(forbidden, -torch.inf)
 
     prompt = [*PROMPT, 8, 9, 8, 9, 8, 9, 12]
-    words = {
-        "suppress_tokens": all_but(8, 9),
-        "bad_words_ids": [[12, 9], [8, 8], [9, 8]],
-        "sequence_bias": {(9, 9): -torch.inf},
-    }
+    words = {"suppress_tokens": all_but(8, 9), "bad_words_ids": [[12, 9], [8, 8], [9, 8]]}
+    words |= {"sequence_bias": {(9, 9): -torch.inf}}
     given: dict[str, dict[str, Any]] = {
         "words": words, "function": {"prefix_allowed_tokens_fn": allowed}, "processor": {"logits_processor": processor},
     }  # fmt: skip
