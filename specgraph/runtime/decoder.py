@@ -144,8 +144,9 @@ class SpeculativeDecoder:
                 :class:`~specgraph.runtime.processing.Processing`, one value or a list with one per sequence. What the
                 host does, while every step waits for it: ``logits_processor``, ``prefix_allowed_tokens_fn``,
                 ``json_schema``, ``regex`` or ``grammar`` (of Lark, with the tokenizer), from the beginning or behind
-                ``structure_after``, a text or a token id; ``output_scores`` and ``output_logits``. What concerns a cache or an assistant is accepted and changes nothing;
-                :mod:`specgraph.runtime.arguments` lists what is refused, and why.
+                ``structure_after``, a text or a token id; ``output_scores`` and ``output_logits``. What concerns a
+                cache or an assistant is accepted and changes nothing; :mod:`specgraph.runtime.arguments` lists what is
+                refused, and why.
 
         Raises:
             InputError: an argument is out of range, unknown or not supported; the message says what is allowed. Or a

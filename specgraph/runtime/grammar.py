@@ -3,7 +3,8 @@
 A matcher of the library follows the tokens of a sequence. For every step there is a mask for each row of the window: a
 copy of the matcher takes the drafts one after the other as if they had been accepted. A draft that the grammar does not
 allow has no probability in its row, so verification rejects it, and what comes out is what comes out without drafts. A
-structure may begin behind a boundary (:mod:`specgraph.runtime.later`). Drafts themselves are not masked, since the host would have to wait once more for each of them.
+structure may begin behind a boundary (:mod:`specgraph.runtime.later`). Drafts themselves are not masked, since the host
+would have to wait once more for each of them.
 """
 
 from __future__ import annotations
@@ -128,18 +129,19 @@ class Grammars:
         after = others.get("structure_after")
         if not given:
             if after is not None:
-                raise InputError(f"structure_after needs a structure; give {' or '.join(sorted(KINDS))}, or leave it out.")
+                raise InputError(
+                    f"structure_after needs a structure; give {' or '.join(sorted(KINDS))}, or leave it out."
+                )
             return [None] * len(eos_ids)
         if len(given) > 1:
-            raise InputError(
-                f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(KINDS))}."
-            )
+            raise InputError(f"{' and '.join(given)} are given, but a call follows one of {', '.join(sorted(KINDS))}.")
         ((kind, value),) = given.items()
         each, marks = _each(kind, value, len(eos_ids)), _each("structure_after", after, len(eos_ids))
         own, made = tokenizer(), _Made()
         wanted = zip(each, marks, eos_ids, minimums, strict=True)
         return [
-            None if v is None else self._matching(kind, v, own, eos, mark, least, made) for v, mark, eos, least in wanted
+            None if v is None else self._matching(kind, v, own, eos, mark, least, made)
+            for v, mark, eos, least in wanted
         ]
 
     def _matching(
@@ -177,8 +179,8 @@ class Grammars:
             )
         if after in eos_ids:
             raise InputError(
-                f"structure_after={after} is an EOS, which ends a sequence before its structure; give another token, or "
-                "leave this one out of eos_token_id."
+                f"structure_after={after} is an EOS, which ends a sequence before its structure; give another token, "
+                "or leave this one out of eos_token_id."
             )
         return TokenBoundary(after)
 

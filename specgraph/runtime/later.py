@@ -24,7 +24,7 @@ class Boundary(Protocol):
     """What separates free text from a structure. A state is what has been seen of it, 0 at the beginning."""
 
     def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
-        """The state behind a token; and None, or if the boundary ends in it, tokens of the bytes behind the boundary."""
+        """The state behind a token; and tokens of the bytes behind the boundary, if it ends in this one, else None."""
 
     def ending_early(self, state: int) -> dict[int, list[int]]:
         """Tokens in which the boundary ends before the token does, and tokens of the bytes behind the boundary."""

@@ -111,7 +111,12 @@ def test_bytes_behind_the_boundary_in_the_same_token_belong_to_the_structure(pla
 
 
 def test_no_eos_comes_before_the_boundary(plain: SpeculativeDecoder, drafted: SpeculativeDecoder) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 30, "tokenizer": TOKENIZER, "structure_after": "</think>", "regex": "a"}
+    options: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "tokenizer": TOKENIZER,
+        "structure_after": "</think>",
+        "regex": "a",
+    }
     for decoder in (plain, drafted):
         out = decoder.generate([PROMPT], **options)
         assert out.finish_reasons == ["length"] and EOS not in out.new_tokens[0]
@@ -119,7 +124,12 @@ def test_no_eos_comes_before_the_boundary(plain: SpeculativeDecoder, drafted: Sp
 
 
 def test_texts_chats_and_streams_take_it(plain: SpeculativeDecoder) -> None:
-    options: dict[str, Any] = {"regex": "[xyz]{3}", "structure_after": "=", "tokenizer": TOKENIZER, "max_new_tokens": 40}
+    options: dict[str, Any] = {
+        "regex": "[xyz]{3}",
+        "structure_after": "=",
+        "tokenizer": TOKENIZER,
+        "max_new_tokens": 40,
+    }
     text = plain.text("Question: What is 3 + 4?\nAnswer:", **options)
     assert re.fullmatch("[^=]*=[xyz]{3}", text)
     streamed = [token for chunk in plain.stream([PROMPT], **options) for token in chunk.tokens[0]]
@@ -150,7 +160,7 @@ def test_the_search_finds_the_first_end_however_text_is_cut(text: bytes) -> None
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no structure": ({"structure_after": "="}, "structure_after needs a structure; give grammar or json_schema or regex"),
+    "no structure": ({"structure_after": "="}, "structure_after needs a structure; give grammar or json_"),
     "an EOS": ({"structure_after": EOS, "regex": "a"}, "structure_after=0 is an EOS, which ends a sequence before"),
     "no token": ({"structure_after": 3072, "regex": "a"}, r"is a text or a token id \(0 to 3071\), .* not 3072"),
     "an empty text": ({"structure_after": "", "regex": "a"}, "structure_after is a text or a token id"),

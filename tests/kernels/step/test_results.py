@@ -51,9 +51,7 @@ def test_the_next_rows_are_those_of_the_named_sequences() -> None:
 def test_bits_of_log_probabilities_stay_as_they_are() -> None:
     values = torch.tensor([[float("nan"), float("-inf"), -0.0, -1e-45]])
     one = torch.tensor([4])
-    packed = results.pack_results(
-        torch.ones(1, 4).long(), one, values, (one - one).int(), one, 4, one - one
-    )
+    packed = results.pack_results(torch.ones(1, 4).long(), one, values, (one - one).int(), one, 4, one - one)
     found = results.unpack_results(packed, 4)
     assert torch.equal(torch.tensor(found.logprobs).view(torch.int32), values.view(torch.int32))
 
