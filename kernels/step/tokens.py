@@ -158,7 +158,7 @@ def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOC
 
 @triton.jit
 def what_is_bad(broken, row, empty):
-    """:class:`NanRows` of one sequence: its rows ``[R]`` that have a NaN, their places, and those that are ``empty``."""
+    """:class:`NanRows` of one sequence: its rows ``[R]`` that have a NaN, their places, and which are ``empty``."""
     first = tl.min(tl.where(empty, row.to(tl.int32) + 1, _NOTHING), 0)
     return tl.where(tl.max(broken, 0) > 0, -1, tl.where(first == _NOTHING, 0, first))
 

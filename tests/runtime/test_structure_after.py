@@ -43,11 +43,18 @@ def written(tokens: torch.Tensor) -> str:
     return text
 
 
-# A boundary of several tokens, one that begins inside a token, and a token; and the text of that boundary.
-AFTER: dict[str, tuple[Any, str]] = {
-    "a text of several tokens": ("3+4 =", "3+4 ="), "the end of a token": ("=", "="), "a token": (EQUALS, "="),
-    "a beginning that comes twice": ("++4", "++4"),
-}  # fmt: skip
+def parted(tokens: torch.Tensor, after: Any) -> tuple[str, bool, str]:
+    """The text before a boundary, whether there is one, and the text behind it."""
+    if isinstance(after, str):
+        before, found, structure = written(tokens).partition(after)
+        return before, bool(found), structure
+    ids = tokens.tolist()
+    place = ids.index(after) if after in ids else len(ids)
+    return written(tokens[:place]), place < len(ids), written(tokens[place + 1 :])
+
+
+# A boundary of several tokens, one that begins inside a token, a token, and a text with a repeated beginning.
+AFTER = {"several tokens": "3+4 =", "the end of a token": "=", "a token": EQUALS, "a repeated beginning": "++4"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -56,7 +63,7 @@ def test_free_text_then_structure_with_and_without_drafts(
     plain: SpeculativeDecoder, drafted: SpeculativeDecoder, name: str, temperature: float
 ) -> None:
     """The prompts hold an answer that is drafted, with the boundary inside."""
-    after, text = AFTER[name]
+    after = AFTER[name]
     shown = TOKENIZER(" 3+4 = 3++4")["input_ids"]
     prompts = [PROMPT, [*PROMPT, *shown, *PROMPT], [*shown, *shown, 222]]
     options: dict[str, Any] = {
@@ -67,11 +74,11 @@ def test_free_text_then_structure_with_and_without_drafts(
     assert torch.equal(out.sequences, expected.sequences) and out.finish_reasons == expected.finish_reasons
     assert re.fullmatch("[xyz ]{5}!", written(out.new_tokens[2]))
     for new, reason in zip(out.new_tokens[:2], out.finish_reasons[:2], strict=True):
-        free, found, structure = written(new).partition(text)
+        free, found, structure = parted(new, after)
         assert reason == "eos" if found else (reason == "length" and EOS not in new)
         assert not found or re.fullmatch("[xyz ]{5}!", structure), (free, structure)
     free_alone = plain.generate(prompts[:1], **{**options, "regex": None, "structure_after": None, "seed": [3]})
-    before, alone = written(out.new_tokens[0]).partition(text)[0], written(free_alone.new_tokens[0])
+    before, alone = parted(out.new_tokens[0], after)[0], written(free_alone.new_tokens[0])
     assert temperature or before.startswith(alone) or alone.startswith(before)  # up to an EOS, which waits
     with drafted.session(tokenizer=TOKENIZER) as session:
         numbers = [
