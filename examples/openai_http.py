@@ -16,7 +16,17 @@ from fastapi.responses import StreamingResponse
 
 import specgraph
 
-PASSED_ON = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "regex"}
+PASSED_ON = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "regex",
+    "structure_after",
+}
 """Fields that ``submit`` checks, and explains where they are wrong."""
 FIELDS = dict.fromkeys(PASSED_ON, object) | {
     "model": str, "messages": list, "stream": bool, "stream_options": dict, "max_tokens": int, "logprobs": bool,

@@ -2,10 +2,18 @@
 
 import sys
 import warnings
+from typing import Any
 
 
 class SpecgraphError(Exception):
-    """The base class of all errors that specgraph raises on purpose."""
+    """The base class of all errors that specgraph raises on purpose.
+
+    Attributes:
+        output: what ``generate`` has for all sequences of a call in which this one failed while it was decoded (a
+            :class:`~specgraph.runtime.outputs.GenerateOutput`, whose ``errors`` say which did); None for other errors.
+    """
+
+    output: Any = None
 
 
 class UnsupportedModelError(SpecgraphError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling.constants import GREEDY_BELOW
@@ -16,7 +15,8 @@ def is_greedy(logits: Tensor, temperature: Tensor, seeds: Tensor | None) -> bool
 def greedy_tokens(logits: Tensor) -> Tensor | None:
     """The first of the largest logits ``[..., V]`` of each row, int64 ``[...]``.
 
-    None if one of these is a NaN or infinite: definitions replace such logits before they draw.
+    None if one of these is a NaN or infinite, as that of a row of -inf is: definitions replace such logits before they
+    draw.
     """
     largest, tokens = logits.max(-1)
-    return tokens if bool((largest < torch.inf).all()) else None  # false for a NaN, too
+    return tokens if bool(largest.isfinite().all()) else None

@@ -5,7 +5,8 @@ For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the
 
 - the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
 - the bits of their float32 log-probabilities (``W`` columns),
-- the number of tokens emitted, whether the logits had a NaN, and the number of rows of the next step,
+- the number of tokens emitted, what is wrong with the logits (:class:`~specgraph.kernels.step.tokens.NanRows`), and the
+  number of rows of the next step,
 - the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: ``W - 1``, or 0 for a
   drafter that does not say),
 - what a traced step says of its drafts, see :func:`specgraph.kernels.step.trace_columns` (``X`` columns, 0 for others).
@@ -45,7 +46,7 @@ class PackResults:
     Attributes:
         emitted: int64 ``[B, T]``, each row's first ``num_emitted`` ``[B]`` are tokens.
         logprobs: float ``[B, T]`` beside them, or ``[B, 0]`` for none, which come out as 0.
-        bad: bool ``[B]``.
+        bad: int32 ``[B]``.
         num_rows: int64 ``[N]``, the state as the step leaves it.
         width: ``W``, at most ``T``.
         rows: int64 ``[B]``, the row of ``num_rows`` of each sequence, -1 for none, which has no next rows.
@@ -72,7 +73,7 @@ class Unpacked(NamedTuple):
     tokens: list[list[int]]
     logprobs: list[list[float]]
     num_emitted: list[int]
-    bad: list[bool]
+    bad: list[int]
     num_rows: list[int]
     confidence: list[list[float]]
 
@@ -108,7 +109,7 @@ def unpack_results(packed: Tensor, width: int, *, logprobs: bool = True) -> Unpa
         [row[:end] for row, end in zip(rows, ends, strict=True)],
         [row[width : width + end] for row, end in zip(values, ends, strict=True)] if logprobs else nothing,
         [row[begin] for row in rows],
-        [row[begin + 1] != 0 for row in rows],
+        [row[begin + 1] for row in rows],
         [row[begin + 2] for row in rows],
         [row[begin + NUM_COUNTS :] for row in values] if has_floats else nothing,
     )
@@ -203,7 +204,7 @@ def pack_results_triton(given: PackResults) -> Tensor:
     more = 0 if traced is None else traced.shape[1]
     _pack_results_kernel[(batch,)](
         packed, given.emitted.contiguous(), given.num_emitted.contiguous(), bits,
-        given.bad.contiguous().view(torch.uint8), given.num_rows.contiguous(), given.rows.contiguous(),
+        given.bad.int().contiguous(), given.num_rows.contiguous(), given.rows.contiguous(),
         bits if thought is None else thought.contiguous().view(torch.int32),
         None if traced is None else traced.contiguous(), rows, 0 if thought is None else thought.shape[1],
         WIDTH=given.width, BLOCK=triton.next_power_of_2(given.width), LOGPROBS=bits.shape[1] > 0,

@@ -112,8 +112,10 @@ def rows_before_last(hidden: Tensor) -> Tensor:
 
 
 def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
-    """Whether each sequence has a NaN among the logits ``[B, R, V]`` of its real, unforced rows: bool ``[B]``.
+    """What is wrong with the logits ``[B, R, V]`` of the real, unforced rows of each sequence: int32 ``[B]``.
 
+    -1 is a NaN, and a number above 0 says that the row of the block in front of that number has nothing but -inf, see
+    :class:`~specgraph.kernels.step.tokens.NanRows`.
     ``window`` ``[B, T]`` gives the number of rows ``T`` of the whole block, from which follows where the ``R`` rows
     lie.
     """

@@ -18,12 +18,19 @@ from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.step.host import is_small
 from specgraph.kernels.step.side_by_side import column_of, side_by_side
 
+NAN_FOUND = -1
+"""Says of a sequence that its logits have a NaN."""
+_NOTHING = tl.constexpr(0x7FFFFFFF)
+
 
 @dataclass(slots=True)
 class NanRows:
-    """Which sequences have a NaN among the logits ``[B, R, V]`` of their real, unforced rows: bool ``[B]``.
+    """What is wrong with the logits ``[B, R, V]`` of the real, unforced rows of each sequence: int32 ``[B]``.
 
-    ``width`` is the number of rows of the whole block, which places the ``R`` rows in it.
+    It is ``NAN_FOUND`` if there is a NaN among them. Otherwise it is 1 + the row of the block that is the first to have
+    nothing but -inf, and therefore no token; 0 if there is no such row. A sequence draws from that row if it emits more
+    tokens than there are rows in front of it. ``width`` is the number of rows of the whole block, which places the
+    ``R`` rows in it.
     """
 
     logits: Tensor
@@ -66,7 +73,10 @@ def nan_rows_reference(given: NanRows) -> Tensor:
     first = num_forced.clamp(max=given.width - rows)
     row = first.unsqueeze(1) + torch.arange(rows, device=logits.device)
     real = (row < num_rows.unsqueeze(1)) & (row >= num_forced.unsqueeze(1))
-    return (logits.isnan().any(-1) & real).any(-1)
+    largest = logits.amax(-1)  # a NaN, if there is one
+    empty = (largest == -torch.inf) & real
+    first_empty = torch.where(empty.any(-1), first + empty.int().argmax(-1) + 1, 0)
+    return torch.where((largest.isnan() & real).any(-1), NAN_FOUND, first_empty).int()
 
 
 def cut_at_eos_reference(given: CutAtEos) -> Tensor:
@@ -126,15 +136,31 @@ def _among(tokens: Tensor, ids: Tensor) -> Tensor:
 
 @triton.jit
 def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
-    """Search a part of one row for a NaN. The grid is (B * R, blocks of the vocabulary)."""
+    """Search one row for a NaN, and for anything but -inf. The grid is (B * R,), and the smallest finding counts."""
     b, r = tl.program_id(0) // rows, tl.program_id(0) % rows
     forced = tl.load(num_forced + b)
     row = tl.minimum(forced, width - rows) + r
     if (row < tl.load(num_rows + b)) & (row >= forced):
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(logits + tl.program_id(0).to(tl.int64) * vocab + token, mask=token < vocab, other=0.0)
-        if tl.max((values != values).to(tl.int32), axis=0) > 0:
-            tl.store(bad + b, 1)  # several programs may write, all of them this value
+        own = logits + tl.program_id(0).to(tl.int64) * vocab
+        broken, filled = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+        begin = vocab * 0
+        while begin < vocab:
+            token = begin + tl.arange(0, BLOCK)
+            values = tl.load(own + token, mask=token < vocab, other=-float("inf"))
+            broken |= (values != values).to(tl.int32)
+            filled |= (values > -float("inf")).to(tl.int32)
+            begin += BLOCK
+        if tl.max(broken, axis=0) > 0:
+            tl.atomic_min(bad + b, -1)
+        elif tl.max(filled, axis=0) == 0:
+            tl.atomic_min(bad + b, row + 1)
+
+
+@triton.jit
+def what_is_bad(broken, row, empty):
+    """:class:`NanRows` of one sequence: its rows ``[R]`` that have a NaN, their places, and which are ``empty``."""
+    first = tl.min(tl.where(empty, row.to(tl.int32) + 1, _NOTHING), 0)
+    return tl.where(tl.max(broken, 0) > 0, -1, tl.where(first == _NOTHING, 0, first))
 
 
 @triton.jit
@@ -203,14 +229,14 @@ def nan_rows_triton(given: NanRows) -> Tensor:
     """:class:`NanRows` in one kernel that reads the rows in question once."""
     logits = given.logits
     batch, rows, vocab = logits.shape
-    bad = torch.zeros(batch, dtype=torch.uint8, device=logits.device)
+    bad = torch.full((batch,), _NOTHING.value, dtype=torch.int32, device=logits.device)
     block = min(triton.next_power_of_2(vocab), 8192)
-    if bad.numel() and vocab:
-        _nan_rows_kernel[(batch * rows, triton.cdiv(vocab, block))](
+    if bad.numel() and rows and vocab:
+        _nan_rows_kernel[(batch * rows,)](
             bad, logits.contiguous(), given.num_rows.contiguous(), given.num_forced.contiguous(), given.width, rows,
             vocab, BLOCK=block,
         )  # fmt: skip
-    return bad.view(torch.bool)
+    return bad.masked_fill_(bad == _NOTHING.value, 0)
 
 
 def cut_at_eos_triton(given: CutAtEos) -> Tensor:
@@ -255,7 +281,7 @@ def _nan_rows_fake(given: NanRows) -> Tensor:
     require(logits.dim() == 3, lambda: "logits must be [B, R, V]")
     for name, values in (("num_rows", given.num_rows), ("num_forced", given.num_forced)):
         check_batch(name, values, logits.shape[0])
-    return logits.new_empty(logits.shape[0], dtype=torch.bool)
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
 def _cut_at_eos_fake(given: CutAtEos) -> Tensor:

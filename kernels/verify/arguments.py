@@ -84,7 +84,8 @@ class Verified(NamedTuple):
             of the last known token, the rows behind it are those of the drafts; a chain of drafts gives 0, 1, 2, ...
         logprobs: their log-probabilities, float32 ``[B, K + 1]``, 0 for forced tokens and padding; ``[B, 0]`` where
             none are wanted.
-        bad: bool ``[B]``, which sequences have a NaN among the logits that they need.
+        bad: int32 ``[B]``, what is wrong with the logits that a sequence needs: see
+            :class:`~specgraph.kernels.step.tokens.NanRows`.
     """
 
     emitted: Tensor

@@ -33,4 +33,4 @@ def verify_greedy(given: Verify) -> Verified | None:
     emitted = []
     for own, block in zip(tokens.tolist(), blocks(given), strict=True):
         emitted.append(block.emitted(own.__getitem__))
-    return laid_out(given, emitted, given.num_rows.new_zeros(len(emitted), dtype=torch.bool))
+    return laid_out(given, emitted, given.num_rows.new_zeros(len(emitted), dtype=torch.int32))

@@ -78,7 +78,7 @@ def bad_rows(given: Verify) -> Tensor:
     Logits whose largest are finite have nothing that is bad; to see that takes a twentieth of the time.
     """
     if bool(given.logits.amax(-1).isfinite().all()):
-        return given.num_rows.new_zeros(len(given.num_rows), dtype=torch.bool)
+        return given.num_rows.new_zeros(len(given.num_rows), dtype=torch.int32)
     return nan_rows_reference(NanRows(given.logits, given.num_rows, given.num_forced, given.positions.shape[1]))
 
 

@@ -41,6 +41,7 @@ from specgraph.kernels.sampling.gumbel import (
 from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.sampling.sample import STEP_NOISE_RULES
 from specgraph.kernels.sampling.scan import GROUP, scan_size, scan_split
+from specgraph.kernels.step.tokens import what_is_bad
 from specgraph.kernels.verify.arguments import Verified, Verify, check_block
 from specgraph.kernels.verify.raw_logprobs import raw_logprobs
 from specgraph.kernels.verify.rows import (
@@ -159,8 +160,8 @@ def _finish(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, seed, place, place * 0, found_ptr,
         vocab, vocab, vocab, splits, area, TL_STREAM_TARGET, SPLIT, TILE, SPLITS, NOISE, False, FLOORED,
     )  # fmt: skip
+    tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     token = tl.where(token == NO_TOKEN, 0, token)
-    tl.store(bad_ptr + batch, tl.max(bad, 0).to(tl.uint8))
     at = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
     known = needed[:, None] & (tl.arange(0, SPLITS)[None, :] < splits)
     floor = load_floors(floors_ptr, line, needed, FLOORED)
@@ -218,9 +219,9 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
     emitted, accepted_rows = (torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(2))
     num_emitted = given.num_rows.new_empty(batch)
     values = logits.new_empty((batch, 0 if logprobs == "none" else width), dtype=torch.float32)
-    bad = torch.empty(batch, dtype=torch.uint8, device=logits.device)
+    bad = torch.empty(batch, dtype=torch.int32, device=logits.device)
     if batch == 0:
-        return Verified(emitted, num_emitted, accepted_rows, values, bad.view(torch.bool))
+        return Verified(emitted, num_emitted, accepted_rows, values, bad)
     logits, positions, temperature = aligned(logits), positions.contiguous(), given.temperature.contiguous()
     num_rows, num_forced = given.num_rows.contiguous(), given.num_forced.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
@@ -266,4 +267,4 @@ def verify_triton(given: Verify, *, split: int | None = None, tile: int = TILE, 
             given.posterior_threshold, given.posterior_alpha, given.acceptance_rate, RULE=_RULES[rule], SCALED=scaled,
             **common,
         )  # fmt: skip
-    return Verified(emitted, num_emitted, accepted_rows, values, bad.view(torch.bool))
+    return Verified(emitted, num_emitted, accepted_rows, values, bad)

@@ -35,8 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.sampling.constants import TL_GREEDY_BELOW
-from specgraph.kernels.sampling.gumbel import LOG2E, exponent_scale, load_floors, split_size
+from specgraph.kernels.sampling.gumbel import LOG2E, NO_TOKEN, exponent_scale, load_floors, split_size
 from specgraph.kernels.sampling.merge import row_tokens
+from specgraph.kernels.step.tokens import what_is_bad
 from specgraph.kernels.verify.race import draft_prob, draft_row, finish_race, race, residual_tile, target_prob
 from specgraph.kernels.verify.rows import (
     acceptance_uniforms,
@@ -147,7 +148,7 @@ def _weigh_rows(
         logits_ptr, logits_ptr, floors_ptr, line, needed, temperature, num_rows.to(tl.int64), zero, zero, found_ptr,
         vocab, vocab, vocab, splits, lines * splits, 0, SPLIT, TILE, SPLITS, False, False, FLOORED,
     )  # fmt: skip
-    tl.store(bad_ptr + batch, tl.max(bad, 0).to(tl.uint8))
+    tl.store(bad_ptr + batch, what_is_bad(bad, row, needed & (token == NO_TOKEN)))
     # This is the token of a row that is a point mass (a greedy row, or one with nothing but -inf), and -1 otherwise.
     point = tl.where(largest == -float("inf"), 0, tl.where(cold, token, -1))
     largest = tl.where(largest > -float("inf"), largest, 0.0)

@@ -33,11 +33,12 @@ Rules
 Noise other than the target's own is keyed by the position that the first row which is not forced emits, and by the row
 counted from there. So forced rows change nothing behind them, and no token depends on how its prompt was cut.
 
-The op also says which sequences have a NaN among the logits they need (:func:`~specgraph.kernels.step.nan_rows`). On a
-GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`), except for float64, which is the reference's. On a
-CPU at temperature 0 it is a loop (:mod:`specgraph.kernels.verify.greedy`), and wide rows are verified one by one
-(:mod:`specgraph.kernels.verify.row_by_row`).
-:mod:`specgraph.kernels.verify.pieces` has the functions, :mod:`specgraph.kernels.verify.arguments` what the op takes.
+The op also says which sequences have a NaN among the logits they need, or a row of -inf, which has no token
+(:func:`~specgraph.kernels.step.nan_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`),
+except for float64, which is the reference's. On a CPU at temperature 0 it is a loop
+(:mod:`specgraph.kernels.verify.greedy`), and wide rows are verified one by one
+(:mod:`specgraph.kernels.verify.row_by_row`). :mod:`specgraph.kernels.verify.pieces` has the functions,
+:mod:`specgraph.kernels.verify.arguments` what the op takes.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _verify_fake(given: Verify) -> Verified:
     emitted, accepted_rows = (positions.new_empty((batch, width)) for _ in range(2))
     num_emitted = positions.new_empty((batch,))
     logprobs = logits.new_empty((batch, 0 if given.logprobs == "none" else width), dtype=torch.float32)
-    return Verified(emitted, num_emitted, accepted_rows, logprobs, logits.new_empty(batch, dtype=torch.bool))
+    return Verified(emitted, num_emitted, accepted_rows, logprobs, logits.new_empty(batch, dtype=torch.int32))
 
 
 VERIFY = declare(

@@ -105,6 +105,8 @@ def _further_keys() -> type:
 def _text(name: str) -> str:
     """What the docstring of the processing options says about one of them, as a sentence."""
     pattern = rf"^ +{name}: (.+?)(?=^ +\w+: |^ *$|\Z)"
+    if name == "structure_after":
+        return "A text or a token id; json_schema, regex or grammar begins behind it, and what comes before is free."
     if name in STRUCTURE:
         return f"The {name.replace('_', ' ').replace('json', 'JSON')} that every text follows; needs llguidance."
     documented = re.search(pattern, Processing.__doc__ or "", re.DOTALL | re.MULTILINE)

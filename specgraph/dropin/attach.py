@@ -167,4 +167,4 @@ def _decode(
         "pad_token_id": pads[0] if pads else None, "stopping_criteria": call.host_criteria, "streamer": streamer,
         **call.wanted(),
     }  # fmt: skip
-    return call.output(decoder.generate(input_ids, mask, **options))
+    return call.output(decoder.generate_as_transformers(input_ids, mask, **options))

@@ -26,8 +26,10 @@ KNOWN = frozenset({
 """What else of transformers' arguments is honoured."""
 PROCESSING = ARGUMENTS
 """What changes logits: transformers' arguments, and the penalties that it does not have."""
-STRUCTURE = frozenset({"json_schema", "regex", "grammar"})
+KINDS = frozenset({"json_schema", "regex", "grammar"})
 """What is not transformers': the structure that the output shall have. A sequence has one of them at most."""
+STRUCTURE = KINDS | {"structure_after"}
+"""The structure, and the boundary behind which it begins."""
 WITHOUT_EFFECT = frozenset({
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "disable_compile", "compile_config",
     "continuous_batching_config", "prefill_chunk_size", "low_memory", "length_penalty", "early_stopping",

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specgraph.errors import SpecgraphError
 from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
 from specgraph.runtime.reading import Call
 from specgraph.runtime.requests import Batch
 from specgraph.runtime.scores import recorded_logits, recorded_scores
-from specgraph.runtime.steps import Step
+from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.trace import Trace, Tracer
 
 
@@ -37,6 +38,7 @@ class Collector:
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[float]] = [[] for _ in range(count)]
         self._reasons = [None if request.has_room else request.limit_reason for request in batch.requests]
+        self._errors: list[SpecgraphError | None] = [None] * count
         # The confidence in the drafts that each sequence verifies in its next step.
         self._thought: list[Sequence[float]] = [()] * count
 
@@ -46,8 +48,7 @@ class Collector:
         for output in step.outputs:
             self._tokens[output.number] += output.tokens
             self._logprobs[output.number] += output.logprobs
-            if output.finish_reason is not None:
-                self._reasons[output.number] = output.finish_reason
+            self._note_end(output)
 
     def chunk(self, step: Step) -> StreamChunk:
         """Take note of a step; what it emitted."""
@@ -56,8 +57,7 @@ class Collector:
         logprobs: list[list[float]] = [[] for _ in self._reasons]
         for output in step.outputs:
             tokens[output.number], logprobs[output.number] = [*output.tokens], [*output.logprobs]
-            if output.finish_reason is not None:
-                self._reasons[output.number] = output.finish_reason
+            self._note_end(output)
         reasons = [*self._reasons]
         finished, given = [reason is not None for reason in reasons], logprobs if self._with_logprobs else None
         return StreamChunk(tokens, finished, given, reasons, step.prompt_tokens)
@@ -73,7 +73,17 @@ class Collector:
         logits = recorded_logits(requests, lengths) if wanted.logits else None
         sequences = _pad(self._batch, new_tokens)
         prompts = [request.prompt for request in requests]
-        return GenerateOutput(sequences, new_tokens, values, self.stats, reasons, scores, logits, prompts, self.trace)
+        return GenerateOutput(
+            sequences, new_tokens, values, self.stats, reasons, scores, logits, prompts, self.trace, self._errors
+        )
+
+    def first_error(self) -> SpecgraphError | None:
+        """Why the first of the sequences that failed did so; None if none has failed."""
+        return next((error for error in self._errors if error is not None), None)
+
+    def _note_end(self, output: Output) -> None:
+        if output.finish_reason is not None:
+            self._reasons[output.number], self._errors[output.number] = output.finish_reason, output.error
 
     def _count(self, step: Step) -> None:
         if self._tracer is not None:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.config import Config
@@ -148,25 +149,31 @@ class SpeculativeDecoder:
                 ``tokenizer``, ``max_time`` and a ``streamer``. What changes logits on the device: the attributes of
                 :class:`~specgraph.runtime.processing.Processing`, one value or a list with one per sequence. What the
                 host does, while every step waits for it: ``logits_processor``, ``prefix_allowed_tokens_fn``,
-                ``json_schema``, ``regex`` or ``grammar`` (of Lark, with the tokenizer), ``output_scores`` and
-                ``output_logits``. What concerns a cache or an assistant is accepted and changes nothing;
-                :mod:`specgraph.runtime.arguments` lists what is refused, and why.
+                ``json_schema``, ``regex`` or ``grammar`` (of Lark, with the tokenizer), from the beginning or behind
+                ``structure_after``, a text or a token id; ``output_scores`` and ``output_logits``. What concerns a
+                cache or an assistant is accepted and changes nothing; :mod:`specgraph.runtime.arguments` lists what is
+                refused, and why.
 
         Raises:
-            InputError: an argument is out of range, unknown or not supported; the message says what is allowed.
-            NumericsError: the target's logits were NaN.
+            InputError: an argument is out of range, unknown or not supported; the message says what is allowed. Or a
+                sequence cannot go on, because its options leave it no token.
+            NumericsError: the target's logits were NaN. If a sequence fails while it is decoded, the others go on to
+                their ends first, and the attribute ``output`` of the error has them all.
         """
         call = self._reader.call(
             input_ids, attention_mask, others, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id,
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, return_logprobs=return_logprobs,
             stopping_criteria=stopping_criteria, trace=trace,
         )  # fmt: skip
-        collector = self._collector(call)
-        # The mode is entered once, and not for every step.
-        with self._plain_mode(), contextlib.closing(self._run(call, self.config.debug.progress, alone=True)) as steps:
-            for step in steps:
-                collector.add(step)
-        return collector.output()
+        return self._collected(call)
+
+    def generate_as_transformers(self, input_ids: Tensor, attention_mask: Any, **options: Any) -> GenerateOutput:
+        """Like :meth:`generate`, for an attached model: where no token is left, what happens is what transformers does.
+
+        A function of allowed tokens has the last word then, and a greedy choice takes the first token of all.
+        """
+        own = {name: options.pop(name) for name in OWN & options.keys()}
+        return self._collected(self._reader.call(input_ids, attention_mask, options, as_transformers=True, **own))
 
     def stream(
         self,
@@ -186,6 +193,8 @@ class SpeculativeDecoder:
         **others: Any,
     ) -> Stream:
         """Like :meth:`generate`, but yields what each step emits. Arguments are checked before the first step.
+
+        A sequence that fails has the finish reason ``error``. Its error is raised when all others have ended.
 
         ``stats`` of what is returned has the counts so far, and ``trace`` what happened to the drafts.
         """
@@ -343,6 +352,19 @@ class SpeculativeDecoder:
         }  # fmt: skip
         return Collector(call, Stats(count, steps, confidence=confidence), about)
 
+    def _collected(self, call: Call) -> GenerateOutput:
+        """Decode a call. An error of a sequence is raised when all others have ended, and brings what they have."""
+        collector = self._collector(call)
+        # The mode is entered once, and not for every step.
+        with self._plain_mode(), contextlib.closing(self._run(call, self.config.debug.progress, alone=True)) as steps:
+            for step in steps:
+                collector.add(step)
+        output, error = collector.output(), collector.first_error()
+        if error is not None:
+            error.output = output
+            raise error
+        return output
+
     def _texts(self, tokenizer: Any, prompts: list[list[int]], options: dict[str, Any], *, alone: bool) -> Any:
         check_text_options(options)
         new_tokens = self.generate(prompts, tokenizer=tokenizer, **options).new_tokens
@@ -355,6 +377,9 @@ class SpeculativeDecoder:
                 chunk = collector.chunk(step)
                 if step.ran:
                     yield chunk
+        error = collector.first_error()
+        if error is not None:
+            raise error
 
     def _run(self, call: Call, show: bool | None, *, alone: bool = False) -> Generator[Step, None, None]:
         """Decode all sequences of a call, by their places in it, as many at a time as there is room for.
@@ -383,9 +408,6 @@ class SpeculativeDecoder:
                 engine.submit(number, requests[number])
             for step in map(stopping.cut, self._engines.steps(engine)):
                 progress.advance(step.prompt_tokens)
-                for output in step.outputs:
-                    if output.error is not None:
-                        raise output.error
                 yield step
 
     def _plain_mode(self) -> contextlib.AbstractContextManager[None]:

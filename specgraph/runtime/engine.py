@@ -20,6 +20,7 @@ from itertools import chain, repeat
 from operator import attrgetter
 
 from specgraph.errors import BusyError, InputError
+from specgraph.kernels.step.tokens import NAN_FOUND
 from specgraph.runtime.memory import Footprint
 from specgraph.runtime.pages import known_tokens, num_pages
 from specgraph.runtime.pause import HostTime, Pause, Paused
@@ -373,10 +374,8 @@ class Engine:
         count = len(under_way.sequences)
         read = under_way.results.read(count, logprobs=self._logprobs != "none")
         told = under_way.results.trace(count) if self._traced else None
-        failed = under_way.failed()
-        self._halt([*failed])
-        going_on = under_way.going_on
-        outputs, broken = [], []
+        pause, going_on = under_way.pause, under_way.going_on
+        outputs, broken, failed = [], [], list[Running]()
         forced = chain(under_way.forced, repeat(None)) if under_way.forced else repeat(None)
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
         for place, sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
@@ -384,18 +383,26 @@ class Engine:
         ):
             if sequence.ended:
                 continue
-            if bad:
+            if bad == NAN_FOUND:
                 broken.append(sequence)
                 continue
             if given:  # the last tokens were read; how many of them come before those that were not forced?
                 before = max(0, len(tokens) + given - emitted)
                 tokens, logprobs = tokens[before:], logprobs[before:]
+            error = None
+            if bad or (pause and pause.errors):
+                kept, error = under_way.refused(place, bad, given or 0, len(tokens))
+                tokens, logprobs = tokens[:kept], logprobs[:kept]
             sequence.new_tokens += tokens
             if sequence.outlook is not None:
                 sequence.outlook.judge(sequence.new_tokens)
-            if under_way.pause and sequence not in going_on:
+            if pause and sequence not in going_on:
                 for processor in sequence.request.host:
                     processor.emitted(len(tokens))
+            if error is not None:
+                failed.append(sequence)
+                outputs.append(Output(sequence.number, tokens, logprobs, finish_reason="error", error=error))
+                continue
             reason = None
             if not left and sequence not in going_on:
                 request = sequence.request
@@ -404,15 +411,14 @@ class Engine:
             decoding = given is None and emitted > 0
             traced = None if told is None else Told(told, place, max(left - 1, 0))
             outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, None, traced))
+        self._halt([*broken, *failed])
         if broken:
-            self._halt(broken)
             self.pages.forget()  # nobody shall find a NaN there
-        failed |= {s: not_a_number(s.number) for s in broken}
-        outputs += [Output(s.number, finish_reason="error", error=error) for s, error in failed.items()]
+        outputs += [Output(s.number, finish_reason="error", error=not_a_number(s.number)) for s in broken]
         begin, self._begin = self._begin, time.perf_counter()
         reused, self._reused_tokens = self._reused_tokens, 0
         seconds, drafts = self._begin - begin, under_way.drafts
-        waited = None if under_way.pause is None else under_way.pause.seconds
+        waited = None if pause is None else pause.seconds
         return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
 
 

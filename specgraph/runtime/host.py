@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specgraph.errors import InputError
+from specgraph.errors import InputError, SpecgraphError
 from specgraph.runtime.values import check_function, name_of
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
@@ -31,6 +31,8 @@ class Rows(NamedTuple):
         drafts: what the step verifies; row i comes behind the first i of them.
         logits: float32 ``[1 + len(drafts), V]``, what verification will read.
         raw: those of the target itself, of the same shape.
+        refused: where a processor notes that no token can come out of a row, and why. This is an error of the sequence
+            only if one does: a row behind a draft that is rejected does not count.
     """
 
     given: Tensor
@@ -38,6 +40,7 @@ class Rows(NamedTuple):
     drafts: Sequence[int]
     logits: Tensor
     raw: Tensor
+    refused: dict[int, SpecgraphError]
 
 
 class HostProcessor:
@@ -91,26 +94,31 @@ def _checked(processor: LogitsFunction, scores: Any, logits: Tensor) -> Tensor:
 class Allowed(HostProcessor):
     """transformers' ``prefix_allowed_tokens_fn``: it gives the tokens that may come next in the sequence of a place."""
 
-    def __init__(self, function: Callable[[int, Tensor], Sequence[int]], place: int) -> None:
-        self._function, self._place = function, place
+    def __init__(self, function: Callable[[int, Tensor], Sequence[int]], place: int, *, forces: bool = False) -> None:
+        """``forces``: where all that it allows is forbidden already, it comes out nevertheless, as in transformers."""
+        self._function, self._place, self._forces = function, place, forces
 
     def change(self, rows: Rows) -> None:
         """Let all other tokens have no probability.
 
         Raises:
-            InputError: the function allows nothing, or gives something else than token ids.
+            InputError: the function gives something else than token ids. That it gives none is noted for the row.
         """
         tokens, known = all_tokens(rows)
         for row, logits in enumerate(rows.logits):
             allowed = _allowed_ids(self._function(self._place, tokens[: known + row]), len(logits))
             if allowed.numel() == 0:
-                raise InputError(
+                rows.refused[row] = InputError(
                     f"prefix_allowed_tokens_fn allows no token behind {known + row} of sequence {self._place}; it must "
                     "allow one at least."
                 )
-            forbidden = torch.ones_like(logits, dtype=torch.bool)
-            forbidden[allowed.to(logits.device)] = False
-            logits.masked_fill_(forbidden, -torch.inf)
+                continue
+            mask = torch.full_like(logits, -torch.inf)
+            mask[allowed.to(logits.device)] = 0
+            scores = logits.masked_fill(mask < 0, -torch.inf)
+            if self._forces:
+                scores = torch.where(scores.amax().isneginf(), mask, scores)
+            logits.copy_(scores)
 
 
 def _allowed_ids(given: Any, vocab_size: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from specgraph.errors import SpecgraphError
 from specgraph.runtime.steps import Step
 from specgraph.runtime.trace import Trace
 
@@ -94,7 +95,7 @@ class Stats:
 
 
 _SHOWN = ("sequences", "new_tokens", "logprobs", "stats", "finish_reasons")
-_HIDDEN = ("scores", "logits", "prompts", "trace")
+_HIDDEN = ("scores", "logits", "prompts", "trace", "errors")
 """What is too much for one line, in the order in which the class takes it, behind the others."""
 
 
@@ -111,11 +112,13 @@ class GenerateOutput(tuple[Tensor, ...]):
         logprobs: one 1-D float32 tensor per sequence beside ``new_tokens``, or None if not asked for.
         stats: counts and times.
         finish_reasons: why each sequence ended: ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
-            what was asked), or ``stop`` for a stop string or a stopping criterion.
+            what was asked), ``stop`` for a stop string or a stopping criterion, or ``error``.
         scores: for every new token float32 ``[B, V]``, what it was drawn from; None if not asked for.
         logits: for every new token float32 ``[B, V]``, the target's own; None if not asked for.
         prompts: one 1-D int64 tensor per sequence: its prompt without padding.
         trace: what happened to every draft; None if not asked for.
+        errors: why each sequence failed; None for those that did not. ``generate`` raises the first of them, with this
+            output as its ``output``, so it returns only outputs without errors.
     """
 
     sequences: Tensor
@@ -127,17 +130,19 @@ class GenerateOutput(tuple[Tensor, ...]):
     logits: tuple[Tensor, ...] | None
     prompts: list[Tensor]
     trace: Trace | None
+    errors: list[SpecgraphError | None]
 
     def __new__(
         cls, sequences: Tensor, new_tokens: list[Tensor], logprobs: list[Tensor] | None, stats: Stats,
         finish_reasons: Sequence[str] = (), scores: tuple[Tensor, ...] | None = None,
         logits: tuple[Tensor, ...] | None = None, prompts: Sequence[Tensor] = (),
-        trace: Trace | None = None,
+        trace: Trace | None = None, errors: Sequence[SpecgraphError | None] = (),
     ) -> Self:  # fmt: skip
         self = super().__new__(cls, sequences.unbind())
         self.sequences, self.new_tokens, self.logprobs, self.stats = sequences, new_tokens, logprobs, stats
         self.finish_reasons, self.scores, self.logits = list(finish_reasons), scores, logits
         self.prompts, self.trace = list(prompts), trace
+        self.errors = list(errors) or [None] * len(new_tokens)
         return self
 
     @property

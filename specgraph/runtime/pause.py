@@ -76,14 +76,14 @@ class Pause:
         sequences: those that have processors.
         time: where its cost is noted.
         seconds: how long the host was at work.
-        errors: what a processor has refused, by the entries of the sequences. It is about that sequence alone, so the
-            step goes on for the others.
+        errors: what a processor has refused, by the entry of the sequence and the row. It is about that sequence alone,
+            and only if a token comes out of that row, so the step goes on.
     """
 
     sequences: Sequence[Paused]
     time: HostTime
     seconds: float = 0.0
-    errors: dict[int, SpecgraphError] = field(default_factory=dict)
+    errors: dict[int, dict[int, SpecgraphError]] = field(default_factory=dict)
     _masks: list[tuple[Paused, np.ndarray[Any, Any]]] = field(default_factory=list)
     _begin: float = 0.0
 
@@ -106,10 +106,15 @@ class Pause:
             first = _first_row(sequence, width, count)
             own = slice(first, first + 1 + len(sequence.drafts))
             request, entry = sequence.request, sequence.entry
-            rows = Rows(request.given, sequence.new_tokens, sequence.drafts, logits[entry, own], raw[entry, own])
+            refused: dict[int, SpecgraphError] = {}
+            rows = Rows(
+                request.given, sequence.new_tokens, sequence.drafts, logits[entry, own], raw[entry, own], refused
+            )
             with self._noting_errors(sequence):
                 for processor in request.host:
                     processor.change(rows)
+            for row, error in refused.items():
+                self.errors.setdefault(entry, {}).setdefault(row, error)
         self.seconds = time.perf_counter() - self._begin
         self.time.steps += 1
         self.time.seconds += self.seconds
@@ -119,7 +124,7 @@ class Pause:
         try:
             yield
         except SpecgraphError as error:
-            self.errors.setdefault(sequence.entry, error)
+            self.errors.setdefault(sequence.entry, {}).setdefault(0, error)
 
 
 def _first_row(sequence: Paused, width: int, count: int) -> int:

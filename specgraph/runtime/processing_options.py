@@ -40,12 +40,16 @@ class Sequences:
         rooms: the most tokens that each sequence adds.
         eos_ids: those of each sequence.
         vocab_size: tokens of the model.
+        structured: whether a structure says where each sequence may end; it also keeps the minimum then.
+        as_transformers: whether options may forbid all tokens, as in transformers.
     """
 
     given_lengths: Sequence[int]
     rooms: Sequence[int]
     eos_ids: Sequence[tuple[int, ...]]
     vocab_size: int
+    structured: Sequence[bool] = ()
+    as_transformers: bool = False
 
 
 def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Processing]:
@@ -57,29 +61,70 @@ def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mappin
         InputError: a value is out of range or of the wrong form, or there is not one for each sequence.
     """
     batch = len(known.eos_ids)
-    options = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    options = _merged(given, defaults)
     columns: dict[str, Sequence[Any]] = {name: _numbers(name, options.get(name), batch) for name in NUMBERS}
-    counts = {name: _counts(name, options.get(name), batch) for name in COUNTS}
+    minimums = read_minimums(known, given, defaults)
     columns[FIRST] = _first_tokens(options.get(FIRST), batch, known.vocab_size)
     # One of several is chosen by the host; see forced_ends.
     columns[LAST] = [
         own[0] if len(own) == 1 else -1 for own in _last_tokens(options.get(LAST), batch, known.vocab_size)
     ]
-    columns["no_repeat_ngram_size"] = counts["no_repeat_ngram_size"]
+    columns["no_repeat_ngram_size"] = _counts("no_repeat_ngram_size", options.get("no_repeat_ngram_size"), batch)
     words = {name: _words(name, options.get(name), batch, known.vocab_size) for name in WORDS}
     found = []
     for b, length in enumerate(known.given_lengths):
         own = {name: column[b] for name, column in columns.items()}
         if length != 1:
             own[FIRST] = -1
-        least = max(counts["min_new_tokens"][b], counts["min_length"][b] - length)
-        _warn_too_few(b, least, known.rooms[b])
+        _warn_too_few(b, minimums[b], known.rooms[b])
+        least = 0 if known.structured and known.structured[b] else minimums[b]
         biases = _biases({name: column[b] for name, column in words.items()}, known.eos_ids[b], least)
         if own[FIRST] >= 0:  # then, the first token that is chosen is the second one
             biases = [bias._replace(until=_BEGIN + 1) if bias.until == _BEGIN else bias for bias in biases]
-        _check_not_all(biases, known.vocab_size)
+        if not known.as_transformers:
+            _check_not_all(biases, known.vocab_size)
         found.append(Processing(**own, biases=tuple(biases)))
     return found
+
+
+def read_minimums(known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[int]:
+    """The number of new tokens before which each sequence does not end; 0 or less is no minimum.
+
+    Raises:
+        InputError: as :func:`read_processing`.
+    """
+    options = _merged(given, defaults)
+    new, all_ = (_counts(name, options.get(name), len(known.eos_ids)) for name in ("min_new_tokens", "min_length"))
+    return [max(*both) for both in zip(new, _differences(all_, known.given_lengths), strict=True)]
+
+
+def forbidding(
+    known: Sequences, given: Mapping[str, Any], defaults: Mapping[str, Any], place: int, count: int
+) -> list[str]:
+    """The options that forbid tokens behind the first ``count`` new ones of a sequence, by their names."""
+    options, batch = _merged(given, defaults), len(known.eos_ids)
+    length, found = known.given_lengths[place], []
+    forced = length == 1 and _first_tokens(options.get(FIRST), batch, known.vocab_size)[place] >= 0
+    for name in WORDS:
+        words = _words(name, options.get(name), batch, known.vocab_size)[place]
+        if any(bias.value == -math.inf and count < bias.until + forced for bias in words):
+            found.append(name)
+    for name, known_before in (("min_new_tokens", 0), ("min_length", length)):
+        if _counts(name, options.get(name), batch)[place] - known_before > count and known.eos_ids[place]:
+            found.append(name)
+    found += [FIRST] if forced and count == 0 else []
+    last = count == known.rooms[place] - 1 and _last_tokens(options.get(LAST), batch, known.vocab_size)[place]
+    found += [LAST] if last else []
+    ngrams = _counts("no_repeat_ngram_size", options.get("no_repeat_ngram_size"), batch)[place]
+    return found + ["no_repeat_ngram_size"] * (ngrams > 0)
+
+
+def _merged(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _differences(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a - b for a, b in zip(first, second, strict=True)]
 
 
 def _warn_too_few(place: int, least: int, room: int) -> None:

@@ -16,10 +16,16 @@ from transformers import GenerationConfig
 from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.arguments import STRUCTURE, check_names
 from specgraph.runtime.defaults import FLAGS, GenerationDefaults, LiveDefaults
-from specgraph.runtime.grammar import Grammars
+from specgraph.runtime.grammar import Grammars, are_structured
 from specgraph.runtime.host import Allowed, HostProcessor, PythonProcessors, read_processors
 from specgraph.runtime.processing import ARGUMENTS
-from specgraph.runtime.processing_options import Sequences, forced_ends, read_processing
+from specgraph.runtime.processing_options import (
+    Sequences,
+    forbidding,
+    forced_ends,
+    read_minimums,
+    read_processing,
+)
 from specgraph.runtime.requests import (
     Batch,
     EosIds,
@@ -83,10 +89,13 @@ class Reader:
     def call(
         self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
         eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
-        stopping_criteria: Any = None, trace: bool = False, seeded: bool = True, **sampling: PerSequence,
+        stopping_criteria: Any = None, trace: bool = False, seeded: bool = True, as_transformers: bool = False,
+        **sampling: PerSequence,
     ) -> Call:  # fmt: skip
         """A checked call of ``generate``; ``others`` are transformers' arguments. ``seeded`` says whether the seed is
         the caller's, who is then warned where it has no effect.
+
+        ``as_transformers``: what happens where no token is left is what transformers does.
 
         Raises:
             InputError: an argument is out of range, unknown or not supported, or the model was changed since it was
@@ -127,11 +136,17 @@ class Reader:
                 "do_sample=True or a temperature, or leave it out."
             )
         rooms = [end - prompt.numel() for prompt, (end, _) in zip(prompts.prompts, ends, strict=True)]
-        known = Sequences([given.numel() for given in prompts.given], rooms, eos_ids, self.limits.vocab_size)
+        lengths, structured = [given.numel() for given in prompts.given], are_structured(others, count)
+        known = Sequences(lengths, rooms, eos_ids, self.limits.vocab_size, structured, as_transformers)
         processing = read_processing(known, others, defaults.processing)
-        hosts = self._hosts(others, defaults, known)
-        parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, strict=True)
-        requests = [Request(p, end, own, eos, capped, *more) for p, (end, capped), own, eos, *more in parts]
+        hosts = self._hosts(others, defaults, known, forces=as_transformers)
+        forbids = [functools.partial(_forbidding, known, others, defaults, place) for place in range(count)]
+        parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, forbids, strict=True)
+        as_argmax = [as_transformers and each for each in greedy]
+        requests = [
+            Request(p, end, own, eos, capped, *more, first)
+            for (p, (end, capped), own, eos, *more), first in zip(parts, as_argmax, strict=True)
+        ]
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
         batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,
                       bool(read_flag("trace", trace)))  # fmt: skip
@@ -169,7 +184,7 @@ class Reader:
         return self.call([_one_prompt(prompt)], None, others, **options)
 
     def _hosts(
-        self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences
+        self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences, *, forces: bool
     ) -> list[tuple[HostProcessor, ...]]:
         """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
         functions = read_processors(others.get("logits_processor"))
@@ -179,13 +194,14 @@ class Reader:
             check_function("prefix_allowed_tokens_fn", "a function of a place and tokens", allowed, *takes)
         wanted = read_wanted(others, defaults)
         tokenizer = functools.partial(self.tokenizers.get, others.get("tokenizer"))
-        grammars = self.grammars.read(others, tokenizer, known.eos_ids)
+        minimums = read_minimums(known, others, defaults.processing)
+        grammars = self.grammars.read(others, tokenizer, known.eos_ids, minimums)
         lasts = forced_ends(known, others, defaults.processing)
         hosts = []
         for place, (grammar, last) in enumerate(zip(grammars, lasts, strict=True)):
             several = [*last, *functions]
             own: list[HostProcessor] = [PythonProcessors(several)] if several else []
-            own += [Allowed(allowed, place)] if allowed is not None else []
+            own += [Allowed(allowed, place, forces=forces)] if allowed is not None else []
             own += [grammar] if grammar is not None else []
             own += [Recorder(wanted)] if wanted.scores or wanted.logits else []
             hosts.append(tuple(own))
@@ -198,6 +214,16 @@ class Reader:
         if others.get("tokenizer") is not None:
             check_tokenizer(others["tokenizer"])
         read_flag("return_dict_in_generate", others.get("return_dict_in_generate"))
+
+
+def _forbidding(
+    known: Sequences, others: Mapping[str, Any], defaults: GenerationDefaults, place: int, count: int
+) -> list[str]:
+    """The arguments that forbid tokens behind the first ``count`` new ones of a sequence."""
+    found = forbidding(known, others, defaults.processing, place, count)
+    found += ["logits_processor"] if read_processors(others.get("logits_processor")) else []
+    found += ["prefix_allowed_tokens_fn"] if others.get("prefix_allowed_tokens_fn") is not None else []
+    return found + [name for name in sorted(STRUCTURE) if known.structured[place] and others.get(name) is not None]
 
 
 def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

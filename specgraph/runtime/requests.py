@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,6 +78,8 @@ class Request:
         processing: what changes its logits.
         given: the prompt with its padding, 1-D int64 on the CPU.
         host: what the host does with its logits in every step. They are of this request alone.
+        forbidding: the arguments of the call that forbid tokens behind so many new ones. Is asked only for an error.
+        as_transformers: whether a greedy choice among no tokens is the first token, as in transformers, and no error.
     """
 
     prompt: Tensor
@@ -88,6 +90,8 @@ class Request:
     processing: Processing = field(default_factory=Processing)
     given: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     host: tuple[HostProcessor, ...] = ()
+    forbidding: Callable[[int], list[str]] = lambda count: []
+    as_transformers: bool = False
 
     def unused(self) -> frozenset[str]:
         """Options that are off, by the names of the state."""

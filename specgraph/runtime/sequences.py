@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specgraph.errors import NumericsError, SpecgraphError
+from specgraph.errors import InputError, NumericsError, SpecgraphError
 from specgraph.runtime.cuda_graphs import Results
 from specgraph.runtime.outlook import Outlook
 from specgraph.runtime.pages import Reservation
@@ -50,10 +50,19 @@ class UnderWay:
     pause: Pause | None = None
     drafts: int = 0
 
-    def failed(self) -> dict[Running, SpecgraphError]:
-        """The sequences for which the host could not do its part, and why."""
-        errors = {} if self.pause is None else self.pause.errors
-        return {self.sequences[entry]: error for entry, error in errors.items() if not self.sequences[entry].ended}
+    def refused(self, place: int, bad: int, given: int, count: int) -> tuple[int, SpecgraphError | None]:
+        """How many of the ``count`` tokens that came out of the unforced rows of a sequence are right, and why no more.
+
+        All of them and None, if nothing is wrong. ``place`` is that of the sequence, ``bad`` what the step says of its
+        logits (:class:`~specgraph.kernels.step.tokens.NanRows`) and ``given`` the number of its forced tokens. A row
+        that no token came from does not count: it is behind a rejected draft, or behind an EOS.
+        """
+        errors = {} if self.pause is None else dict(self.pause.errors.get(place, {}))
+        row = bad - 1 - given
+        if 0 <= row < count and row not in errors and not self.sequences[place].request.as_transformers:
+            errors[row] = no_token(self.sequences[place], row)
+        first = min(errors, default=count)
+        return (first, errors[first]) if first < count else (count, None)
 
 
 def not_a_number(number: int) -> NumericsError:
@@ -61,4 +70,21 @@ def not_a_number(number: int) -> NumericsError:
     return NumericsError(
         f"The target's logits are NaN in sequence {number}, unless its logits processors have made them so. Check the "
         "weights and the dtype; the decoder itself is still usable."
+    )
+
+
+def no_token(sequence: Running, count: int) -> SpecgraphError:
+    """The error of a sequence that has no token to go on with, ``count`` tokens behind what it has emitted."""
+    new = len(sequence.new_tokens) + count
+    names = sequence.request.forbidding(new)
+    where = f"sequence {sequence.number} behind {sequence.request.prompt.numel()} prompt and {new} new tokens"
+    if not names:
+        return NumericsError(
+            f"The target's logits are -inf for every token in {where}, so no token is left. Check the weights and the "
+            "dtype; the decoder itself is still usable."
+        )
+    options = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return InputError(
+        f"No token is left for {where}: {options} {'forbids' if len(names) == 1 else 'together forbid'} all of them. "
+        "Allow one at least, or leave out one of these options."
     )

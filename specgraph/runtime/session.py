@@ -127,8 +127,9 @@ class Session:
             min_p: 0 is off.
             seed: is used as it is, like an entry of the list that ``generate`` takes.
             others: as for ``generate``, what changes logits on the device; ``stop_strings``, with their ``tokenizer``
-                unless the session has one, and ``max_time``; or ``json_schema``, ``regex`` or ``grammar``, for which
-                every step waits for the host, also for the sequences beside this one.
+                unless the session has one, and ``max_time``; or ``json_schema``, ``regex`` or ``grammar``, from the
+                beginning or behind ``structure_after``, for which every step waits for the host, also for the sequences
+                beside this one.
 
         Raises:
             InputError: an argument is out of range, the sequence is too large for this session even alone, or the

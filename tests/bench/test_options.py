@@ -72,7 +72,7 @@ def test_the_regex_takes_every_token_and_never_ends() -> None:
     from specgraph.runtime.grammar import Grammars
 
     asked = bench.endless_regex(70)
-    (matching,) = Grammars(70).read(asked, lambda: asked["tokenizer"], [(69,)])
+    (matching,) = Grammars(70).read(asked, lambda: asked["tokenizer"], [(69,)], [0])
     assert matching is not None
     for seen in ([], [3, 60], [3, 60, 27, 5]):
         (mask,) = matching.masks(seen, [])

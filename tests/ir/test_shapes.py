@@ -108,8 +108,8 @@ def test_the_whole_step_with_a_draft_model():
         "target_outputs": "(f32[B, T, 32], f32[B, T, 32])", "hidden": "f32[B, T, 32]", "hs_1": "f32[B, T, 32]",
         "logits": "f32[B, 4, 101]", "positions": "i64[B, T]",
         "emitted": "i64[B, T]", "drafter_tokens": "i64[B, T+1]", "draft_0": "f32[B, 1, 101]", "token_3": "i64[B, 1]",
-        "draft_logits": "f32[B, 3, 101]", "eos_ids": "i64[B, E]", "bad": "bool[B]", "advance": "None",
-        "output": "(i64[B, T], i64[B], f32[B, 0], bool[B])",
+        "draft_logits": "f32[B, 3, 101]", "eos_ids": "i64[B, E]", "bad": "i32[B]", "advance": "None",
+        "output": "(i64[B, T], i64[B], f32[B, 0], i32[B])",
     }  # fmt: skip
     assert {name: shape(program.graph, name) for name in expected} == expected
     assert [n.meta["shape"] for n in calls(program.graph, step.draft_tokens)] == ["i64[B, T-1]"]

@@ -15,8 +15,9 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import specgraph
 from specgraph import InputError, SpeculativeDecoder
-from tests.decoding import compiled
+from tests.decoding import CONFIG, compiled
 from tests.dropin.test_attach import word_tokenizer
 from tests.runtime.schemas import SCHEMAS
 
@@ -118,6 +119,48 @@ def test_sequences_of_a_session_have_a_structure_of_their_own(decoder: Speculati
     for number, regex, alone in zip(numbers, wanted, free, strict=True):
         text = TOKENIZER.decode(found[number], skip_special_tokens=True)
         assert found[number] == alone.tolist() if regex is None else re.fullmatch(regex, text)
+
+
+NUMBERED = TOKENIZER("héllo 终于 ok", add_special_tokens=False).input_ids[:8]
+BY_NUMBER = {
+    "tokens alone": ("start: " + " ".join(f"<[{token}]>" for token in NUMBERED), NUMBERED),
+    "tokens and text": ("start: <[73]> <[129]> /[0-9 ]{1,8}/", [73, 129]),
+    "a range": (f"start: <[{NUMBERED[0]}-{NUMBERED[0] + 1}]> <[^1-500]> /[a-c]{{2}}/", [NUMBERED[0]]),
+}
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "eagle3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammars_of_numbered_tokens_are_the_same_with_and_without_drafts(
+    model: Any, plain: SpeculativeDecoder, kind: str, temperature: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "eagle3":
+        drafted = specgraph.compile_speculative(model, CONFIG, draft=FOLDER / "eagle3")
+    else:
+        drafted = compiled(model, kind, 4)
+    prompts = [[*PROMPTS[0], *NUMBERED, *NUMBERED], [*NUMBERED, 73, 129, 20, 20, 73, 129, 20, 20], PROMPTS[1]]
+    for grammar, beginning in BY_NUMBER.values():
+        options: dict[str, Any] = {"grammar": grammar, "tokenizer": TOKENIZER, "max_new_tokens": 11}
+        options |= {"temperature": temperature, "seed": [1, 2, 3]}
+        out, expected = drafted.generate(prompts, **options), plain.generate(prompts, **options)
+        assert torch.equal(out.sequences, expected.sequences) and out.finish_reasons == expected.finish_reasons
+        assert all(new[: len(beginning)].tolist()[0] in (beginning[0], beginning[0] + 1) for new in out.new_tokens)
+        if grammar.endswith(">"):
+            assert [new.tolist() for new in out.new_tokens] == [[*beginning, 0]] * 3
+    assert "Parser Error" not in capfd.readouterr().err
+
+
+def test_a_structure_that_cannot_be_followed_is_one_sentence(model: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """A lossy rule accepts drafts that the grammar does not allow."""
+    rule = {"rule": "synthetic", "acceptance_rate": 1.0}
+    lossy = compiled(model, "ngram", 2, verify=rule)
+    prompt = TOKENIZER("12 ab 12 ab 12 ab 12 ab ")["input_ids"]
+    with pytest.raises(
+        InputError, match="The sequence cannot follow its regex any further; llguidance says: "
+    ) as caught:
+        lossy.generate([prompt], regex="1.*[0-9]{30}x", max_new_tokens=30, tokenizer=TOKENIZER)
+    assert "\n" not in str(caught.value) and "<state>" not in str(caught.value) and len(str(caught.value)) < 250
+    assert not capfd.readouterr().err.strip()
 
 
 def slow_tokenizer() -> Any:

@@ -18,7 +18,8 @@ def step_results(width: int, counts: list[int], seed: int = 0, logprobs: bool = 
     real = torch.arange(width) < count.unsqueeze(1)
     emitted = torch.where(real, torch.randint(0, 1 << 30, real.shape, generator=generator), -1)
     values = torch.where(real, -torch.rand(real.shape, generator=generator), 0.0)
-    bad, rows = torch.rand(len(counts), generator=generator) < 0.5, torch.arange(len(counts))
+    bad = torch.randint(-1, 300, (len(counts),), generator=generator, dtype=torch.int32)
+    rows = torch.arange(len(counts))
     return emitted, count, values if logprobs else values[:, :0], bad, rows
 
 
@@ -50,7 +51,7 @@ def test_the_next_rows_are_those_of_the_named_sequences() -> None:
 def test_bits_of_log_probabilities_stay_as_they_are() -> None:
     values = torch.tensor([[float("nan"), float("-inf"), -0.0, -1e-45]])
     one = torch.tensor([4])
-    packed = results.pack_results(torch.ones(1, 4).long(), one, values, one > 9, one, 4, one - one)
+    packed = results.pack_results(torch.ones(1, 4).long(), one, values, (one - one).int(), one, 4, one - one)
     found = results.unpack_results(packed, 4)
     assert torch.equal(torch.tensor(found.logprobs).view(torch.int32), values.view(torch.int32))
 

@@ -107,7 +107,7 @@ def test_nan_counts_in_real_unforced_rows_as_needed_rows_places_them(
     logits[1, bad_row, 1] = NAN
     window = torch.zeros(2, 4)
     bad = step.nan_rows(logits, window, ids(4, num_rows), ids(0, num_forced))
-    assert bad.tolist() == [False, found]
+    assert bad.tolist() == [0, -1 if found else 0]
 
 
 def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
@@ -118,9 +118,25 @@ def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
             hidden[0, row] = NAN
             taken = step.needed_rows(hidden, ids(forced), count)
             bad = step.nan_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
-            assert bad.tolist() == [forced <= row < forced + count]
+            assert bad.tolist() == [-1 if forced <= row < forced + count else 0]
             in_triton = NAN_ROWS.form("triton")(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
             assert torch.equal(in_triton.cpu(), bad)
+
+
+def test_the_first_needed_row_of_nothing_but_minus_infinity_is_named_by_its_place_in_the_block():
+    width, count, vocab = 6, 3, 5
+    for forced in range(width):
+        for rows in ([0], [3], [2, 4], [5], [*range(6)]):
+            hidden = torch.zeros(1, width, vocab)
+            hidden[0, rows] = -torch.inf
+            hidden[0, 1] = torch.tensor([-torch.inf] * (vocab - 1) + [0.0])  # one token is left
+            taken = step.needed_rows(hidden, ids(forced), count)
+            bad = step.nan_rows(taken, torch.zeros(1, width), ids(width - 1), ids(forced))
+            empty = [row for row in rows if forced <= row < min(forced + count, width - 1) and row != 1]
+            assert bad.tolist() == [1 + min(empty) if empty else 0]
+            given = (taken, ids(width - 1), ids(forced))
+            in_triton = NAN_ROWS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width)
+            assert torch.equal(in_triton.cpu(), bad) and in_triton.dtype == bad.dtype == torch.int32
 
 
 def test_everything_after_the_first_unforced_eos_is_cut():

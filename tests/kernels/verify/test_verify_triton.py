@@ -368,7 +368,23 @@ def test_sequences_with_nan_among_the_logits_they_need(rule: str) -> None:
         given["logits"][b, r, place] = torch.nan
     given["logits"][3, 0, 7], given["logits"][3, 1, 8] = torch.inf, -torch.inf
     found = launch(given, rule).bad
-    assert found.tolist() == [True, False, False, False, True, False]
+    assert found.tolist() == [-1, 0, 0, 0, -1, 0]
+    assert torch.equal(found, NAN_ROWS.form("reference")(given["logits"], given["num_rows"], given["num_forced"], 3))
+
+
+@pytest.mark.parametrize("rule", ["strict", "probabilistic", "typical", "synthetic", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_first_row_without_a_token_is_told(rule: str, temperature: float) -> None:
+    given = problem(5, 2, 600)
+    given["temperature"] = torch.full_like(given["temperature"], temperature)
+    given["num_rows"] = torch.tensor([3, 3, 2, 3, 3], device=DEVICE)
+    given["num_forced"] = torch.tensor([0, 1, 0, 0, 0], device=DEVICE)
+    for b, rows in enumerate(([1, 2], [0, 2], [2], [0], [1])):
+        given["logits"][b, rows] = -torch.inf
+    given["logits"][3, 0, 599] = -1e30  # a token is left
+    given["logits"][4, 2, 5] = torch.nan
+    found = launch(given, rule).bad
+    assert found.tolist() == [2, 3, 0, 0, -1]
     assert torch.equal(found, NAN_ROWS.form("reference")(given["logits"], given["num_rows"], given["num_forced"], 3))
 
 
