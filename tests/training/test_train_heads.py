@@ -138,7 +138,11 @@ def following(
         ("eagle", {"layers": 2}),
     ],
 )
-def test_loss_equals_a_naive_one(exact: PreTrainedModel, algorithm: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rows_at_once", [1000, 5])
+def test_loss_equals_a_naive_one(
+    exact: PreTrainedModel, algorithm: str, changes: dict[str, Any], rows_at_once: int
+) -> None:
+    """Also where the loss takes a few rows of a large vocabulary at a time."""
     head = make_head(exact, algorithm, **changes)
     head.module.double()
     expected: list[list[Tensor]] = [[] for _ in range(STEPS)]
@@ -150,7 +154,8 @@ def test_loss_equals_a_naive_one(exact: PreTrainedModel, algorithm: str, changes
 
     batch = collate(TEXTS, pad_id=1, question_weight=0.0)
     rows = counted_rows(batch.weights, ChainConfig(steps=STEPS))
-    actual = ChainLoss(head, STEPS)(batch.tokens, teacher(exact, head.features)(batch.tokens), rows)
+    loss = ChainLoss(head, STEPS, piece=rows_at_once * exact.config.vocab_size)
+    actual = loss(batch.tokens, teacher(exact, head.features)(batch.tokens), rows)
     torch.testing.assert_close(actual, means, rtol=1e-6, atol=0)
     for ours, theirs in zip(torch.autograd.grad(actual.sum(), trained(head.module)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
