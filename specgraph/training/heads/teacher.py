@@ -23,8 +23,8 @@ class Lesson(NamedTuple):
 
     ``features`` are the hidden states ``[B, S, Ht]`` of the chosen layers, ``hidden`` ``[B, S, Ht]`` is the input of
     the vocabulary projection, and ``project`` is that projection, from rows ``[R, Ht]`` to logits ``[R, V]`` with
-    ``V = vocab_size``. The logits of a whole batch are never stored: 64 answers of 512 tokens and a vocabulary of 262,144 would take 17 GB in
-    bf16.
+    ``V = vocab_size``. The logits of a whole batch are never stored: for 64 answers of 512 tokens and a vocabulary of
+    262,144, they would take 17 GB in bf16.
     """
 
     features: tuple[Tensor, ...]
