@@ -2,9 +2,9 @@
 
     python benchmarks/write_answers.py MODEL --questions FILE.jsonl --out ANSWERS.jsonl [--count N] [--code N]
 
-The file is one for ``rollout.file`` of ``train draft=HEAD``, with ``rollout.chat=true`` if the model has a chat template:
-greedy answers to the questions that the training holds out, then one sampled answer to each of the others and to
-beginnings of functions of Python's standard library. No question of a test set is asked.
+The file is one for ``rollout.file`` of ``train draft=HEAD``, with ``rollout.chat=true`` if the model has a chat
+template: greedy answers to the questions that the training holds out, then one sampled answer to each of the others,
+and to beginnings of functions of Python's standard library. No question of a test set is asked.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def main() -> None:
         "max_batch_size": given.batch,
         "max_length": max(map(len, [*held, *mixed])) + given.new_tokens + 1,
         "lowering": {"name": given.lowering},
+        "numerics": "fast",
         "debug": {"self_check": False, "progress": False},
     }
     decoder = specgraph.compile_speculative(model, config)
@@ -62,7 +63,7 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     part = given.out.with_suffix(".part")
     with part.open("w") as file:
-        size = 8 * given.batch  # a batch is filled up as sequences end, so several together leave few rows idle
+        size = 4 * given.batch  # a batch is filled up as sequences end, so several together leave few rows idle
         jobs = [(held, 0.0), *((mixed[at : at + size], given.temperature) for at in range(0, len(mixed), size))]
         for number, (prompts, temperature) in enumerate(jobs):
             if number and time.monotonic() - begin > given.seconds:
@@ -77,8 +78,6 @@ def main() -> None:
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    import random
-
     return random.Random(seed).sample(range(count), count)
 
 
