@@ -15,19 +15,21 @@ head=$work/$algorithm
 left() { echo $((limit - SECONDS)); }
 
 mkdir -p "$work"
-python3 "$here/write_answers.py" "$model" --questions "$data/gsm8k_train.jsonl" --out "$work/answers.jsonl" ${WRITE:-}
+"${PYTHON:-python3}" "$here/write_answers.py" "$model" --questions "$data/gsm8k_train.jsonl" \
+    --out "$work/answers.jsonl" ${WRITE:-}
 folder=${model%.gguf}
 if [ ! -e "$head/training_report.json" ]; then
     [ "$(left)" -gt 60 ] || { echo "run the same command again to train"; exit 0; }
     # Stopped at the limit, it goes on from its last checkpoint the next time.
-    timeout "$(left)" python3 -m specgraph train draft="$algorithm" model="$folder" data="$data/gsm8k_train.jsonl" \
+    timeout "$(left)" "${PYTHON:-python3}" -m specgraph train draft="$algorithm" model="$folder" \
+        data="$data/gsm8k_train.jsonl" \
         output="$head" heldout=64 eval_drafts=4 chain.steps=4 max_length=640 rollout.file="$work/answers.jsonl" \
         rollout.chat=true head.draft_vocab_size=32000 optim.batch_size=32 optim.learning_rate=5e-4 optim.steps=20000 \
         optim.eval_every=250 optim.checkpoint_every=200 optim.max_seconds="$seconds" "$@" ||
         { echo "stopped with code $?: run the same command again to go on"; exit 0; }
 fi
 if [ "$(left)" -gt 60 ]; then
-    python3 "$here/real_models.py" "$folder" --draft "$head" --drafters ngram --k 2 4 --sets gsm8k \
+    "${PYTHON:-python3}" "$here/real_models.py" "$folder" --draft "$head" --drafters ngram --k 2 4 --sets gsm8k \
         --gsm8k "$data/gsm8k_test.jsonl" --prompts 40 --peer-prompts 8 --new-tokens 192 --out "$work/measured.jsonl" \
         --budget "$(($(left) - 50))" ${MEASURE:-}
 fi
