@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..errors import ConfigError
 from ..progress import Progress
 from .config import RolloutConfig
 from .data import Document, Encoded, format_question
@@ -42,13 +43,30 @@ def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: 
         writer.to(torch.bfloat16)
     sampled = _sample_documents(writer, tokenizer, cfg)
     asked = [*questions, *(document.question for document in sampled)]
-    prompts: list[list[int]] = tokenizer([format_question(question) for question in asked])["input_ids"]
+    prompts = encode_questions(tokenizer, asked, getattr(cfg, "chat", False))
     documents: list[Encoded] = []
     for temperature in (0.0, cfg.answer_temperature):
         label = f"target answers at temperature {temperature:g}"
         answers = continue_prompts(writer, prompts, cfg.max_new_tokens, temperature, cfg.batch_size, label)
         documents += [Encoded([*p, *a], len(p)) for p, a in zip(prompts, answers, strict=True)]
     return documents
+
+
+def encode_questions(tokenizer: Any, questions: Sequence[str], chat: bool) -> list[list[int]]:
+    """The token ids of prompts, as chats of one turn or as the small models were trained on them.
+
+    Raises:
+        ConfigError: ``chat`` is asked for, and the tokenizer has no template.
+    """
+    if not chat:
+        ids: list[list[int]] = tokenizer([format_question(question) for question in questions])["input_ids"]
+        return ids
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("rollout.chat=true needs a tokenizer with a chat template; leave it out, or add a template.")
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def split_text(text: str) -> Document | None:

@@ -110,8 +110,9 @@ def test_the_loss_holds_that_of_the_estimates() -> None:
     given, plain = head("gated"), copy.deepcopy(head("gated"))
     plain.module.confidence_head = None
     known, rows = features(target(), TEXTS, given.features), [torch.tensor([3, 8, 14])] * 5
-    lesson = Lesson(known, known[0], target()(TEXTS).logits.detach())
-    outputs = list(ChainLoss(given, 5).outputs(TEXTS, lesson, rows))
+    lesson = Lesson(known, known[-1], target().lm_head, target().config.vocab_size)
+    trained = ChainLoss(given, 5)
+    outputs = [trained.output(piece, lesson) for pieces in trained.steps_of(TEXTS, lesson, rows) for piece in pieces]
     difference = ChainLoss(given, 5)(TEXTS, lesson, rows) - ChainLoss(plain, 5)(TEXTS, lesson, rows)
     torch.testing.assert_close(difference, torch.stack([estimate_loss(out) for out in outputs]))
     for out in outputs:
@@ -121,10 +122,11 @@ def test_the_loss_holds_that_of_the_estimates() -> None:
 def test_a_loss_may_be_the_probability_of_a_rejection() -> None:
     given = head("vanilla", confidence=False)
     known, rows = features(target(), TEXTS, given.features), [torch.tensor([3, 8, 14])] * 2
-    lesson = Lesson(known, known[0], target()(TEXTS).logits.detach())
+    lesson = Lesson(known, known[-1], target().lm_head, target().config.vocab_size)
     losses = {share: ChainLoss(given, 2, share)(TEXTS, lesson, rows) for share in (0.0, 0.25, 1.0)}
     hidden = next(given.module.unroll(TEXTS, known, 2, 7)).flatten(0, 1)[rows[0]]
-    p, q = lesson.logits.flatten(0, 1)[rows[0] + 1].softmax(-1), given.module.step_logits(hidden, 0).softmax(-1)
+    wanted = lesson.project(known[-1].flatten(0, 1)[rows[0] + 1])
+    p, q = wanted.softmax(-1), given.module.step_logits(hidden, 0).softmax(-1)
     torch.testing.assert_close(losses[1.0][0], 0.5 * (p - q).abs().sum(-1).mean())
     torch.testing.assert_close(losses[0.25], 0.75 * losses[0.0] + 0.25 * losses[1.0])
     (grad,) = torch.autograd.grad(losses[1.0].sum(), [given.module.fc.weight])

@@ -5,6 +5,7 @@ All heads are trained by one loop and share the fixtures of this file, which is 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -35,6 +36,7 @@ from specgraph.training.heads.head import build_head, start_from
 from specgraph.training.heads.loop import HeadLoop
 from specgraph.training.heads.measure import measure, walk
 from specgraph.training.heads.teacher import Teacher, feature_layers
+from specgraph.training.rollout import encode_questions
 from tests.models import make_model
 
 STEPS = 3
@@ -138,7 +140,11 @@ def following(
         ("eagle", {"layers": 2}),
     ],
 )
-def test_loss_equals_a_naive_one(exact: PreTrainedModel, algorithm: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rows_at_once", [1000, 5])
+def test_loss_equals_a_naive_one(
+    exact: PreTrainedModel, algorithm: str, changes: dict[str, Any], rows_at_once: int
+) -> None:
+    """Also where the loss takes a few rows of a large vocabulary at a time."""
     head = make_head(exact, algorithm, **changes)
     head.module.double()
     expected: list[list[Tensor]] = [[] for _ in range(STEPS)]
@@ -150,7 +156,8 @@ def test_loss_equals_a_naive_one(exact: PreTrainedModel, algorithm: str, changes
 
     batch = collate(TEXTS, pad_id=1, question_weight=0.0)
     rows = counted_rows(batch.weights, ChainConfig(steps=STEPS))
-    actual = ChainLoss(head, STEPS)(batch.tokens, teacher(exact, head.features)(batch.tokens), rows)
+    loss = ChainLoss(head, STEPS, piece=rows_at_once * exact.config.vocab_size)
+    actual = loss(batch.tokens, teacher(exact, head.features)(batch.tokens), rows)
     torch.testing.assert_close(actual, means, rtol=1e-6, atol=0)
     for ours, theirs in zip(torch.autograd.grad(actual.sum(), trained(head.module)), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
@@ -426,3 +433,13 @@ def test_a_head_starts_from_a_trained_one(run: HeadTrainReport, target: PreTrain
     with pytest.raises(ConfigError) as caught:
         start_from(other, str(folder))
     assert_sentence(caught.value, "layers.0.mlp.gate_proj.weight is [48, 32] there and [40, 32] here; train a head of")
+
+
+def test_questions_are_asked_as_chats(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.chat=true needs a tokenizer with a chat template"):
+        encode_questions(tokenizer, ["ab"], chat=True)
+    templated = copy.deepcopy(tokenizer)
+    turn, end = "{% for m in messages %}U{{ m['content'] }}{% endfor %}", "{% if add_generation_prompt %}A{% endif %}"
+    templated.chat_template = turn + end
+    assert encode_questions(templated, ["ab", "c"], chat=True) == tokenizer(["UabA", "UcA"])["input_ids"]
+    assert encode_questions(templated, ["ab"], chat=False) == tokenizer(["Question: ab\nAnswer:"])["input_ids"]

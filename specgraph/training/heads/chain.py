@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from specgraph.drafters.base import DraftHead
 
@@ -43,13 +44,28 @@ class StepOutput(NamedTuple):
     accepted: Tensor | None = None
 
 
-class ChainLoss(nn.Module):
-    """A head together with its loss, as the module that the optimiser trains."""
+class Piece(NamedTuple):
+    """Some rows of one step: their indices ``rows`` ``[R]`` into ``B * S``, what the head's projection reads of them
+    ``[R, H]``, and ``theirs`` ``[R, Ht]``, what the target's reads to predict the same tokens."""
 
-    def __init__(self, head: DraftHead, steps: int, overlap: float = 0.0) -> None:
+    step: int
+    rows: Tensor
+    read: Tensor
+    theirs: Tensor
+
+
+class ChainLoss(nn.Module):
+    """A head together with its loss, as the module that the optimiser trains.
+
+    Attributes:
+        piece: the most logits that the loss computes at once. At 2^27, a tensor of them takes 512 MB in float32, and
+            the loss needs about six of these.
+    """
+
+    def __init__(self, head: DraftHead, steps: int, overlap: float = 0.0, piece: int = 1 << 27) -> None:
         """``overlap`` is the share of the loss that is the probability of a rejection, see :class:`ChainConfig`."""
         super().__init__()
-        self.overlap = overlap
+        self.overlap, self.piece = overlap, piece
         self.head: Any = head.module
         self.steps = steps
         self.mask_token_id = head.mask_token_id
@@ -60,44 +76,66 @@ class ChainLoss(nn.Module):
 
         Args:
             tokens: int64 ``[B, S]``.
-            lesson: the target's hidden states and logits for these tokens.
+            lesson: the target's hidden states for these tokens, and its projection.
             rows: for every step, the indices (int64) of those of the ``B * S`` rows whose predictions count.
         """
-        return torch.stack([self._loss(out) + estimate_loss(out) for out in self.outputs(tokens, lesson, rows)])
+        return torch.stack([self._loss(pieces, lesson) for pieces in self.steps_of(tokens, lesson, rows)])
 
-    def _loss(self, out: StepOutput) -> Tensor:
-        loss = mean_loss(out)
-        if out.accepted is None or not self.overlap:
-            return loss
-        rejected = (1 - out.accepted).sum() / max(1, len(out.accepted))
-        return (1 - self.overlap) * loss + self.overlap * rejected
+    def _loss(self, pieces: Sequence[Piece], lesson: Lesson) -> Tensor:
+        """The loss of one step. With several pieces, their logits are computed again in the backward pass, so that
+        those of one piece are kept at a time."""
+        again = len(pieces) > 1 and torch.is_grad_enabled()
+        parts = [
+            checkpoint(self._sums, piece, lesson, use_reentrant=False, preserve_rng_state=False)
+            if again
+            else self._sums(piece, lesson)
+            for piece in pieces
+        ]
+        nats, counted, rejected, estimated = torch.stack(parts).sum(0) if parts else lesson.hidden.new_zeros(4)
+        total = max(1, sum(len(piece.read) for piece in pieces))
+        loss = nats / counted.clamp_min(1)
+        return (1 - self.overlap) * loss + self.overlap * rejected / total + estimated / total
 
-    def outputs(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[StepOutput]:
-        """The logits of the head and of the target at ``rows``, step by step. The arguments are those of forward."""
-        theirs = lesson.logits.flatten(0, 1)
-        vocabulary = self.head.draft_to_target
+    def _sums(self, piece: Piece, lesson: Lesson) -> Tensor:
+        """Sums over the rows of a piece, float32 or float64 ``[4]``: the cross-entropy, the rows that count for it, the
+        probability of a rejection, and the loss of the estimates."""
+        out = self.output(piece, lesson)
+        nats, counted = summed_loss(out)
+        rejected = nats.new_zeros(()) if out.accepted is None else (1 - out.accepted).sum()
+        return torch.stack([nats, counted.to(nats), rejected, estimate_loss(out) * len(piece.read)])
+
+    def steps_of(self, tokens: Tensor, lesson: Lesson, rows: Sequence[Tensor]) -> Iterator[list[Piece]]:
+        """The rows of every step in pieces, step by step. The arguments are those of forward."""
+        theirs = lesson.hidden.flatten(0, 1)
         dtype = next(parameter.dtype for parameter in self.parameters() if parameter.requires_grad)
         features = tuple(feature.to(dtype) for feature in lesson.features)
         drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id, rows)
-        estimate = getattr(self.head, "step_estimates", lambda rows: None)  # of heads that estimate
         for index, (hidden, chosen) in enumerate(zip(drafts, rows, strict=True)):
-            read = hidden.flatten(0, 1)[chosen]
-            logits, estimates = self.head.step_logits(read, index), estimate(read)
-            wanted = theirs[chosen + 1 + index]
-            learned = estimates is not None or self.overlap > 0
-            accepted = acceptance(logits, wanted, vocabulary) if learned else None
-            counts = torch.ones_like(chosen, dtype=torch.bool)
-            if isinstance(vocabulary, Tensor):
-                counts = torch.isin(wanted.argmax(-1), vocabulary)
-                wanted = wanted[:, vocabulary]
-            yield StepOutput(logits, wanted, counts, estimates, accepted)
+            pieces = chosen.split(max(1, self.piece // lesson.vocab_size))
+            flat = hidden.flatten(0, 1)
+            yield [Piece(index, some, flat[some], theirs[some + 1 + index]) for some in pieces]
+
+    def output(self, piece: Piece, lesson: Lesson) -> StepOutput:
+        """The logits of the head and of the target at the rows of a piece."""
+        vocabulary = self.head.draft_to_target
+        estimate = getattr(self.head, "step_estimates", lambda rows: None)  # of heads that estimate
+        logits, estimates = self.head.step_logits(piece.read, piece.step), estimate(piece.read)
+        wanted = lesson.project(piece.theirs)
+        learned = estimates is not None or self.overlap > 0
+        accepted = acceptance(logits, wanted, vocabulary) if learned else None
+        counts = torch.ones_like(piece.rows, dtype=torch.bool)
+        if isinstance(vocabulary, Tensor):
+            counts = torch.isin(wanted.argmax(-1), vocabulary)
+            wanted = wanted[:, vocabulary]
+        return StepOutput(logits, wanted, counts, estimates, accepted)
 
 
-def mean_loss(out: StepOutput) -> Tensor:
-    """The cross-entropy against the target's distribution over the draft vocabulary, a float32 or float64 scalar."""
+def summed_loss(out: StepOutput) -> tuple[Tensor, Tensor]:
+    """The sum of the cross-entropies against the target's distribution over the draft vocabulary, a float32 or float64
+    scalar, and the number of rows in it."""
     exact = torch.promote_types(out.logits.dtype, torch.float32)
     each = F.cross_entropy(out.logits.to(exact), out.wanted.to(exact).softmax(-1), reduction="none")
-    return (each * out.counts).sum() / out.counts.sum().clamp_min(1)
+    return (each * out.counts).sum(), out.counts.sum()
 
 
 def acceptance(logits: Tensor, wanted: Tensor, vocabulary: Tensor | None) -> Tensor:

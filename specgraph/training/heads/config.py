@@ -98,6 +98,8 @@ class HeadRolloutConfig(RolloutConfig):
     """The most tokens of an answer."""
     batch_size: int = 256
     """How many answers are written together."""
+    chat: bool = False
+    """Ask each question as a chat of one turn, by the tokenizer's template, instead of as Question: ... Answer:."""
 
 
 @dataclass

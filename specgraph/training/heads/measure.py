@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..acceptance import Step
 from ..data import Batch, Encoded, in_order
-from .chain import ChainLoss, counted_rows, mean_loss
+from .chain import ChainLoss, counted_rows, summed_loss
 from .config import ChainConfig
 from .teacher import Teacher
 
@@ -109,9 +109,14 @@ def _hits(
     hits, losses = torch.zeros(cfg.steps, tokens.numel(), device=tokens.device), []
     vocabulary = trained.head.draft_to_target
     with autocast():
-        for step, out in enumerate(trained.outputs(tokens, lesson, rows)):
-            drafted = out.logits.argmax(-1)
-            drafted = vocabulary[drafted] if isinstance(vocabulary, Tensor) else drafted
-            hits[step, rows[step]] = (drafted == tokens.flatten()[rows[step] + 2 + step]).float()
-            losses.append(mean_loss(out).float())
+        for step, pieces in enumerate(trained.steps_of(tokens, lesson, rows)):
+            nats = counted = torch.zeros((), device=tokens.device)
+            for piece in pieces:
+                out = trained.output(piece, lesson)
+                drafted = out.logits.argmax(-1)
+                drafted = vocabulary[drafted] if isinstance(vocabulary, Tensor) else drafted
+                hits[step, piece.rows] = (drafted == tokens.flatten()[piece.rows + 2 + step]).float()
+                summed, rows_counted = summed_loss(out)
+                nats, counted = nats + summed, counted + rows_counted
+            losses.append((nats / counted.clamp_min(1)).float())
     return hits.view(cfg.steps, *tokens.shape).cpu(), torch.stack(losses).cpu()

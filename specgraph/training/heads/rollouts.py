@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from specgraph.errors import InputError
 
-from ..data import Document, Encoded, format_question
-from ..rollout import write_documents
+from ..data import Document, Encoded
+from ..rollout import encode_questions, write_documents
 from .config import HeadTrainConfig
 
 
@@ -30,7 +30,7 @@ def split_rollouts(
         questions = [document.question for document in [*train, *heldout]]
         _write(path, write_documents(_writer(model, tokenizer), tokenizer, questions, cfg.rollout))
     documents = _read(path, len(tokenizer))
-    asked = tokenizer([format_question(document.question) for document in heldout])["input_ids"]
+    asked = encode_questions(tokenizer, [document.question for document in heldout], cfg.rollout.chat)
     held: dict[tuple[int, ...], Encoded | None] = dict.fromkeys(map(tuple, asked))
     learned = []
     for document in documents:
