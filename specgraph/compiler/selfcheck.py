@@ -38,9 +38,9 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torc
 """The largest relative difference of a hidden state that is allowed, ``|a - b| / |b|`` per row. Norms and rotary
 embeddings run in float32 even in a float64 model. A wrong mask or position gives differences of 0.05 to 1."""
 LOGIT_ROWS = 8
-"""The number of last tokens whose logits are compared. A row of logits depends on that row's hidden state alone (tracing
-refuses other heads), and hidden states are compared for all tokens. With a vocabulary of 262,144, the logits of all
-tokens would take several times the memory of a small model's weights."""
+"""The number of last tokens whose logits are compared. A row of logits depends on that row's hidden state alone, since
+tracing refuses other heads, and hidden states are compared for all tokens. With a vocabulary of 262,144, the logits of
+all tokens would take several times the memory of a small model's weights."""
 
 
 def self_check(model: PreTrainedModel, traced: TracedModel, limits: Limits, config: Config) -> str:

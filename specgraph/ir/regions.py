@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import SymInt, Tensor, fx, nn
 
 from specgraph.ir.graphs import get_attribute, new_module
@@ -44,7 +43,7 @@ class _Part:
 
 
 def cut_at_layers(module: fx.GraphModule, make: Callable[[Hashable, fx.GraphModule], nn.Module]) -> fx.GraphModule:
-    """``module`` with a call of a :class:`Region` for every layer, for what is in front of the layers and what is behind.
+    """``module`` with a call of a :class:`Region` for every layer, for what is in front of them and for what is behind.
 
     ``make`` gives the module that regions share, from a graph without weights of its own and a key. Equal keys mean
     equal graphs, also if they come from different modules; ``make`` is called once for each key of this module. If no
