@@ -36,7 +36,7 @@ rows, a step with transposed products takes 722 ms where one with sums takes 1,0
 hybrid takes 20 ms for 31 with 2 rows, since the products are not transposed, and 39 for 44 with 12, where they are.
 
 Without a compiler, on the AMD, for one weight ``[O, I]`` each, as multiples of ``linear`` with one row (one thread, the
-least of 12 runs, on a machine that others were using as well, so a figure may be off by a third):
+least of 12 runs, on a machine that others were using as well, so a figure may be off by half):
 
 | rows | form | 2048, 640 | 65536, 640 | 4864, 896 | 8960, 1536 | 640, 2048 | 1536, 8960 |
 |---|---|---|---|---|---|---|---|

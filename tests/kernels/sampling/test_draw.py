@@ -63,6 +63,14 @@ def test_more_tokens_that_may_win_than_are_scored_first(most: int, monkeypatch: 
     weights[torch.arange(2000) * 8 + torch.arange(2000) % 8] = 0.0
     for seed in range(SEEDS):
         assert_drawn(weights, seed)
+        assert_drawn(weights, seed, stream=STREAM_RESIDUAL)
+
+
+def test_no_noise_exceeds_its_bound() -> None:
+    """That of the token with the smallest exponential of its octet comes within the slack."""
+    noise = Noise(torch.tensor([3]), STREAM_TARGET, torch.tensor([[9]]))
+    below = noise.of_octets(500).unsqueeze(1) - noise.of_tokens(torch.arange(4000)).view(500, 8)
+    assert bool((below > 0).all()) and bool((below.amin(1) < 2 * draw.SLACK).all())
 
 
 def test_the_words_of_octets_are_those_of_their_tokens() -> None:

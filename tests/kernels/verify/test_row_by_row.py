@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specgraph.kernels.sampling import kept
-from specgraph.kernels.sampling.sample import RULES, SHARED_NOISE_RULES, process_logits, sample
+from specgraph.kernels.sampling.sample import RULES, SHARED_NOISE_RULES, STEP_NOISE_RULES, process_logits, sample
 from specgraph.kernels.verify import row_by_row
 from specgraph.kernels.verify.arguments import LOGPROBS, Verified, Verify
 from specgraph.kernels.verify.pieces import invert_vocabulary
@@ -90,6 +90,17 @@ def test_options_that_are_off(rule: str, off: tuple[str, ...]) -> None:
         given.temperature.zero_()
         given.logprobs = "raw"  # temperature 0 without log-probabilities is for all rows together
     assert_defined(given)
+
+
+@pytest.mark.parametrize("rule", STEP_NOISE_RULES)
+def test_the_token_behind_accepted_drafts_has_noise_of_its_own(rule: str) -> None:
+    """Four tokens are as likely as each other, so that drafts are accepted now and then and noise decides the next."""
+    given = problem(rule=rule, top_k=None, top_p=None, min_p=None, temperature=torch.ones(BATCH))
+    given.logits = torch.full_like(given.logits, -math.inf)
+    given.logits[..., 100:104] = 0.0
+    given.draft_tokens = torch.randint(100, 104, (BATCH, DRAFTS), generator=torch.Generator().manual_seed(2))
+    found = assert_defined(given)
+    assert int((found.num_emitted - given.num_forced > 1).sum()) > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
