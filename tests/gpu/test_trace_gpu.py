@@ -64,6 +64,6 @@ def test_what_is_told_of_a_sequence_does_not_depend_on_the_batch() -> None:
 def test_nothing_waits_for_the_device() -> None:
     tested, given = decoder("eagle3", 3), [prompt.cpu() for prompt in prompts()[:COUNT]]
     for _ in range(2):
-        tested.generate(given, trace=True, **OPTIONS)
+        tested.generate(given, trace=True, temperature=0.0, **OPTIONS)
     with no_synchronisation():
-        tested.generate(given, trace=True, **OPTIONS)
+        tested.generate(given, trace=True, temperature=0.0, **OPTIONS)
