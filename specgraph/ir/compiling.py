@@ -102,7 +102,8 @@ class Compiled(nn.Module):
         direct = self._direct.get(key)
         if direct is not None:
             return direct(inputs)
-        with _noting() as noted:
+        # Two sizes that are equal by chance, such as those of a batch and of a cache, stay two sizes.
+        with _noting() as noted, torch.fx.experimental._config.patch(use_duck_shape=False):
             results = self._checked(*args, **kwargs)
         direct = _direct_call(inputs, noted, results)
         if direct is not None:
