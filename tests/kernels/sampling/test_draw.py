@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -55,15 +56,26 @@ def test_without_noise_it_is_the_first_of_the_largest() -> None:
     assert draw_row(torch.full((9,), -math.inf), None) == 0
 
 
-@pytest.mark.parametrize("most", [draw.MOST, 600])
-def test_more_tokens_that_may_win_than_are_scored_first(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "calls"), [(draw.MOST, False), (40, True)])
+def test_more_tokens_that_may_win_than_are_scored_first(
+    most: int, calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """One token of each octet has all of its weight, so that most bounds are far above the scores."""
+    dense: list[Tensor] = []
+
+    def spy(*given: Any) -> Tensor:
+        dense.append(sample(*given))
+        return dense[-1]
+
+    monkeypatch.setattr(draw, "FIRST", 8)
     monkeypatch.setattr(draw, "MOST", most)
+    monkeypatch.setattr(draw, "sample", spy)
     weights = torch.full((16_000,), -math.inf)
     weights[torch.arange(2000) * 8 + torch.arange(2000) % 8] = 0.0
     for seed in range(SEEDS):
         assert_drawn(weights, seed)
         assert_drawn(weights, seed, stream=STREAM_RESIDUAL)
+    assert (len(dense) > SEEDS) == calls
 
 
 def test_no_noise_exceeds_its_bound() -> None:
