@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import functools
 import inspect
 import io
 import re
@@ -25,6 +26,7 @@ from specgraph.bench.models import SHAPES
 from specgraph.cli import commands, main
 from specgraph.cli.config import CONFIGURATIONS
 from specgraph.config import Config
+from specgraph.config.draft import trained_by
 from specgraph.training.heads.config import HeadTrainConfig, check_head_config
 from tests.gpu.pieces import PIECES
 from tests.test_examples import NAMES
@@ -174,6 +176,26 @@ def _pytest(words: list[str]) -> str:
     return ""
 
 
+BENCHMARKS = ("fetch_models", "real_models", "markdown")
+
+
+def _benchmark(name: str, words: list[str]) -> str:
+    """A developer's tool that needs a model of gigabytes: its options must exist."""
+    text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in text]
+    if unknown:
+        raise CommandError(f"benchmarks/{name}.py has no option {', '.join(unknown)}")
+    return ""
+
+
+def _trained_head(words: list[str]) -> str:
+    """The model, the folder of questions, where to work, the algorithm and the seconds."""
+    *_, algorithm, seconds = words
+    if algorithm not in trained_by() or not (ROOT / "benchmarks" / "train_head.sh").exists() or not seconds.isdigit():
+        raise CommandError(f"train_head.sh takes an algorithm and seconds, not {algorithm!r} and {seconds!r}")
+    return ""
+
+
 CHECKS = cast(
     "dict[tuple[str, ...], Callable[[list[str]], str]]",
     {
@@ -184,6 +206,8 @@ CHECKS = cast(
         ("pip", "install"): _pip,
         ("make",): _make,
         ("bash", "tests/gpu/run_offline.sh"): _on_a_gpu,
+        ("bash", "benchmarks/train_head.sh"): _trained_head,
+        **{("python", f"benchmarks/{name}.py"): functools.partial(_benchmark, name) for name in BENCHMARKS},
         ("python",): _example,
     },
 )

@@ -308,7 +308,10 @@ def test_visible_and_fused_verification_emit_the_same(rule: str) -> None:
     order = ["expose_features", "insert_kv_cache", "insert_draft", "insert_verify"]
     made = compiled(double(), draft=noisy_copy(), verify={"rule": rule}, pipeline={"order": order})
     fused = compiled(double(), draft=noisy_copy(), verify={"rule": rule})
-    for options in ({"temperature": 0.0, "seed": 7}, {"temperature": 1.0, "top_k": 30, "seed": 8, "return_logprobs": True}):
+    for options in (
+        {"temperature": 0.0, "seed": 7},
+        {"temperature": 1.0, "top_k": 30, "seed": 8, "return_logprobs": True},
+    ):
         a, b = (d.generate(PROMPTS, max_new_tokens=16, **options) for d in (made, fused))
         assert same(a.new_tokens, b.new_tokens)
         assert a.logprobs is None or (b.logprobs is not None and same(a.logprobs, b.logprobs))
