@@ -285,7 +285,9 @@ def read_sampling(
     check_range("min_p", mins, "in [0, 1]", 0, 1, above=False)
     whole_ks = [min(whole("top_k", k), 1 << 62) for k in ks]
     values = zip(temperatures, whole_ks, ps, mins, read_seeds(seed, batch), strict=True)
-    return [Sampling(float(t), k, float(p), float(m), s) for t, k, p, m, s in values]
+    # What truncates a distribution changes no greedy choice. Without it the step is shorter, and a trace says what the
+    # target thinks of a token that top_k would have cut off.
+    return [Sampling(float(t), k, float(p), float(m), s) if t else Sampling(seed=s) for t, k, p, m, s in values]
 
 
 def read_seeds(seed: PerSequence, batch: int) -> list[int]:

@@ -25,6 +25,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
         {"generation_config": GenerationConfig(temperature=0.7, top_p=0.9)}, "temperature and top_p have no effect",
     ),
 }  # fmt: skip
+CUT: list[dict[str, Any]] = [{}, {"top_k": 1, "top_p": 0.1, "min_p": 0.9}]
 SAID: dict[str, dict[str, Any]] = {
     "off": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
     "greedy by temperature": {"temperature": 0, "top_p": 0.9, "seed": 1},
@@ -80,3 +81,15 @@ def test_scoring_asks_for_no_seed(decoder: SpeculativeDecoder) -> None:
     decoder.score(PROMPTS, logprobs="processed")
     with pytest.warns(SpecgraphWarning, match="^top_p has no effect"):
         decoder.score(PROMPTS, logprobs="processed", top_p=0.5)
+
+
+def test_a_greedy_trace_shows_what_the_target_thinks_whatever_would_be_cut_off(decoder: SpeculativeDecoder) -> None:
+    """A model's own top_k or top_p is no reason for a target's probability of 0."""
+    traces = [
+        decoder.generate([[5, 6, 7, 5] * 4], max_new_tokens=8, temperature=0, trace=True, **options).trace
+        for options in CUT
+    ]
+    plain, cut = (
+        [d.target_probability for step in trace for d in step.drafts] for trace in traces if trace is not None
+    )
+    assert plain == cut and plain and all(probability > 0 for probability in plain)
