@@ -108,7 +108,7 @@ def _joined(tokenizer: Any, messages: Sequence[Any], variables: Mapping[str, Any
 
 
 def _without_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message.get("content")
+    content: Any = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if _is_text_parts(content) else message
 
 

@@ -365,7 +365,7 @@ MISTAKES = {
     "model=./nowhere": "model=./nowhere: there is no such folder.",
     "model=.": "model=. cannot be loaded as a causal LM: There is no config.json; ",
     "model=": "model is empty; give the folder or name of a causal LM.",
-    "prompt=": "The prompt '' has no tokens; give it some text.",
+    "prompt=": "The tokenizer makes no token of the text ''; give it some text.",
     "template='{answer}'": "template: there is no field 'answer'; there are question, prompt.",
     "template='{'": "template: ",
     "template='Say something.'": "template has no field, so all prompts would be the same; write {question} ",
