@@ -36,6 +36,7 @@ PURPOSES = {
     "accelerate": "the command train",
     "datasets": "examples/reinforce.py",
     "fastapi": "examples/serve.py",
+    "gguf": "model=FILE.gguf of generate",
     "llguidance": "json_schema, regex and grammar of generate",
     "lm_eval": "evaluation by lm_eval --model specgraph",
     "matplotlib": "the key plot of generate and bench, and the loss curves of train",

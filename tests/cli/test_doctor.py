@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -131,16 +132,29 @@ def test_a_copy_that_hides_the_folder_of_the_sources(
     assert f"shall have an effect, install that folder: python -m pip install -e {empty_folder}\n" in shown
 
 
-def test_a_folder_that_hides_the_installed_copy(capsys: pytest.CaptureFixture[str]) -> None:
-    root = Path(doctor.__file__).parents[2]
-    script = (
-        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in str(f)];"
-        "from specgraph.cli import main; sys.exit(main(['doctor', 'decode=false']))"
+WITHOUT_FINDERS = (
+    "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in str(f)];"
+    "from specgraph.cli import main; sys.exit(main(['doctor', 'decode=false']))"
+)
+"""As in a folder that is not the one that was installed for editing."""
+
+
+def test_a_folder_that_hides_the_installed_copy_and_is_no_clone(tmp_path: Path) -> None:
+    shutil.copytree(Path(doctor.__file__).parents[1], tmp_path / "specgraph")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FINDERS], capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 1
-    assert f"{root / 'specgraph'} has no kernels: it is not installed, or it hides a copy that is" in done.stdout
-    assert f"- Install this folder itself, and not a copy: python -m pip install -e {root}\n" in done.stdout
+    assert f"{tmp_path / 'specgraph'} has no kernels: it is not installed, or it hides a copy that is" in done.stdout
+    assert f"- Install this folder itself, and not a copy: python -m pip install -e {tmp_path}\n" in done.stdout
+
+
+def test_a_clone_that_hides_the_installed_copy_runs() -> None:
+    root = Path(doctor.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FINDERS], capture_output=True, text=True, check=False, cwd=root
+    )
+    assert done.returncode == 0 and "has no kernels" not in done.stdout
 
 
 def test_an_old_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
