@@ -85,7 +85,7 @@ class Compiled(nn.Module):
             _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
             names = [node.name for node in module.graph.find_nodes(op="placeholder")]
             self._num_weights = sum(name.startswith(WEIGHT) for name in names)
-        options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         self._checked = torch.compile(module, backend=_inductor, dynamic=True, options=options)
         self._direct: dict[Hashable, _DirectCall] = {}
 
@@ -103,7 +103,8 @@ class Compiled(nn.Module):
         if direct is not None:
             return direct(inputs)
         # Two sizes that are equal by chance, such as those of a batch and of a cache, stay two sizes.
-        with _noting() as noted, torch.fx.experimental._config.patch(use_duck_shape=False):
+        sizes: Any = torch.fx.experimental._config
+        with _noting() as noted, sizes.patch(use_duck_shape=False):
             results = self._checked(*args, **kwargs)
         direct = _direct_call(inputs, noted, results)
         if direct is not None:
@@ -182,7 +183,7 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Seq
     """Inductor as a backend of Dynamo, whose functions note their calls."""
     from torch._inductor.compile_fx import compile_fx  # takes a second
 
-    function = compile_fx(graph, inputs, config_patches={"post_grad_custom_pre_pass": _OurOps()})
+    function: Any = compile_fx(graph, inputs, config_patches={"post_grad_custom_pre_pass": _OurOps()})
 
     def noting(*arguments: Any) -> Sequence[Any]:
         results: Sequence[Any] = function(*arguments)

@@ -146,8 +146,8 @@ def _describe(module: fx.GraphModule, part: _Part, name: str) -> tuple[Hashable,
         if node not in own:
             own[node] = graph.node_copy(node, copied)
             numbers[node] = len(numbers)
-            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda read: _Number(numbers[read]))
-            key.append((node.target, repr(arguments)))
+            numbered: Callable[[fx.Node], Any] = lambda read: _Number(numbers[read])  # noqa: E731
+            key.append((node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), numbered))))
         return own[node]
 
     for node in part.nodes:

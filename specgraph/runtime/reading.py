@@ -144,8 +144,8 @@ class Reader:
         parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, forbids, strict=True)
         as_argmax = [as_transformers and each for each in greedy]
         requests = [
-            Request(p, end, own, eos, capped, *more, first)
-            for (p, (end, capped), own, eos, *more), first in zip(parts, as_argmax, strict=True)
+            Request(p, end, own, eos, capped, how, padded, host, forbidding, first)
+            for (p, (end, capped), own, eos, how, padded, host, forbidding), first in zip(parts, as_argmax, strict=True)
         ]
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
         batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,

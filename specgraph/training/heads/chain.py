@@ -94,7 +94,8 @@ class ChainLoss(nn.Module):
         nats, counted, rejected, estimated = torch.stack(parts).sum(0) if parts else lesson.hidden.new_zeros(4)
         total = max(1, sum(len(piece.read) for piece in pieces))
         loss = nats / counted.clamp_min(1)
-        return (1 - self.overlap) * loss + self.overlap * rejected / total + estimated / total
+        mixed: Tensor = (1 - self.overlap) * loss + self.overlap * rejected / total + estimated / total
+        return mixed
 
     def _sums(self, piece: Piece, lesson: Lesson) -> Tensor:
         """Sums over the rows of a piece, float32 or float64 ``[4]``: the cross-entropy, the rows that count for it, the
@@ -111,7 +112,7 @@ class ChainLoss(nn.Module):
         features = tuple(feature.to(dtype) for feature in lesson.features)
         drafts = self.head.unroll(tokens, features, self.steps, self.mask_token_id, rows)
         for index, (hidden, chosen) in enumerate(zip(drafts, rows, strict=True)):
-            pieces = chosen.split(max(1, self.piece // lesson.vocab_size))
+            pieces = torch.split(chosen, max(1, self.piece // lesson.vocab_size))
             flat = hidden.flatten(0, 1)
             yield [Piece(index, some, flat[some], theirs[some + 1 + index]) for some in pieces]
 
