@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgraph.kernels.sampling import kept
 from specgraph.kernels.sampling.sample import RULES, SHARED_NOISE_RULES, STEP_NOISE_RULES, process_logits, sample
+from specgraph.kernels.step.tokens import NAN_FOUND
 from specgraph.kernels.verify import row_by_row
 from specgraph.kernels.verify.arguments import LOGPROBS, Verified, Verify
 from specgraph.kernels.verify.pieces import invert_vocabulary
@@ -128,7 +129,7 @@ def test_nan_is_found_where_it_counts(rule: str) -> None:
     given.logits = torch.where(torch.rand(given.logits.shape, generator=torch.Generator().manual_seed(1)) < 3e-4,
                                math.nan, given.logits)  # fmt: skip
     found = assert_defined(given)
-    assert 0 < int(found.bad.sum()) < int(given.logits.isnan().flatten(1).any(1).sum())
+    assert 0 < int((found.bad == NAN_FOUND).sum()) < int(given.logits.isnan().flatten(1).any(1).sum())
 
 
 @pytest.mark.parametrize("rule", ["probabilistic", "block"])
