@@ -20,6 +20,7 @@ MODEL = EXAMPLES / "models" / "tiny-math" / "draft"
 KEYS = [
     f"model={MODEL}", "template=Question: {question}\\nAnswer:", "dtype=float64", "lowering=eager", "format=jsonl",
     "debug.self_check=false", "temperature=0.8", "seed=7", "max_new_tokens=60", "limit=8",
+    "draft.num_speculative_tokens=4",  # else the time of steps decides how many drafts each has
     f"prompts={EXAMPLES / 'data' / 'gsm8k_test_200.jsonl'}",
 ]  # fmt: skip
 
