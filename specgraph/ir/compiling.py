@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from specgraph import kernels
-from specgraph.ir.regions import WEIGHT, cut_at_layers
+from specgraph.ir.regions import cut_at_layers
 
 MOST_LAYOUTS = 256
 """The most layouts of inputs that a module remembers. Sizes of a cache change with the requests."""
@@ -59,11 +59,11 @@ _regions: WeakValueDictionary[Hashable, nn.Module] = WeakValueDictionary()
 """The regions that some decoder of this process still uses, by what they compute."""
 
 
-def _compile_region(key: Hashable, region: fx.GraphModule) -> nn.Module:
+def _compile_region(key: Hashable, region: fx.GraphModule, num_weights: int) -> nn.Module:
     """A region compiled by Inductor, or the one with the same key that was compiled before."""
     known = _regions.get(key)
     if known is None:
-        _regions[key] = known = Compiled(region)
+        _regions[key] = known = Compiled(region, num_weights)
     return known
 
 
@@ -78,13 +78,12 @@ class Compiled(nn.Module):
 
     _is_impure = True  # it may write a cache, as the module does, so dead-code elimination keeps its calls
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_weights: int = 0) -> None:
+        """The last ``num_weights`` inputs of every call are weights."""
         super().__init__()
-        self._num_weights = 0
         if isinstance(module, fx.GraphModule):
             _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
-            names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-            self._num_weights = sum(name.startswith(WEIGHT) for name in names)
+        self._num_weights = num_weights
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         self._checked = torch.compile(module, backend=_inductor, dynamic=True, options=options)
         self._direct: dict[Hashable, _DirectCall] = {}
@@ -104,7 +103,7 @@ class Compiled(nn.Module):
             return direct(inputs)
         # Two sizes that are equal by chance, such as those of a batch and of a cache, stay two sizes.
         sizes: Any = torch.fx.experimental._config
-        with _noting() as noted, sizes.patch(use_duck_shape=False):
+        with _CHECKED, sizes.patch(use_duck_shape=False), _noting() as noted:
             results = self._checked(*args, **kwargs)
         direct = _direct_call(inputs, noted, results)
         if direct is not None:
@@ -166,6 +165,9 @@ def _layout(value: Any) -> Hashable:
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
+_CHECKED = threading.Lock()
+"""Held in calls that go through Dynamo, which change one of its settings while they last. In torch 2.13 settings
+are those of a thread; where they are not, two such calls side by side would not put it back."""
 _notes = threading.local()
 
 

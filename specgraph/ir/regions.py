@@ -16,8 +16,8 @@ from torch import SymInt, Tensor, fx, nn
 
 from specgraph.ir.graphs import get_attribute, new_module
 
-WEIGHT = "weight_"
-"""How the names of inputs begin that are weights."""
+Make = Callable[[Hashable, fx.GraphModule, int], nn.Module]
+"""Makes the module that regions share, from their key, their graph, and how many of its last inputs are weights."""
 
 
 class Region(nn.Module):
@@ -42,12 +42,11 @@ class _Part:
     outputs: list[fx.Node]
 
 
-def cut_at_layers(module: fx.GraphModule, make: Callable[[Hashable, fx.GraphModule], nn.Module]) -> fx.GraphModule:
+def cut_at_layers(module: fx.GraphModule, make: Make) -> fx.GraphModule:
     """``module`` with a call of a :class:`Region` for every layer, for what is in front of them and for what is behind.
 
-    ``make`` gives the module that regions share, from a graph without weights of its own and a key. Equal keys mean
-    equal graphs, also if they come from different modules; ``make`` is called once for each key of this module. If no
-    two layers are alike, the result is ``module`` itself.
+    ``make`` is called once for each key of this module. Equal keys mean equal graphs, also if they come from different
+    modules. If no two layers are alike, the result is ``module`` itself.
     """
     parts = _parts(module)
     described = [_describe(module, part, f"region_{index}") for index, part in enumerate(parts)]
@@ -66,7 +65,7 @@ def cut_at_layers(module: fx.GraphModule, make: Callable[[Hashable, fx.GraphModu
         outer(node)
     for index, (part, (key, alone)) in enumerate(zip(parts, described, strict=True)):
         if key not in shared:
-            shared[key] = make(key, alone)
+            shared[key] = make(key, alone, len(part.weights))
         weights = [get_attribute(module, str(node.target)) for node in part.weights]
         root.add_module(f"region_{index}", Region(shared[key], weights))
         result = graph.call_module(f"region_{index}", tuple(map(outer, part.values)))
@@ -138,7 +137,7 @@ def _describe(module: fx.GraphModule, part: _Part, name: str) -> tuple[Hashable,
         own[node] = graph.placeholder(f"value_{len(own)}")
         key.append(_kind(node.meta.get("val")))
     for node in part.weights:
-        own[node] = graph.placeholder(f"{WEIGHT}{len(own)}")
+        own[node] = graph.placeholder(f"weight_{len(own)}")
         key.append(_kind(get_attribute(module, str(node.target))))
     numbers = {node: index for index, node in enumerate(own)}
 

@@ -25,8 +25,8 @@ def cut(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[Hashable, fx.Graph
     """What becomes of a module, and the graphs that its regions share."""
     made: dict[Hashable, fx.GraphModule] = {}
 
-    def make(key: Hashable, region: fx.GraphModule) -> nn.Module:
-        assert key not in made
+    def make(key: Hashable, region: fx.GraphModule, num_weights: int) -> nn.Module:
+        assert key not in made and num_weights <= len(region.graph.find_nodes(op="placeholder"))
         made[key] = region
         return region
 
