@@ -94,6 +94,10 @@ def _allows(mask: np.ndarray[Any, Any], token: int) -> bool:
     return 0 <= token < mask.size * WORD and bool(int(mask[token // WORD]) >> token % WORD & 1)
 
 
+MOST_BOUNDARIES = 32
+"""The most texts of ``structure_after`` that are kept for a tokenizer."""
+
+
 class Grammars:
     """Compiles grammars for one model. What the library makes of a tokenizer is kept, since that takes it a second."""
 
@@ -167,11 +171,16 @@ class Grammars:
         """
         if isinstance(after, str) and after:
             known = self._boundaries.setdefault(tokenizer, {})
-            if (after, eos_ids) not in known:
+            boundary = known.get((after, eos_ids))
+            if boundary is None:
                 own = self._own_tokenizer(tokenizer, eos_ids)
-                vocabulary = [own.decode_bytes([token]) for token in range(self._vocab_size)]
-                known[after, eos_ids] = TextBoundary(after.encode(), vocabulary, own)
-            return known[after, eos_ids]
+                vocabulary = next((other.vocabulary for other in [*known.values()] if other.tokenizer is own), None)
+                vocabulary = vocabulary or [own.decode_bytes([token]) for token in range(self._vocab_size)]
+                boundary = TextBoundary(after.encode(), vocabulary, own)
+                if len(known) >= MOST_BOUNDARIES:  # clients of a server may choose the texts
+                    known.clear()
+                known[after, eos_ids] = boundary
+            return boundary
         if isinstance(after, bool) or not isinstance(after, int) or not 0 <= after < self._vocab_size:
             raise InputError(
                 f"structure_after is a text or a token id (0 to {self._vocab_size - 1}), or a list with one for each "

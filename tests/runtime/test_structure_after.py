@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
 from specgraph import InputError, SpeculativeDecoder
+from specgraph.runtime.grammar import MOST_BOUNDARIES, Grammars
 from specgraph.runtime.later import TextBoundary
 from tests.decoding import CONFIG, compiled
 
@@ -182,3 +183,18 @@ def test_what_is_wrong_is_one_sentence(plain: SpeculativeDecoder, name: str) -> 
     with pytest.raises(InputError, match=message) as caught:
         plain.generate([PROMPT], tokenizer=TOKENIZER, **given)
     assert "\n" not in str(caught.value)
+
+
+def test_texts_are_kept_up_to_a_number_and_share_the_bytes_of_tokens() -> None:
+    grammars = Grammars(len(TOKENIZER))
+
+    def boundary(text: str) -> TextBoundary:
+        (matching,) = grammars.read({"regex": "a", "structure_after": text}, lambda: TOKENIZER, [(EOS,)], [0])
+        found: Any = matching
+        return found._following._boundary
+
+    first = boundary("text 0")
+    assert boundary("text 0") is first
+    others = [boundary(f"text {number}") for number in range(1, 2 * MOST_BOUNDARIES)]
+    assert all(other.vocabulary is first.vocabulary for other in others)
+    assert len(grammars._boundaries[TOKENIZER]) <= MOST_BOUNDARIES
