@@ -23,6 +23,7 @@ from specgraph.dump import check_folder
 from specgraph.errors import ConfigError, SpecgraphWarning, UnsupportedModelError
 from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
+from specgraph.ir.compiling import start_compiler
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
@@ -81,6 +82,8 @@ def compile_speculative(
             stacklevel=2,
         )
     config = settle_lowering(config, model.device, model.dtype)
+    if config.lowering.remainder == "inductor" and model.device.type == "cpu":
+        start_compiler()
     read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
     passes = build_passes(config, model.device)
     if config.debug.dump_dir is not None:

@@ -46,6 +46,36 @@ def _digest() -> bytes:
     return digest
 
 
+_SMALL_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(const float* in_ptr0, float* out_ptr0)
+{
+    at::vec::Vectorized<float>::loadu(in_ptr0).store(out_ptr0);
+}
+"""
+
+
+@functools.cache
+def start_compiler() -> None:
+    """Let Inductor look at the C++ compiler and compile its header for a CPU, in a thread beside what follows.
+
+    On a machine that has not done so before this takes some ten seconds, nearly all of them in other processes, which
+    otherwise the first request waits for. If it fails, that request tells why.
+    """
+    # What the thread needs is imported here, because two threads that import modules which import each other may see
+    # unfinished ones. The first request would import it otherwise.
+    import torch._inductor.compile_fx
+    from torch._inductor.async_compile import AsyncCompile
+
+    def compile_small_kernel() -> None:
+        with contextlib.suppress(Exception):
+            pending = AsyncCompile().cpp_pybinding(["const float*", "float*"], _SMALL_KERNEL)
+            if hasattr(pending, "result"):
+                pending.result()
+
+    threading.Thread(target=compile_small_kernel, name="specgraph-start-compiler", daemon=True).start()
+
+
 def compile_module(module: nn.Module) -> nn.Module:
     """``module`` compiled by Inductor, for sizes that may change, when it is first called.
 
