@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -158,18 +159,28 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dtypes(model: PreTrainedModel) -> None:
-    """Refuse a quantised model: its layers unpack their weights by code that cannot be traced."""
+    """Refuse a model with packed weights: its layers unpack them by code that cannot be traced.
+
+    transformers calls a model quantised, too, whose weights it has dequantised while it loaded them.
+    """
     quantised = getattr(model, "is_quantized", False)
-    other = next(((name, p.dtype) for name, p in model.named_parameters() if p.dtype not in _DTYPES), None)
-    if not quantised and other is None:
+    kept = itertools.chain(model.named_parameters(), model.named_buffers() if quantised else ())
+    other = next(((name, value) for name, value in kept if value.dim() > 1 and not _is_plain(value)), None)
+    if other is None:
         return
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
     how = f" by {getattr(method, 'value', method)}" if method is not None else ""
-    where = f": {other[0]} is {other[1]}" if other is not None else ""
+    kind = type(other[1]).__name__ if other[1].dtype in _DTYPES else other[1].dtype
     raise UnsupportedModelError(
-        f"{type(model).__name__} is quantised{how}{where}, and specgraph runs weights in float64, float32, bfloat16 or "
-        "float16; load it without a quantization_config, as by from_pretrained(..., dtype=torch.bfloat16)."
+        f"{type(model).__name__} is quantised{how}: {other[0]} is {kind}, and specgraph runs weights in float64, "
+        "float32, bfloat16 or float16; load it without a quantization_config, as by from_pretrained(..., "
+        "dtype=torch.bfloat16), or with one that says dequantize=True."
     )
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor may be a weight or a mask, and holds nothing packed."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in (*_DTYPES, torch.bool)
 
 
 def _host_default() -> contextlib.AbstractContextManager[object]:

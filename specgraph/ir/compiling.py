@@ -64,7 +64,7 @@ def start_compiler() -> None:
     """
     # What the thread needs is imported here, because two threads that import modules which import each other may see
     # unfinished ones. The first request would import it otherwise.
-    import torch._inductor.compile_fx
+    from torch._inductor import compile_fx  # noqa: F401
     from torch._inductor.async_compile import AsyncCompile
 
     def compile_small_kernel() -> None:

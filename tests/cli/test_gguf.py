@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+import specgraph
 from specgraph.cli import main
 from specgraph.cli.loading import load_model
 
@@ -91,10 +92,13 @@ def test_a_gguf_file_is_a_model(file: Path, model: Any, beside: bool, capsys: py
     assert f"model={file}: the weights of the GGUF file are dequantised to float32" in shown.err
 
 
-def test_transformers_reads_the_same_weights(file: Path, model: Any) -> None:
-    """The file that this test writes is one."""
+def test_what_transformers_has_dequantised_is_a_model_like_any_other(file: Path, model: Any) -> None:
+    """Without a kernel for packed weights it dequantises them, and still calls the model quantised."""
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    assert type(loaded) is type(model)
+    prompt = torch.tensor([5, 6, 7])
+    expected = model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 3:]
+    decoder = specgraph.compile_speculative(loaded)
+    assert decoder.generate([prompt], max_new_tokens=8).new_tokens[0].equal(expected)
 
 
 def test_a_file_that_is_not_there_or_cannot_be_read_is_one_sentence(

@@ -232,8 +232,10 @@ def mixed() -> Any:
 
 
 def quantised() -> Any:
-    """As ``from_pretrained`` marks a model that bitsandbytes has quantised."""
+    """As ``from_pretrained`` marks a model that bitsandbytes has quantised, with one weight of eight bits."""
     model: Any = make_model("llama", num_hidden_layers=1)
+    weight = model.lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(weight, dtype=torch.int8), requires_grad=False)
     model.config.quantization_config, model.is_quantized = BitsAndBytesConfig(load_in_8bit=True), True
     return model
 
@@ -269,7 +271,7 @@ MODELS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "float8": (lambda: compiled(make_model("llama", num_hidden_layers=1).to(torch.float8_e4m3fn)),
                UnsupportedModelError, "is quantised: model.embed_tokens.weight is torch.float8_e4m3fn, and specgraph"),
     "bitsandbytes": (lambda: specgraph.compile_speculative(quantised()), UnsupportedModelError,
-                     "LlamaForCausalLM is quantised by bitsandbytes, and .*; load it without a quantization_config"),
+                     "is quantised by bitsandbytes: lm_head.weight is torch.int8, and .*; load it without a quanti"),
     "head of NaN": (lambda: specgraph.compile_speculative(llama(), draft=nan_head()), NumericsError,
                     r"The draft's fc.weight .* holds NaN, so none of its drafts would be accepted"),
     "head that overflows": (lambda: specgraph.compile_speculative(llama(), draft=overflowing()), NumericsError,
