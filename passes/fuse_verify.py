@@ -1,7 +1,7 @@
 """``process_logits, accept, residual, sample_next, emit`` and ``token_logprobs`` become one ``specgraph::verify``.
 
 The pattern is found from its last node, and every piece must read what its neighbours read: the same drafts, the same
-processed logits, the same row counts. A researcher's changed piece is left alone and reported. ``nan_rows`` of the same
+processed logits, the same row counts. A researcher's changed piece is left alone and reported. ``bad_rows`` of the same
 rows joins them, which saves reading the logits again; of other rows it stays as it is.
 """
 
@@ -149,9 +149,9 @@ def _fuse(program: Program, match: _Match) -> None:
 
 
 def _nan_checks(match: _Match) -> list[fx.Node]:
-    """``nan_rows`` of the logits, rows and window that are verified here, behind the verification."""
+    """``bad_rows`` of the logits, rows and window that are verified here, behind the verification."""
     logits, drafts = match.arguments["logits"], match.arguments["draft_tokens"]
     window = drafts.args[0] if drafts.target is step.draft_tokens else None
     verified = {"window": window, "num_rows": match.arguments["num_rows"], "num_forced": match.arguments["num_forced"]}
-    checks = [n for n in logits.users if n.target is step.nan_rows and match.emit < n]
+    checks = [n for n in logits.users if n.target is step.bad_rows and match.emit < n]
     return [n for n in checks if all(_arguments(n)[name] is value for name, value in verified.items())]

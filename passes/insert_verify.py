@@ -106,7 +106,7 @@ class InsertVerify(Pass):
         verified_rows = chain.call(operator.getitem, verified, 2, name="verified_rows") if asked else None
         chain.call(verify.token_logprobs, logits, processed, tokens, state["num_forced"], name="logprobs",
                    role="logprobs", logprobs="none")  # fmt: skip
-        chain.call(step.nan_rows, logits, program.input("window"), *rows, name="bad", role="bad")
+        chain.call(step.bad_rows, logits, program.input("window"), *rows, name="bad", role="bad")
         emitted = chain.call(step.cut_at_eos, tokens, state["num_forced"], state["eos_ids"], name="emitted_tokens")
         count = chain.call(step.count_emitted, emitted, name="num_emitted_tokens")
         computed = {"emitted": emitted, "num_emitted": count}

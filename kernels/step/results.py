@@ -5,7 +5,7 @@ For ``B`` sequences, ``T`` rows of the call and ``W`` rows of a decode step, the
 
 - the last ``min(num_emitted, W)`` tokens that the sequence emitted, and padding after them (``W`` columns),
 - the bits of their float32 log-probabilities (``W`` columns),
-- the number of tokens emitted, what is wrong with the logits (:class:`~specgraph.kernels.step.tokens.NanRows`), and the
+- the number of tokens emitted, what is wrong with the logits (:class:`~specgraph.kernels.step.tokens.BadRows`), and the
   number of rows of the next step,
 - the bits of what the drafter thinks of the drafts of the next step, float32 (``C`` columns: ``W - 1``, or 0 for a
   drafter that does not say),

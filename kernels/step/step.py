@@ -111,15 +111,15 @@ def rows_before_last(hidden: Tensor) -> Tensor:
     return hidden[:, :-1].contiguous()
 
 
-def nan_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
+def bad_rows(logits: Tensor, window: Tensor, num_rows: Tensor, num_forced: Tensor) -> Tensor:
     """What is wrong with the logits ``[B, R, V]`` of the real, unforced rows of each sequence: int32 ``[B]``.
 
     -1 is a NaN, and a number above 0 says that the row of the block in front of that number has nothing but -inf, see
-    :class:`~specgraph.kernels.step.tokens.NanRows`.
+    :class:`~specgraph.kernels.step.tokens.BadRows`.
     ``window`` ``[B, T]`` gives the number of rows ``T`` of the whole block, from which follows where the ``R`` rows
     lie.
     """
-    bad: Tensor = torch.ops.specgraph.nan_rows(logits, num_rows, num_forced, window.shape[1])
+    bad: Tensor = torch.ops.specgraph.bad_rows(logits, num_rows, num_forced, window.shape[1])
     return bad
 
 

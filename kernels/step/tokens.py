@@ -24,7 +24,7 @@ _NOTHING = tl.constexpr(0x7FFFFFFF)
 
 
 @dataclass(slots=True)
-class NanRows:
+class BadRows:
     """What is wrong with the logits ``[B, R, V]`` of the real, unforced rows of each sequence: int32 ``[B]``.
 
     It is ``NAN_FOUND`` if there is a NaN among them. Otherwise it is 1 + the row of the block that is the first to have
@@ -66,8 +66,8 @@ class Advance:
     eos_ids: Tensor
 
 
-def nan_rows_reference(given: NanRows) -> Tensor:
-    """:class:`NanRows` in plain PyTorch."""
+def bad_rows_reference(given: BadRows) -> Tensor:
+    """:class:`BadRows` in plain PyTorch."""
     logits, num_rows, num_forced = given.logits, given.num_rows, given.num_forced
     rows = logits.shape[1]
     first = num_forced.clamp(max=given.width - rows)
@@ -135,7 +135,7 @@ def _among(tokens: Tensor, ids: Tensor) -> Tensor:
 
 
 @triton.jit
-def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
+def _bad_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOCK: tl.constexpr):
     """Search one row for a NaN, and for anything but -inf. The grid is (B * R,), and the smallest finding counts."""
     b, r = tl.program_id(0) // rows, tl.program_id(0) % rows
     forced = tl.load(num_forced + b)
@@ -158,7 +158,7 @@ def _nan_rows_kernel(bad, logits, num_rows, num_forced, width, rows, vocab, BLOC
 
 @triton.jit
 def what_is_bad(broken, row, empty):
-    """:class:`NanRows` of one sequence: its rows ``[R]`` that have a NaN, their places, and which are ``empty``."""
+    """:class:`BadRows` of one sequence: its rows ``[R]`` that have a NaN, their places, and which are ``empty``."""
     first = tl.min(tl.where(empty, row.to(tl.int32) + 1, _NOTHING), 0)
     return tl.where(tl.max(broken, 0) > 0, -1, tl.where(first == _NOTHING, 0, first))
 
@@ -225,14 +225,14 @@ def _advance_kernel(
     tl.store(num_forced + b, 0)
 
 
-def nan_rows_triton(given: NanRows) -> Tensor:
-    """:class:`NanRows` in one kernel that reads the rows in question once."""
+def bad_rows_triton(given: BadRows) -> Tensor:
+    """:class:`BadRows` in one kernel that reads the rows in question once."""
     logits = given.logits
     batch, rows, vocab = logits.shape
     bad = torch.full((batch,), _NOTHING.value, dtype=torch.int32, device=logits.device)
     block = min(triton.next_power_of_2(vocab), 8192)
     if bad.numel() and rows and vocab:
-        _nan_rows_kernel[(batch * rows,)](
+        _bad_rows_kernel[(batch * rows,)](
             bad, logits.contiguous(), given.num_rows.contiguous(), given.num_forced.contiguous(), given.width, rows,
             vocab, BLOCK=block,
         )  # fmt: skip
@@ -276,7 +276,7 @@ def _advance_covers(given: Advance) -> bool:
     return all(tensor.is_contiguous() for tensor in state)
 
 
-def _nan_rows_fake(given: NanRows) -> Tensor:
+def _bad_rows_fake(given: BadRows) -> Tensor:
     logits = given.logits
     require(logits.dim() == 3, lambda: "logits must be [B, R, V]")
     for name, values in (("num_rows", given.num_rows), ("num_forced", given.num_forced)):
@@ -303,8 +303,8 @@ def _advance_fake(given: Advance) -> None:
         check_batch(name, getattr(given, name), batch)
 
 
-NAN_ROWS = declare(
-    Op("nan_rows", NanRows, _nan_rows_fake, triton_or_reference(nan_rows_triton, nan_rows_reference, moves_only=True))
+BAD_ROWS = declare(
+    Op("bad_rows", BadRows, _bad_rows_fake, triton_or_reference(bad_rows_triton, bad_rows_reference, moves_only=True))
 )
 CUT_AT_EOS = declare(
     Op(

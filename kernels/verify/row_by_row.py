@@ -16,7 +16,7 @@ from specgraph.kernels.sampling.constants import STREAM_TARGET
 from specgraph.kernels.sampling.draw import Noise, draw_row
 from specgraph.kernels.sampling.kept import process_row, row_options
 from specgraph.kernels.sampling.sample import clean_logits
-from specgraph.kernels.step.tokens import NanRows, nan_rows_reference
+from specgraph.kernels.step.tokens import BadRows, bad_rows_reference
 from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.host import Block, blocks, laid_out
 from specgraph.kernels.verify.pieces import next_noise
@@ -64,7 +64,7 @@ def verify_strict(given: Verify) -> Verified:
         emitted.append(block.emitted(own.__getitem__))
         if width:
             _write_logprobs(logprobs[b], own, block, emitted[b])
-    return laid_out(given, emitted, bad_rows(given), logprobs)
+    return laid_out(given, emitted, _bad_rows(given), logprobs)
 
 
 def _write_logprobs(out: Tensor, own: _OwnTokens, block: Block, emitted: list[int]) -> None:
@@ -72,14 +72,14 @@ def _write_logprobs(out: Tensor, own: _OwnTokens, block: Block, emitted: list[in
         out[row] = own.logprob(row - block.first, emitted[row])
 
 
-def bad_rows(given: Verify) -> Tensor:
+def _bad_rows(given: Verify) -> Tensor:
     """What :class:`~specgraph.kernels.verify.arguments.Verified` calls ``bad``.
 
     Logits whose largest are finite have nothing that is bad; to see that takes a twentieth of the time.
     """
     if bool(given.logits.amax(-1).isfinite().all()):
         return given.num_rows.new_zeros(len(given.num_rows), dtype=torch.int32)
-    return nan_rows_reference(NanRows(given.logits, given.num_rows, given.num_forced, given.positions.shape[1]))
+    return bad_rows_reference(BadRows(given.logits, given.num_rows, given.num_forced, given.positions.shape[1]))
 
 
 def sample_next_row(

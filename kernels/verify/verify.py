@@ -34,7 +34,7 @@ Noise other than the target's own is keyed by the position that the first row wh
 counted from there. So forced rows change nothing behind them, and no token depends on how its prompt was cut.
 
 The op also says which sequences have a NaN among the logits they need, or a row of -inf, which has no token
-(:func:`~specgraph.kernels.step.nan_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`),
+(:func:`~specgraph.kernels.step.bad_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`),
 except for float64, which is the reference's. On a CPU at temperature 0 it is a loop
 (:mod:`specgraph.kernels.verify.greedy`), and wide rows are verified one by one
 (:mod:`specgraph.kernels.verify.row_by_row`). :mod:`specgraph.kernels.verify.pieces` has the functions,
@@ -53,7 +53,7 @@ from specgraph.kernels.ops import Op, declare, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.kept import is_wide, process_rows
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step.index import select_state
-from specgraph.kernels.step.tokens import NanRows, nan_rows_reference
+from specgraph.kernels.step.tokens import BadRows, bad_rows_reference
 from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.greedy import is_greedy, verify_greedy
 from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next, token_logprobs
@@ -91,7 +91,7 @@ def _composed(given: Verify, process: Callable[..., Tensor], draw_next: Callable
     emitted, num_emitted, accepted_rows = emit(given.draft_tokens, num_accepted, token, *rows)
     raw_logits = logits if given.raw_logits is None else given.raw_logits
     logprobs = token_logprobs(raw_logits, processed, emitted, given.num_forced, logprobs=given.logprobs)
-    bad = nan_rows_reference(NanRows(logits, *rows, given.positions.shape[1]))
+    bad = bad_rows_reference(BadRows(logits, *rows, given.positions.shape[1]))
     return Verified(emitted, num_emitted, accepted_rows, logprobs, bad)
 
 

@@ -56,7 +56,7 @@ def test_two_stages_of_a_dump_show_what_the_pass_did(dump: Path) -> None:
     assert any(line.startswith("  + verification = torch.ops.specgraph.verify.default(") for line in lines)
     gone = [line.split()[1] for line in lines if line.startswith("  - ")]
     assert gone == ["processed", "num_accepted", "weights", "next_token", "verified"]
-    assert "  ~ bad = nan_rows(" in "\n".join(lines)
+    assert "  ~ bad = bad_rows(" in "\n".join(lines)
     assert lines[-1].startswith("  values: all that both compute (") and lines[-1].endswith("equal in every bit")
 
 

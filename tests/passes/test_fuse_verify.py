@@ -207,12 +207,12 @@ def test_looking_for_nan_joins_the_op_if_it_looks_at_the_same_rows(changed: str 
     drafts.replace_all_uses_with(cut)
     emitted, number, values = (node(program, name) for name in ("emitted", "number", "values"))
     rows = (program.input("num_rows"), program.input("num_forced"))
-    bad = program.call(step.nan_rows, program.input("logits"), window, *rows, name="bad", role="bad")
+    bad = program.call(step.bad_rows, program.input("logits"), window, *rows, name="bad", role="bad")
     program.set_output(emitted, number, values, bad)
     if changed is not None and value is not None:
         set_argument(program, "bad", changed, program.input(value))
     before, after = program.step(), last(program, [FuseVerify()])
-    assert (after.one("bad").target is step.nan_rows) == (changed is not None)
+    assert (after.one("bad").target is step.bad_rows) == (changed is not None)
     inputs = random_inputs(1, K + 1)
     inputs["logits"][1, 3, 2] = inputs["logits"][2, 0, 0] = torch.nan
     inputs["window"] = torch.nn.functional.pad(inputs["drafts"], (1, 0))

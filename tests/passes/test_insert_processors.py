@@ -62,7 +62,7 @@ def test_visible_verification_reads_changed_logits_but_for_raw_log_probabilities
     lines = body(built("none", InsertProcessors()))
     (processed,) = (line for line in lines if "process_logits(" in line)
     (values,) = (line for line in lines if "token_logprobs(" in line)
-    (bad,) = (line for line in lines if "nan_rows(" in line)
+    (bad,) = (line for line in lines if "bad_rows(" in line)
     for line in (processed, bad):
         assert "(after_force_tokens, " in line
     assert "(logits, processed," in values

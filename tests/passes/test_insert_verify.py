@@ -48,7 +48,7 @@ def test_the_pieces_stand_between_the_logits_and_the_draft():
         next_token = sample_next(weights, seeds, next_positions, num_accepted, num_forced, rule="typical")
         verified_tokens, _, _ = emit(drafts, num_accepted, next_token, num_rows, num_forced)
         logprobs = token_logprobs(logits, processed, verified_tokens, num_forced, logprobs="none")
-        bad = nan_rows(logits, window, num_rows, num_forced)
+        bad = bad_rows(logits, window, num_rows, num_forced)
         emitted = cut_at_eos(verified_tokens, num_forced, eos_ids)
         num_emitted = count_emitted(emitted)
         drafter_tokens = draft_inputs(window, emitted, vocab_size=101)

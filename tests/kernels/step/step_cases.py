@@ -42,7 +42,7 @@ def _layout() -> dict[str, Case]:
         "needed_rows": (step.needed_rows, (hidden, _ids(0, 1, 2), 2), {}),
         "take_rows": (step.take_rows, (hidden, _ids(0, 2, -1), 1), {}),
         "draft_tokens": (step.draft_tokens, (tokens,), {}),
-        "nan_rows": (step.nan_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
+        "bad_rows": (step.bad_rows, (logits, tokens, _ids(3, 3, 3), _ids(0, 0, 0)), {}),
         "cut_at_eos": (step.cut_at_eos, (emitted, _ids(0, 1, 0), _ids(*[[EOS, -1]] * 3)), {}),
         "cut_at_eos, many": (step.cut_at_eos, (emitted, _ids(0, 1, 0), many_eos), {}),
         "cut_rows": (step.cut_rows, (tokens, emitted), {}),

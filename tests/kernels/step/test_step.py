@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.step import step
 from specgraph.kernels.step.rows import ROW_SLOTS
-from specgraph.kernels.step.tokens import ADVANCE, CUT_AT_EOS, NAN_ROWS
+from specgraph.kernels.step.tokens import ADVANCE, BAD_ROWS, CUT_AT_EOS
 from tests.kernels.step.step_cases import moved, run_case, step_cases, tensors
 
 NONE = -1
@@ -106,20 +106,20 @@ def test_nan_counts_in_real_unforced_rows_as_needed_rows_places_them(
     logits = torch.zeros(2, 2, 3)
     logits[1, bad_row, 1] = NAN
     window = torch.zeros(2, 4)
-    bad = step.nan_rows(logits, window, ids(4, num_rows), ids(0, num_forced))
+    bad = step.bad_rows(logits, window, ids(4, num_rows), ids(0, num_forced))
     assert bad.tolist() == [0, -1 if found else 0]
 
 
-def test_nan_rows_sees_exactly_the_rows_that_needed_rows_takes():
+def test_bad_rows_sees_exactly_the_rows_that_needed_rows_takes():
     width, count = 6, 3
     for forced in range(width):
         for row in range(width):
             hidden = torch.zeros(1, width, 1)
             hidden[0, row] = NAN
             taken = step.needed_rows(hidden, ids(forced), count)
-            bad = step.nan_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
+            bad = step.bad_rows(taken, torch.zeros(1, width), ids(width), ids(forced))
             assert bad.tolist() == [-1 if forced <= row < forced + count else 0]
-            in_triton = NAN_ROWS.form("triton")(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
+            in_triton = BAD_ROWS.form("triton")(taken.to(DEVICE), ids(width).to(DEVICE), ids(forced).to(DEVICE), width)
             assert torch.equal(in_triton.cpu(), bad)
 
 
@@ -131,11 +131,11 @@ def test_the_first_needed_row_of_nothing_but_minus_infinity_is_named_by_its_plac
             hidden[0, rows] = -torch.inf
             hidden[0, 1] = torch.tensor([-torch.inf] * (vocab - 1) + [0.0])  # one token is left
             taken = step.needed_rows(hidden, ids(forced), count)
-            bad = step.nan_rows(taken, torch.zeros(1, width), ids(width - 1), ids(forced))
+            bad = step.bad_rows(taken, torch.zeros(1, width), ids(width - 1), ids(forced))
             empty = [row for row in rows if forced <= row < min(forced + count, width - 1) and row != 1]
             assert bad.tolist() == [1 + min(empty) if empty else 0]
             given = (taken, ids(width - 1), ids(forced))
-            in_triton = NAN_ROWS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width)
+            in_triton = BAD_ROWS.form("triton")(*(tensor.to(DEVICE) for tensor in given), width)
             assert torch.equal(in_triton.cpu(), bad) and in_triton.dtype == bad.dtype == torch.int32
 
 

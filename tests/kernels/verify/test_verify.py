@@ -20,7 +20,7 @@ from specgraph.kernels.sampling.sample import (
     sample,
     uniform,
 )
-from specgraph.kernels.step import nan_rows, needed_rows
+from specgraph.kernels.step import bad_rows, needed_rows
 from specgraph.kernels.verify import (
     LOSSLESS_RULES,
     accept,
@@ -498,7 +498,7 @@ def composed(given: dict[str, Any], rule: str) -> tuple[Tensor, ...]:
         num_emitted,
         accepted_rows,
         token_logprobs(given["logits"], processed, emitted, forced, logprobs="processed"),
-        nan_rows(given["logits"], given["positions"], rows, forced),
+        bad_rows(given["logits"], given["positions"], rows, forced),
     )
 
 
