@@ -25,4 +25,5 @@ import specgraph.kernels.step
 import specgraph.kernels.step.block
 import specgraph.kernels.step.results
 import specgraph.kernels.verify
+import specgraph.kernels.verify.rank
 import specgraph.kernels.verify.score  # noqa: F401

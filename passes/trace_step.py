@@ -2,8 +2,9 @@
 
 For the drafts that a step verifies, the op ``score`` gives their probabilities under the target: those that the rule
 compares, or at temperature 1 for a greedy sequence. The same call does so for the tokens that the step emits, since the
-token in the place of a rejected draft has the same row of logits. For the drafts that the step makes, the op gives the
-probabilities that they were drawn with. All of them travel to the host with the other results of the step, so nothing
+token in the place of a rejected draft has the same row of logits. The op ``rank`` says of the same tokens how many
+others had larger logits. For the drafts that the step makes, ``score`` gives the probabilities that they were drawn
+with. All of them travel to the host with the other results of the step, so nothing
 waits for it.
 
 The decoder applies this pass to the steps of requests that ask for a trace.
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+import specgraph.kernels.verify.rank  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
@@ -28,6 +30,7 @@ from specgraph.passes.pause_step import last_processor
 from specgraph.passes.process_drafts import DRAWS, LOGITS
 from specgraph.passes.score_rows import PROCESSING, SCORE
 
+RANK = torch.ops.specgraph.rank.default
 EMITTED = 4
 """Which argument of ``advance_`` are the emitted tokens; the next one is their number."""
 NUM_EMITTED = 3
@@ -57,15 +60,16 @@ class TraceStep(Pass):
             tokens, counts, num_rows, temperature = _traced_tokens(program, logits, advance)
             tracer = _Tracer(program, {**sampling, "temperature": temperature})
             target = tracer.score(logits, tokens, num_rows, "target_logprobs")
+            ranks = program.graph.call_function(RANK, (logits, tokens, num_rows))
             draws = [node for node in program.graph.nodes if node.target in DRAWS]
             groups = [*_together(draws)]
             drawn = [draw for group in groups for draw in group]
             drafts: Any = advance.args[6]
             traced = program.graph.call_function(
-                step.trace_columns, (target, counts, drawn, [*map(tracer.drawn, groups)], [*drafts]),
+                step.trace_columns, (target, ranks, counts, drawn, [*map(tracer.drawn, groups)], [*drafts]),
                 {"count": _count(program)},
             )  # fmt: skip
-        traced.name = "traced"
+        ranks.name, traced.name = "target_ranks", "traced"
         (results,) = program.graph.output_node().args
         program.set_output(*results, traced)  # type: ignore[misc]
         note = f"the drafts that are verified, the token behind them, and {len(draws)} draws"

@@ -2,9 +2,9 @@
 
 ``specgraph::trace_tokens`` gives the tokens whose log-probabilities under the target are wanted, ``drawn_ids`` those
 whose log-probabilities under the drafter are wanted, and ``trace_columns`` puts together what the host is told. In
-between, ``specgraph::score`` (:mod:`specgraph.kernels.verify.score`) computes the log-probabilities. ``B`` is the
-number of sequences, ``T`` that of the rows of the window, and ``R`` that of the rows of logits; ids and counts are
-int64.
+between, ``specgraph::score`` (:mod:`specgraph.kernels.verify.score`) computes the log-probabilities, and
+``specgraph::rank`` (:mod:`specgraph.kernels.verify.rank`) the ranks of the first tokens. ``B`` is the number of
+sequences, ``T`` that of the rows of the window, and ``R`` that of the rows of logits; ids and counts are int64.
 
 Each of the three is one launch; as separate ATen operations they took 37, for which a small model has to wait. Each
 program makes what belongs to one sequence, or in ``drawn_ids`` to one token. Nothing is computed but integers, and
@@ -80,6 +80,7 @@ class TraceColumns:
     """What the host is told of a step, see :func:`trace_columns`."""
 
     logprobs: Tensor
+    ranks: Tensor
     counts: Tensor
     drawn: list[Tensor]
     drawn_logprobs: list[Tensor]
@@ -128,25 +129,30 @@ def drawn_ids(
 
 
 def trace_columns(
-    logprobs: Tensor, counts: Tensor, drawn: list[Tensor], drawn_logprobs: list[Tensor], drafts: list[Tensor], *,
-    count: int,
+    logprobs: Tensor, ranks: Tensor, counts: Tensor, drawn: list[Tensor], drawn_logprobs: list[Tensor],
+    drafts: list[Tensor], *, count: int,
 ) -> Tensor:  # fmt: skip
-    """What the host is told of a step, int32 ``[B, 3 * count + 1]``: numbers, and the bits of float32.
+    """What the host is told of a step, int32 ``[B, 4 * count + 2]``: numbers, and the bits of float32.
 
     The first ``count`` columns are the log-probabilities of the drafts that the step verified, under the target: 0
     behind the last of them, and NaN where there is no row for one. The next are the drafts of the following step, -1
-    for none. Then come the log-probabilities that these were drawn with, NaN where a draft was not drawn. The last
-    column is that of the last token which the step emitted, under the target, or 0 if it emitted none.
+    for none. Then come the log-probabilities that these were drawn with, NaN where a draft was not drawn. The next
+    column is that of the last token which the step emitted, under the target, or 0 if it emitted none. The last columns
+    are the ranks under the target of the drafts that the step verified, and that of the last token which it emitted, 0
+    for none.
 
     Args:
         logprobs: float32 ``[B, R, 2]``, those of :attr:`TracedTokens.tokens` under the target.
+        ranks: int32 ``[B, R, 2]``, those of the same tokens.
         counts: those of :class:`TracedTokens`, ``[B, 2]``.
         drawn: tokens ``[B, k]`` that were drawn, ids of the target.
         drawn_logprobs: float32 ``[B, k]``, with as many columns in all.
         drafts: ``[B, k]`` each, those of the following step.
         count: how many drafts of a sequence a step verifies and makes.
     """
-    columns: Tensor = torch.ops.specgraph.trace_columns(logprobs, counts, drawn, drawn_logprobs, drafts, count=count)
+    columns: Tensor = torch.ops.specgraph.trace_columns(
+        logprobs, ranks, counts, drawn, drawn_logprobs, drafts, count=count
+    )
     return columns
 
 
@@ -172,19 +178,27 @@ def drawn_ids_reference(given: DrawnIds) -> tuple[Tensor, Tensor]:
 
 def trace_columns_reference(given: TraceColumns) -> Tensor:
     """:class:`TraceColumns` in plain PyTorch."""
-    verified, own = given.logprobs.unbind(2)
     counts, count = given.counts, given.count
-    known = torch.arange(verified.shape[1] - 1, device=verified.device) < counts[:, :1]
-    verified = _padded(torch.where(known, verified[:, :-1], 0.0), count, torch.nan)
-    last = own.gather(1, (counts[:, 1:] - 1).clamp_min(0))
+    (verified, last), (ranks, last_rank) = (_of_tokens(values, counts) for values in (given.logprobs, given.ranks))
+    verified, ranks = _padded(verified, count, torch.nan), _padded(ranks, count, 0)
     none = counts[:, :0]
     drafts, drawn = (torch.cat(values, 1) if values else none for values in (given.drafts, given.drawn))
-    logprobs = torch.cat(given.drawn_logprobs, 1) if given.drawn_logprobs else none.to(own.dtype)
+    logprobs = torch.cat(given.drawn_logprobs, 1) if given.drawn_logprobs else none.to(verified.dtype)
     drafts, drawn, logprobs = _padded(drafts, count, -1), _padded(drawn, count, -2), _padded(logprobs, count, torch.nan)
     made = torch.where(drawn == drafts, logprobs, torch.nan)
-    last = torch.where(counts[:, 1:] > 0, last, 0.0)
     before, behind = (values.contiguous().view(torch.int32) for values in (verified, torch.cat([made, last], 1)))
-    return torch.cat([before, drafts.to(torch.int32), behind], 1)
+    return torch.cat([before, drafts.to(torch.int32), behind, ranks, last_rank], 1)
+
+
+def _of_tokens(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``values`` ``[B, R, 2]``, those of the drafts ``[B, R - 1]`` and that of the last own token ``[B, 1]``.
+
+    Those that ``counts`` does not count are 0.
+    """
+    verified, own = values.unbind(2)
+    known = torch.arange(verified.shape[1] - 1, device=verified.device) < counts[:, :1]
+    last = own.gather(1, (counts[:, 1:] - 1).clamp_min(0))
+    return torch.where(known, verified[:, :-1], 0), torch.where(counts[:, 1:] > 0, last, 0)
 
 
 def _padded(values: Tensor, count: int, fill: float) -> Tensor:
@@ -246,7 +260,7 @@ def _drawn_ids_kernel(
 
 @triton.jit
 def _trace_columns_kernel(
-    columns, logprobs, counts, drawn, drawn_bits, drafts, rows,
+    columns, logprobs, ranks, counts, drawn, drawn_bits, drafts, rows,
     COUNT: tl.constexpr, DRAWN: tl.constexpr, DRAWN_STRIDES: tl.constexpr, BITS: tl.constexpr,
     BITS_STRIDES: tl.constexpr, DRAFTS: tl.constexpr, DRAFTS_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -257,21 +271,25 @@ def _trace_columns_kernel(
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     num_verified, num_own = tl.load(counts + b * 2), tl.load(counts + b * 2 + 1)
-    own = logprobs + b * rows * 2
-    verified = tl.load(own + column * 2, mask=(column < rows - 1) & (column < num_verified), other=0)
+    known, place = (column < rows - 1) & (column < num_verified), b * rows * 2 + column * 2
+    verified, rank = tl.load(logprobs + place, mask=known, other=0), tl.load(ranks + place, mask=known, other=0)
     verified = tl.where(column < rows - 1, verified, _NAN_BITS)
-    last = tl.load(own + tl.maximum(num_own - 1, 0) * 2 + 1, mask=num_own > 0, other=0)
+    place = b * rows * 2 + tl.maximum(num_own - 1, 0) * 2 + 1
+    last = tl.load(logprobs + place, mask=num_own > 0, other=0)
+    last_rank = tl.load(ranks + place, mask=num_own > 0, other=0)
     draft = column_of(drafts, b, column, -1, tl.int64, DRAFTS, DRAFTS_STRIDES)
     token = column_of(drawn, b, column, -2, tl.int64, DRAWN, DRAWN_STRIDES)
     bits = column_of(drawn_bits, b, column, 0, tl.int32, BITS, BITS_STRIDES)
     bits = tl.where(token == draft, bits, _NAN_BITS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    out = columns + b * (3 * COUNT + 1)
+    out = columns + b * (4 * COUNT + 2)
     tl.store(out + column, verified, mask=column < COUNT)
     tl.store(out + COUNT + column, draft.to(tl.int32), mask=column < COUNT)
     tl.store(out + 2 * COUNT + column, bits, mask=column < COUNT)
     tl.store(out + 3 * COUNT, last)
+    tl.store(out + 3 * COUNT + 1 + column, rank, mask=column < COUNT)
+    tl.store(out + 4 * COUNT + 1, last_rank)
 
 
 def trace_tokens_triton(given: TraceTokens) -> TracedTokens:
@@ -312,9 +330,9 @@ def trace_columns_triton(given: TraceColumns) -> Tensor:
     pdl = supports_pdl(columns.device)
     if len(columns):
         _trace_columns_kernel[(len(columns),)](
-            columns, given.logprobs.contiguous().view(torch.int32), given.counts.contiguous(), drawn, bits, drafts,
-            given.logprobs.shape[1], COUNT=count, DRAWN=drawn_widths, DRAWN_STRIDES=drawn_strides, BITS=bits_widths,
-            BITS_STRIDES=bits_strides, DRAFTS=draft_widths, DRAFTS_STRIDES=draft_strides,
+            columns, given.logprobs.contiguous().view(torch.int32), given.ranks.contiguous(), given.counts.contiguous(),
+            drawn, bits, drafts, given.logprobs.shape[1], COUNT=count, DRAWN=drawn_widths, DRAWN_STRIDES=drawn_strides,
+            BITS=bits_widths, BITS_STRIDES=bits_strides, DRAFTS=draft_widths, DRAFTS_STRIDES=draft_strides,
             BLOCK=triton.next_power_of_2(max(count, 1)), PDL=pdl, num_warps=1, **launch_options(pdl),
         )  # fmt: skip
     return columns
@@ -341,11 +359,13 @@ def _drawn_ids_fake(given: DrawnIds) -> tuple[Tensor, Tensor]:
 
 
 def _trace_columns_fake(given: TraceColumns) -> Tensor:
-    logprobs, counts = given.logprobs, given.counts
+    logprobs, ranks, counts = given.logprobs, given.ranks, given.counts
     batch, *both = logprobs.shape
     require(len(both) == 2 and both[1] == 2, lambda: f"logprobs must be [B, R, 2], not {[batch, *both]}")
     require(counts.shape == (batch, 2), lambda: f"counts must be {[batch, 2]}, not {list(counts.shape)}")
     require(logprobs.dtype == torch.float32, lambda: f"logprobs must be float32, not {logprobs.dtype}")
+    require(ranks.shape == logprobs.shape, lambda: f"ranks must be {[batch, *both]}, not {list(ranks.shape)}")
+    require(ranks.dtype == torch.int32, lambda: f"ranks must be int32, not {ranks.dtype}")
     for name in ("drawn", "drawn_logprobs", "drafts"):
         for values in getattr(given, name):
             check_batch(name, values, batch)
@@ -353,7 +373,7 @@ def _trace_columns_fake(given: TraceColumns) -> Tensor:
     require(not others, lambda: f"drawn_logprobs must be float32, not {others[0]}")
     drawn, beside = (sum(values.shape[1] for values in own) for own in (given.drawn, given.drawn_logprobs))
     require(drawn == beside, lambda: f"drawn_logprobs must have the {drawn} columns of drawn, not {beside}")
-    return counts.new_empty(batch, 3 * given.count + 1, dtype=torch.int32)
+    return counts.new_empty(batch, 4 * given.count + 2, dtype=torch.int32)
 
 
 TRACE_TOKENS = declare(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 from specgraph.explore.reading import Dump
 from specgraph.runtime.trace import FORMAT
 
+T = TypeVar("T")
 AGAIN = "write it again with python -m specgraph generate trace=FILE"
 ACCEPTED, REJECTED, BEHIND, ENDED, CUT = "accepted", "rejected", "behind", "ended", "cut"
 WHY = {
@@ -49,20 +50,24 @@ target chose in its place, and ``{ratio}`` is p/q."""
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft: its token and text, what became of it (a key of :data:`WHY`), and its probabilities if known."""
+    """A draft: its token and text, what became of it (a key of :data:`WHY`), and its probabilities if known.
+
+    ``rank`` is that of the token under the target. Traces of earlier versions do not have it.
+    """
 
     token: int
     text: str | None
     verdict: str
     target: float | None
     draft: float | None
+    rank: int | None
 
 
 @dataclass(frozen=True)
 class TraceStep:
     """What a step did for a sequence, as :class:`~specgraph.runtime.trace.TracedStep` describes it, with texts.
 
-    ``own`` is the probability of the target's own token. Traces of earlier versions do not have it.
+    ``own`` and ``own_rank`` are of the target's own token. Traces of earlier versions do not have them.
     """
 
     step: int
@@ -74,6 +79,7 @@ class TraceStep:
     tokens: tuple[int, ...]
     texts: tuple[str, ...] | None
     own: float | None
+    own_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -191,21 +197,25 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _step(record: Mapping[str, Any]) -> TraceStep:
-    tokens, texts, own = tuple(int(token) for token in record["tokens"]), record.get("texts"), record.get("own")
+    tokens, texts = tuple(int(token) for token in record["tokens"]), record.get("texts")
     drafts = [_draft(draft) for draft in record["drafts"]]
     return TraceStep(
         int(record["step"]), int(record["sequence"]), int(record["position"]), float(record["seconds"]),
         bool(record["prompt"]), tuple(_judged(drafts, tokens)), tokens,
-        None if texts is None else tuple(str(text) for text in texts), None if own is None else float(own),
+        None if texts is None else tuple(str(text) for text in texts), _given(float, record.get("own")),
+        _given(int, record.get("own_rank")),
     )  # fmt: skip
 
 
 def _draft(record: Mapping[str, Any]) -> Draft:
-    text, target, draft = record.get("text"), record["target"], record["draft"]
     return Draft(
-        int(record["token"]), None if text is None else str(text), ACCEPTED if record["accepted"] else REJECTED,
-        None if target is None else float(target), None if draft is None else float(draft),
+        int(record["token"]), _given(str, record.get("text")), ACCEPTED if record["accepted"] else REJECTED,
+        _given(float, record["target"]), _given(float, record["draft"]), _given(int, record.get("rank")),
     )  # fmt: skip
+
+
+def _given(kind: Callable[[Any], T], value: Any) -> T | None:
+    return None if value is None else kind(value)
 
 
 def _judged(drafts: Sequence[Draft], tokens: Sequence[int]) -> list[Draft]:

@@ -110,7 +110,7 @@ def first_error(error: BaseException, before: BaseException | None = None) -> st
 
 def num_traced(width: int) -> int:
     """The columns of a trace, where a decode step has ``width`` rows."""
-    return 3 * (width - 1) + 1
+    return 4 * (width - 1) + 2
 
 
 class TracedRow(NamedTuple):
@@ -121,12 +121,16 @@ class TracedRow(NamedTuple):
         drafts: those that it made, -1 for none.
         drawn: the log-probabilities that these were drawn with, NaN for those that were not drawn.
         last: the log-probability under the target of the last token that it emitted.
+        ranks: those of the verified drafts under the target, from 1; 0 for none.
+        last_rank: that of the last token that it emitted.
     """
 
     verified: list[float]
     drafts: list[int]
     drawn: list[float]
     last: float
+    ranks: list[int]
+    last_rank: int
 
 
 class TracedRows(NamedTuple):
@@ -146,7 +150,8 @@ class TracedRows(NamedTuple):
         """What it says of one sequence, which verifies ``made`` of its new drafts at most."""
         own, count = self.columns[place], self.drafts
         numbers, floats = own.tolist(), own.view(torch.float32).tolist()
-        return TracedRow(floats[:count], numbers[count : 2 * count][:made], floats[2 * count : -1], floats[-1])
+        drafts, drawn, last = numbers[count : 2 * count][:made], floats[2 * count : 3 * count], floats[3 * count]
+        return TracedRow(floats[:count], drafts, drawn, last, numbers[3 * count + 1 : -1], numbers[-1])
 
 
 @dataclass

@@ -32,12 +32,15 @@ class TracedDraft:
         target_probability: under the target at its place, after the drafts before it and all options of the request;
             at temperature 1 for a greedy sequence. Behind a rejected draft, that is of a text that nobody wrote.
         draft_probability: what it was drawn with, in the same sense; None if it was not drawn, as by a lookup.
+        target_rank: its rank among all tokens by the target's logits, after processors and before temperature and
+            truncation: 1 is the token that the target would choose greedily.
     """
 
     token: int
     accepted: bool
     target_probability: float
     draft_probability: float | None
+    target_rank: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class TracedStep:
         prompt: whether it ran the rest of a prompt, so that there were no drafts.
         own_probability: that of :attr:`own_token` under the target, in the same sense as a draft's and at the same
             place as that of the rejected draft; None if there is no such token.
+        own_rank: its rank, in the same sense as a draft's.
     """
 
     step: int
@@ -65,6 +69,7 @@ class TracedStep:
     seconds: float
     prompt: bool = False
     own_probability: float | None = None
+    own_rank: int | None = None
 
     @property
     def rejected(self) -> TracedDraft | None:
@@ -155,10 +160,11 @@ class Trace(Sequence[TracedStep]):
     def text(self, tokenizer: Any = None, *, color: bool | None = None) -> str:
         """For people: a line for each step, with accepted drafts in green and the rejected one struck through in red.
 
-        Behind a rejected draft stand its probabilities under the target and under the drafter, and behind the token
-        that the target chose instead stands that one's. Drafts behind a rejected one are dimmed. Without ``color``, an
-        accepted draft stands in brackets, and one that was not between tildes; None is with colours if standard output
-        is a terminal. Without ``tokenizer``, tokens are numbers.
+        Behind a rejected draft stand its probability and its rank under the target, and its probability under the
+        drafter. Behind the token that the target chose instead stand its probability and its rank under the target.
+        Drafts behind a rejected one are dimmed. Without ``color``, an accepted draft stands in brackets, and one that
+        was not between tildes; None is with colours if standard output is a terminal. Without ``tokenizer``, tokens are
+        numbers.
         """
         color = sys.stdout.isatty() if color is None else color
         lines = [[f"sequence {sequence}"] for sequence in range(len(self.prompts))]
@@ -174,6 +180,7 @@ def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
             **({} if tokenizer is None else {"text": tokenizer.decode([draft.token])}),
             "accepted": draft.accepted,
             "target": _known(draft.target_probability),
+            "rank": draft.target_rank,
             "draft": _known(draft.draft_probability),
         }
         for draft in step.drafts
@@ -181,7 +188,7 @@ def _record(step: TracedStep, tokenizer: Any) -> dict[str, Any]:
     record = {
         "step": step.step, "sequence": step.sequence, "position": step.position, "seconds": step.seconds,
         "prompt": step.prompt, "drafts": drafts, "tokens": [*step.tokens],
-        "own": _known(step.own_probability),
+        "own": _known(step.own_probability), "own_rank": step.own_rank,
     }  # fmt: skip
     return record if tokenizer is None else record | {"texts": [tokenizer.decode([token]) for token in step.tokens]}
 
@@ -200,13 +207,13 @@ def _line(step: TracedStep, tokenizer: Any, *, color: bool) -> str:
             parts.append(f"{_DIM}{shown}{_OFF}" if color else f"~{shown}~")
         else:
             drawn = "" if draft.draft_probability is None else f", draft {draft.draft_probability:.2g}"
-            why = f"(target {draft.target_probability:.2g}{drawn})"
+            why = f"(target {draft.target_probability:.2g}, rank {draft.target_rank}{drawn})"
             parts.append(f"{_RED}{shown}{_OFF} {why}" if color else f"~{shown}~ {why}")
             behind = True
     own = step.own_token
     if own is not None:
-        instead = step.own_probability if step.rejected is not None else None
-        parts.append(_shown(own, tokenizer) + ("" if instead is None else f" (target {instead:.2g})"))
+        why = "" if step.rejected is None else f" (target {step.own_probability:.2g}, rank {step.own_rank})"
+        parts.append(_shown(own, tokenizer) + why)
     return f"{step.step:6d} {1e3 * step.seconds:8.2f} ms  {' '.join(parts)}"
 
 
@@ -258,13 +265,13 @@ class Tracer:
         ended = output.finish_reason in ("eos", "stop")  # behind which nothing is emitted, so also no token of its own
         judged = tuple(
             TracedDraft(token, _is_accepted(place, token, tokens, ended=ended), math.exp(traced.verified[place]),
-                        _probability(drawn))
+                        _probability(drawn), traced.ranks[place])
             for place, (token, drawn) in enumerate(drafts)
         )  # fmt: skip
         position = self._lengths[number]
         self._lengths[number] += len(tokens)
-        own = own_probability(judged, tokens, traced.last)
-        return TracedStep(self._number, number, position, judged, tokens, step.seconds, not output.decoding, own)
+        own = own_standing(judged, tokens, traced)
+        return TracedStep(self._number, number, position, judged, tokens, step.seconds, not output.decoding, *own)
 
 
 def _is_accepted(place: int, token: int, emitted: Sequence[int], *, ended: bool) -> bool:
@@ -273,15 +280,18 @@ def _is_accepted(place: int, token: int, emitted: Sequence[int], *, ended: bool)
     return place < last or (place == last and ended and emitted[last] == token)
 
 
-def own_probability(drafts: Sequence[TracedDraft], emitted: Sequence[int], last: float) -> float | None:
-    """The probability of the token that the target chose by itself; ``last`` is the log of that of the step's last one.
+def own_standing(
+    drafts: Sequence[TracedDraft], emitted: Sequence[int], traced: TracedRow
+) -> tuple[float, int] | tuple[None, None]:
+    """The probability and the rank of the token that the target chose by itself.
 
-    Where the host has cut what the step emitted, that is of another token. The last one that is left is then a draft.
+    The step says them of the last token that it emitted. Where the host has cut what it emitted, that is another token.
+    The last one that is left is then a draft.
     """
     place = len(emitted) - 1
-    if place < len(drafts) and drafts[place].token == emitted[place]:
-        return None if drafts[place].accepted else drafts[place].target_probability
-    return math.exp(last)
+    if place < len(drafts) and (draft := drafts[place]).token == emitted[place]:
+        return (None, None) if draft.accepted else (draft.target_probability, draft.target_rank)
+    return math.exp(traced.last), traced.last_rank
 
 
 def _probability(logprob: float) -> float | None:

@@ -206,7 +206,8 @@ def test_a_token_of_the_target_says_what_it_is_and_where(page: Browser, made: Ma
     page.point(f'#text [data-step="{step["step"]}"] .own', click=True)
     place = len(step["tokens"]) - 1
     assert f"Token {step['tokens'][place]}." in page.text("#why")
-    assert f"Under the target, its probability was {percent(step['own'])}." in page.text("#why")
+    own = f"{percent(step['own'])} (rank {step['own_rank']})"
+    assert f"Under the target, its probability was {own}." in page.text("#why")
     assert f"text position {step['position'] + place}." in page.text("#why")
 
 
@@ -218,12 +219,15 @@ def test_a_rejected_draft_says_how_probable_the_token_was_that_the_target_chose_
     page.point(f'[data-draft="{index}.{place}"]')
     page.wait("!document.querySelector('#tip').hidden")
     draft = step["drafts"][place]
-    assert f"Under the target, the probability of this token was {percent(draft['target'])}." in page.text("#tip")
+    known = f"{percent(draft['target'])} (rank {draft['rank']})"
+    assert f"Under the target, the probability of this token was {known}." in page.text("#tip")
     assert f"With the drafter, its probability was {percent(draft['draft'])}." in page.text("#tip")
-    assert f"\u201d, which the target chose instead, had {percent(step['own'])} under the target." in page.text("#tip")
-    page.run(f"DATA.trace.steps[{index}].own = null")  # as in a trace of an earlier version
+    own = f"{percent(step['own'])} under the target (rank {step['own_rank']})"
+    assert f"\u201d, which the target chose instead, had {own}." in page.text("#tip")
+    # As in a trace of an earlier version.
+    page.run(f"DATA.trace.steps[{index}].own = DATA.trace.steps[{index}].drafts[{place}].rank = null")
     page.point(f'[data-draft="{index}.{place}"]', click=True)
-    assert "instead" not in page.text("#why") and "null" not in page.text("#why")
+    assert all(word not in page.text("#why") for word in ("instead", "null", "rank"))
 
 
 def test_what_a_pass_did_is_listed_and_leads_to_the_nodes(page: Browser, made: Made) -> None:

@@ -99,9 +99,10 @@ def test_a_trace_of_another_decoder_is_refused_by_what_differs(key: str, value: 
 
 def test_a_trace_of_an_earlier_version_says_nothing_of_the_targets_own_token(made: Made, tmp_path: Path) -> None:
     path = written(tmp_path, [(5, False)], [9])
-    assert read_trace(path).steps[0].own is None
-    about, step = path.read_text().splitlines()
-    path.write_text(f"{about}\n{json.dumps(json.loads(step) | {'own': 0.25})}\n")
+    step = read_trace(path).steps[0]
+    assert step.own is None and step.own_rank is None and step.drafts[0].rank is None
+    about, line = path.read_text().splitlines()
+    path.write_text(f"{about}\n{json.dumps(json.loads(line) | {'own': 0.25})}\n")
     assert read_trace(path).steps[0].own == 0.25
 
 

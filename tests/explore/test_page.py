@@ -115,7 +115,8 @@ def test_drafts_are_those_of_the_trace(made: Made) -> None:
     assert made.out.trace is not None
     for shown, step in zip(data["steps"], made.out.trace, strict=True):
         assert shown["tokens"] == [*step.tokens] and shown["seconds"] == step.seconds
-        assert shown["own"] == step.own_probability
+        assert (shown["own"], shown["own_rank"]) == (step.own_probability, step.own_rank)
+        assert [draft["rank"] for draft in shown["drafts"]] == [draft.target_rank for draft in step.drafts]
         assert [(d["token"], d["verdict"] == "accepted", d["target"], d["draft"]) for d in shown["drafts"]] == [
             (d.token, d.accepted, d.target_probability, d.draft_probability) for d in step.drafts
         ]

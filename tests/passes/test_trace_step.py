@@ -23,12 +23,14 @@ traced_tokens, traced_counts, traced_rows, traced_temperature = step_trace_token
     window, gathered_num_rows, gathered_num_forced, emitted, num_emitted, gathered_temperature, logits)
 target_logprobs, _, _ = torch.ops.specgraph.score.default(
     logits, traced_tokens, traced_rows, temperature=traced_temperature, logprobs="processed")
+target_ranks = torch.ops.specgraph.rank.default(logits, traced_tokens, traced_rows)
 draft_ids, num_drawn = step_drawn_ids([token_1, token_2, token_3], num_emitted)
 drawn_logits = torch.cat([draft_0, draft_1, draft_2], 1)
 draft_logprobs, _, _ = torch.ops.specgraph.score.default(
     drawn_logits, draft_ids, num_drawn, temperature=traced_temperature, logprobs="processed")
 traced = trace_columns(
-    target_logprobs, traced_counts, [token_1, token_2, token_3], [draft_logprobs], [token_1, token_2, token_3], count=3)
+    target_logprobs, target_ranks, traced_counts, [token_1, token_2, token_3], [draft_logprobs],
+    [token_1, token_2, token_3], count=3)
 """
 OFF = tuple(sorted({*Processing().unused(), "top_k", "top_p", "min_p"}))
 
@@ -45,7 +47,7 @@ def test_every_draft_is_scored_in_front_of_the_state_update() -> None:
     assert all({*node.kwargs} == {"temperature", "logprobs"} for node in scored)
     lines = body(program)
     first = next(index for index, line in enumerate(lines) if "trace_tokens(" in line)
-    assert text(lines[first : first + 6]) == text(EXPECTED)
+    assert text(lines[first : first + 7]) == text(EXPECTED)
     assert lines[-1] == "return emitted, num_emitted, logprobs, bad, traced"
 
 
@@ -60,4 +62,4 @@ def test_a_step_whose_drafts_are_looked_up_has_no_draws() -> None:
     report, program = apply(TraceStep(), built("ngram", *WHOLE))
     verify_program(program)
     (columns,) = calls(program.graph, step.trace_columns)
-    assert report.result.matches == 2 and columns.args[2:4] == ([], [])
+    assert report.result.matches == 2 and columns.args[3:5] == ([], [])

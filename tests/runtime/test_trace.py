@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from specgraph import InputError
-from specgraph.runtime.trace import Trace, TracedDraft, TracedStep, own_probability
+from specgraph.runtime.cuda_graphs import TracedRow
+from specgraph.runtime.trace import Trace, TracedDraft, TracedStep, own_standing
 from tests.decoding import compiled
 from tests.drafters.test_matrix import DRAFTERS, PROMPTS, decoder, heads_exported_once
 from tests.models import ragged_prompts, shared_model
@@ -41,10 +42,20 @@ def draft() -> Any:
     return noisy_copy()
 
 
+def next_logits(model: Any, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([tokens])).logits[:, -1]
+    return logits
+
+
+def rank(model: Any, tokens: list[int], token: int) -> int:
+    """The place of the next token by transformers' own logits."""
+    return next_logits(model, tokens)[0].argsort(descending=True, stable=True).tolist().index(token) + 1
+
+
 def probabilities(model: Any, tokens: list[int], sequence: int) -> Tensor:
     """What the next token is drawn from by transformers' own classes; at temperature 1 for a greedy sequence."""
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[:, -1]
+    logits = next_logits(model, tokens)
     if (temperature := OPTIONS["temperature"][sequence]) > 0:
         logits = TemperatureLogitsWarper(temperature)(None, logits)
     if OPTIONS["top_k"][sequence]:
@@ -65,12 +76,17 @@ def test_probabilities_are_those_of_the_models_themselves(rule: str, model: Any,
             target, own = (float(probabilities(m, known, step.sequence)[traced.token]) for m in (model, draft))
             assert traced.target_probability == pytest.approx(target, rel=1e-5, abs=1e-9), (step, place)
             assert traced.draft_probability == pytest.approx(own, rel=1e-5, abs=1e-9), (step, place)
+            assert traced.target_rank == rank(model, known, traced.token), (step, place)
             known.append(traced.token)
         known = [*tokens[step.sequence], *step.tokens]
         assert step.own_token == known.pop() and step.own_probability == pytest.approx(
             float(probabilities(model, known, step.sequence)[step.own_token]), rel=1e-5, abs=1e-9
         )
+        assert step.own_rank == rank(model, known, step.own_token)
+        assert OPTIONS["temperature"][step.sequence] > 0 or step.own_rank == 1
         tokens[step.sequence] += step.tokens
+    ranks = {draft.target_rank for step in out.trace for draft in step.drafts}
+    assert 1 in ranks and len(ranks) > 9
     assert tokens == [[*a.tolist(), *b.tolist()] for a, b in zip(SHORT, out.new_tokens, strict=True)]
 
 
@@ -80,6 +96,8 @@ def check(out: Any, prompts: list[Any]) -> Trace:
     for step in trace:
         own = step.own_probability
         assert (own is None) == (step.own_token is None) and (own is None or 0 < own <= 1 + 1e-6)
+        assert (own is None) == (step.own_rank is None) and (step.own_rank is None or step.own_rank > 0)
+        assert all(draft.target_rank > 0 for draft in step.drafts)
     for number, (prompt, new) in enumerate(zip(prompts, out.new_tokens, strict=True)):
         steps = trace.of(number)
         assert [token for step in steps for token in step.tokens] == new.tolist()
@@ -121,6 +139,8 @@ def test_every_rule_is_traced(rule: str) -> None:
         greedy = check(tested.generate(PROMPTS, trace=True, max_new_tokens=12), PROMPTS)
         instead = [(step.own_probability, step.rejected) for step in greedy if step.rejected is not None]
         assert instead and all(own is not None and own >= draft.target_probability for own, draft in instead)
+        assert all(step.own_rank in (1, None) for step in greedy)
+        assert all((draft.target_rank == 1) == draft.accepted for step in greedy for draft in step.drafts[:1])
 
 
 def test_drafts_that_were_looked_up_were_not_drawn(model: Any, draft: Any) -> None:
@@ -196,7 +216,8 @@ def test_lines_say_all_of_it(model: Any, draft: Any, tmp_path: Path) -> None:
         assert (line["sequence"], line["tokens"]) == (step.sequence, [*step.tokens])
         assert line["texts"] == [f" w{token}" for token in step.tokens]
         assert [d["accepted"] for d in line["drafts"]] == [d.accepted for d in step.drafts]
-        assert line["own"] == step.own_probability
+        assert [d["rank"] for d in line["drafts"]] == [d.target_rank for d in step.drafts]
+        assert (line["own"], line["own_rank"]) == (step.own_probability, step.own_rank)
     assert all(json.dumps(line) for line in steps) and "NaN" not in "".join(lines)
     kept = pickle.loads(pickle.dumps(out)).trace
     assert [*kept] == [*out.trace]
@@ -210,8 +231,9 @@ def test_text_shows_accepted_and_rejected_drafts(model: Any, draft: Any) -> None
     accepted, rejected = step.drafts[0], step.rejected
     assert rejected is not None and rejected.draft_probability is not None
     assert f"[·w{accepted.token}]" in plain and f"\033[32m·w{accepted.token}\033[0m" in colored
-    why = f"(target {rejected.target_probability:.2g}, draft {rejected.draft_probability:.2g})"
-    instead = f"·w{step.own_token} (target {step.own_probability:.2g})"
+    target = f"target {rejected.target_probability:.2g}, rank {rejected.target_rank}"
+    why = f"({target}, draft {rejected.draft_probability:.2g})"
+    instead = f"·w{step.own_token} (target {step.own_probability:.2g}, rank {step.own_rank})"
     assert instead in plain and instead in colored and plain.count("(target") == 2 * plain.count("~ (target")
     assert f"~·w{rejected.token}~ {why}" in plain and f"\033[31;9m·w{rejected.token}\033[0m {why}" in colored
     assert plain.startswith("sequence 0\n") and "\nsequence 1\n" in plain and "\033" not in plain
@@ -261,9 +283,10 @@ def test_a_step_without_drafts_says_nothing_of_drafts() -> None:
 
 
 @pytest.mark.parametrize(("cut", "own"), [((5, 6, 8), 0.9), ((5, 6), 0.25), ((5,), None)])
-def test_the_probability_of_a_token_that_the_host_has_cut_off_is_not_taken(cut: tuple[int, ...], own: Any) -> None:
+def test_the_standing_of_a_token_that_the_host_has_cut_off_is_not_taken(cut: tuple[int, ...], own: Any) -> None:
     """The step emitted 5, 6 and 8. At its limit of tokens, the host may take fewer."""
-    drafts = tuple(TracedDraft(token, place < 1, 0.25, None) for place, token in enumerate((5, 6)))
+    drafts = tuple(TracedDraft(token, place < 1, 0.25, None, 4) for place, token in enumerate((5, 6)))
     if len(cut) == 3:
         drafts = tuple(replace(draft, accepted=True) for draft in drafts)
-    assert own_probability(drafts, cut, math.log(0.9)) == (None if own is None else pytest.approx(own))
+    found = own_standing(drafts, cut, TracedRow([], [], [], math.log(0.9), [], 2))
+    assert found == {None: (None, None), 0.25: (0.25, 4), 0.9: (pytest.approx(0.9), 2)}[own]

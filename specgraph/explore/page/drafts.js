@@ -19,7 +19,7 @@ function drawDrafts() {
       el("strong", {}, `${number(emitted / Math.max(decoding.length, 1), 2)} tokens per step`), `${errorOf(decoding)}. `,
       first.length ? `${plural(first.length, "token")} more came with the end of a prompt, before there were drafts.` : ""),
     el("p", {}, trace.why.about),
-    el("p", { class: "hint" }, "Probabilities of drafts and tokens are those after the temperature, penalties and all other options of the request; of a greedy sequence, those at temperature 1."),
+    el("p", { class: "hint" }, "Probabilities of drafts and tokens are those after the temperature, penalties and all other options of the request; of a greedy sequence, those at temperature 1. Ranks count the tokens whose logits are larger, before temperature and truncation, so that 1 is the greedy choice."),
     el("h3", {}, "Accepted per position"), drawAcceptance(trace.acceptance),
     el("p", { class: "hint" }, "Considered are the drafts of which all before them in the step were accepted. A sequence that is near its limit of tokens gets fewer drafts, or none."),
     el("h3", { id: "text-title" }, "Along the text"),
@@ -121,7 +121,7 @@ function ownSpan(step, index, place) {
   const span = el("bdi", { class: "token own", tabindex: "-1", role: "button" }, emittedToken(step, place));
   const explain = () => [el("strong", {}, "The target's own token: ", el("bdi", {}, emittedToken(step, place))),
     el("div", {}, originOf(step)),
-    step.own === null ? null : el("div", {}, `Under the target, its probability was ${percent(step.own)}.`),
+    step.own === null ? null : el("div", {}, `Under the target, its probability was ${percent(step.own)}${ranked(step.own_rank)}.`),
     el("div", { class: "hint" }, `Token ${step.tokens[place]}. ${whereOf(step, place)}`), timeOf(step)];
   span.addEventListener("click", () => keep(span, explain()));
   return tip.of(span, explain);
@@ -157,7 +157,7 @@ function explainDraft(step, draft, place) {
   return [
     el("strong", {}, `Draft ${place + 1} of ${step.drafts.length} was ${VERDICTS[draft.verdict]}: `, el("bdi", {}, shownToken(draft.token, draft.text))),
     el("p", { class: "reason" }, reasonOf(step, draft)),
-    el("div", {}, `Under the target, the probability of this token was ${known(draft.target)}. ${drawn}`, insteadOf(step, draft)),
+    el("div", {}, `Under the target, the probability of this token was ${known(draft.target)}${ranked(draft.rank)}. ${drawn}`, insteadOf(step, draft)),
     el("div", { class: "hint" }, `Token ${draft.token}. ${whereOf(step, place)}`),
   ];
 }
@@ -166,7 +166,12 @@ function explainDraft(step, draft, place) {
 function insteadOf(step, draft) {
   if (draft.verdict !== "rejected" || step.own === null) return null;
   return [" \u201c", el("bdi", { class: "quoted" }, emittedToken(step, step.tokens.length - 1).trim()),
-    `\u201d, which the target chose instead, had ${percent(step.own)} under the target.`];
+    `\u201d, which the target chose instead, had ${percent(step.own)} under the target${ranked(step.own_rank)}.`];
+}
+
+/** The rank of a token under the target, if the trace says so. */
+function ranked(rank) {
+  return rank === null ? "" : ` (rank ${rank})`;
 }
 
 function reasonOf(step, draft) {

@@ -136,14 +136,15 @@ def _tracing() -> dict[str, Case]:
     state, temperature = (_ids(3, 4, 1), _ids(0, 3, 0)), torch.tensor([0.0, 0.5, 1.0])
     drawn, drafts, counts = [_ids([8], [6], [5])] * 2, [_ids([8, 1, 2], [6, 6, -1], [-1, 5, 5])], _ids(2, 4, 0)
     logprobs, own = -torch.arange(24.0).view(3, 4, 2), [-torch.arange(6.0).view(3, 2)]
+    ranks = torch.arange(24, dtype=torch.int32).view(3, 4, 2)
     given = (window, *state, emitted, counts, temperature, torch.zeros(3, 2, 11))
-    told = (logprobs, _ids([2, 2], [0, 4], [0, 0]), drawn, own, drafts)
+    told = (logprobs, ranks, _ids([2, 2], [0, 4], [0, 0]), drawn, own, drafts)
     return {
         "trace_tokens": (step.trace_tokens, given, {}),
         "drawn_ids": (step.drawn_ids, (drawn, counts), {}),
         "drawn_ids, mapped": (step.drawn_ids, (drawn, counts, _ids(5, 8, 7)), {}),
         "trace_columns": (step.trace_columns, told, {"count": 3}),
-        "trace_columns, nothing drawn": (step.trace_columns, (*told[:2], [], [], drafts), {"count": 4}),
+        "trace_columns, nothing drawn": (step.trace_columns, (*told[:3], [], [], drafts), {"count": 4}),
     }
 
 

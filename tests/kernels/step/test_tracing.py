@@ -75,17 +75,19 @@ def test_ids_are_those_of_the_draft_and_none_were_drawn_where_nothing_is_emitted
 def test_columns_are_numbers_and_the_bits_of_floats(form: str) -> None:
     target = torch.tensor([[[-0.5, -3.0], [-1.5, -6.0], [-7.0, -8.0]], [[-9.0, -9.0], [-9.0, -4.0], [-9.0, -9.0]]])
     drawn, proposed, logprobs = ids([4], [9]), ids([4, 7], [8, -1]), torch.tensor([[-0.25], [-0.75]])
-    given = (target, ids([2, 1], [0, 2]), [drawn], [logprobs], [proposed])
+    ranks = torch.arange(1, 13, dtype=torch.int32).view(2, 3, 2)
+    given = (target, ranks, ids([2, 1], [0, 2]), [drawn], [logprobs], [proposed])
     found = run(TRACE_COLUMNS, form, *given, count=3)
-    assert found.dtype == torch.int32 and found.shape == (2, 10)
+    assert found.dtype == torch.int32 and found.shape == (2, 14)
     floats = found.view(torch.float32)
     assert floats[:, :2].tolist() == [[-0.5, -1.5], [0.0, 0.0]] and floats[:, 2].isnan().all()
     assert found[:, 3:6].tolist() == [[4, 7, -1], [8, -1, -1]]
     # The second sequence does not take the draft that was drawn for it.
     assert floats[0, 6] == -0.25 and floats[0, 7:9].isnan().all() and floats[1, 6:9].isnan().all()
     assert floats[:, 9].tolist() == [-3.0, -4.0]
-    nothing = run(TRACE_COLUMNS, form, target, ids([0, 0], [0, 1]), [], [], [], count=0)
-    assert nothing.view(torch.float32).tolist() == [[0.0], [-9.0]]
+    assert found[:, 10:].tolist() == [[1, 3, 0, 2], [0, 0, 0, 10]]
+    nothing = run(TRACE_COLUMNS, form, target, ranks, ids([0, 0], [0, 1]), [], [], [], count=0)
+    assert nothing[:, :1].view(torch.float32).tolist() == [[0.0], [-9.0]] and nothing[:, 1].tolist() == [0, 8]
 
 
 @pytest.mark.parametrize(("batch", "width", "count"), [(1, 1, 1), (5, 4, 4), (3, 9, 4), (2, 300, 17), (0, 2, 1)])
@@ -120,12 +122,13 @@ def test_the_columns_of_the_triton_form_are_those_of_the_definition(
     draw = torch.Generator().manual_seed(rows)
     logprobs = -torch.rand(4, rows, 2, generator=draw)
     logprobs[1, 0] = torch.tensor([NAN, -torch.inf])
+    ranks = torch.randint(1, 99, (4, rows, 2), generator=draw, dtype=torch.int32)
     tokens = [torch.randint(0, 3, (4, width), generator=draw) for width in drawn]
     own = [-torch.rand(4, width, generator=draw) for width in drawn]
     drafts = torch.randint(-1, 3, (4, count + 2), generator=draw)
     counts = torch.stack([torch.tensor([rows - 1, 0, rows // 2, 0]), torch.tensor([rows, 1, 0, 1])], 1)
     for made in ([], [drafts[:, :count]], [drafts[:, :1], drafts[:, 1:3]]):
-        given = (logprobs, counts, tokens, own, made)
+        given = (logprobs, ranks, counts, tokens, own, made)
         found, expected = (run(TRACE_COLUMNS, form, *given, count=count) for form in ("triton", "reference"))
         assert_same_bits(found, expected)
 
@@ -151,10 +154,12 @@ def test_the_ops_are_registered_as_they_behave() -> None:
         (step.drawn_ids, {0: [ids([1])]}, "tokens must have one row per sequence, 3, not 1"),
         (step.trace_columns, {0: torch.empty(3, 4)}, "logprobs must be [B, R, 2], not [3, 4]"),
         (step.trace_columns, {0: torch.empty(3, 4, 2).double()}, "logprobs must be float32, not torch.float64"),
-        (step.trace_columns, {3: [torch.empty(3, 2).double()]}, "drawn_logprobs must be float32, not torch.float64"),
-        (step.trace_columns, {1: ids(1, 2, 3)}, "counts must be [3, 2], not [3]"),
-        (step.trace_columns, {4: [ids([1])]}, "drafts must have one row per sequence, 3, not 1"),
-        (step.trace_columns, {3: []}, "drawn_logprobs must have the 2 columns of drawn, not 0"),
+        (step.trace_columns, {1: torch.empty(3, 4, 1).int()}, "ranks must be [3, 4, 2], not [3, 4, 1]"),
+        (step.trace_columns, {1: torch.empty(3, 4, 2)}, "ranks must be int32, not torch.float32"),
+        (step.trace_columns, {4: [torch.empty(3, 2).double()]}, "drawn_logprobs must be float32, not torch.float64"),
+        (step.trace_columns, {2: ids(1, 2, 3)}, "counts must be [3, 2], not [3]"),
+        (step.trace_columns, {5: [ids([1])]}, "drafts must have one row per sequence, 3, not 1"),
+        (step.trace_columns, {4: []}, "drawn_logprobs must have the 2 columns of drawn, not 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(function: Any, arguments: dict[int, Any], message: str) -> None:
