@@ -79,7 +79,8 @@ class SpeculativeDecoder:
         self._program = list(self.stages.values())[-1]
         token_types = "token_type_ids" in inspect.signature(model.forward).parameters
         tokenizers, grammars = Tokenizers(model), Grammars(limits.vocab_size)
-        self._reader = Reader(LiveDefaults(model), limits, watch, tokenizers, grammars, token_types)
+        draws = config.verify.rule == "synthetic"
+        self._reader = Reader(LiveDefaults(model), limits, watch, tokenizers, grammars, token_types, draws)
         self._variants = Variants(self._program, self.stages, self._reports, list(callbacks))
         self._host_time = HostTime()
         num_parameters = sum(tensor.numel() for tensor in self._program.tensors())

@@ -77,6 +77,8 @@ class Reader:
         tokenizers: the model's.
         grammars: what compiles them.
         reads_token_types: whether the model's forward pass takes ``token_type_ids``, which the compiled one does not.
+        always_reads_seeds: whether a seed also has an effect on a greedy sequence, as under the rule ``synthetic``,
+            which draws whether a draft is accepted.
     """
 
     read_defaults: LiveDefaults
@@ -85,6 +87,7 @@ class Reader:
     tokenizers: Tokenizers
     grammars: Grammars
     reads_token_types: bool = False
+    always_reads_seeds: bool = False
 
     def call(
         self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
@@ -126,7 +129,8 @@ class Reader:
         greedy = [option.temperature == 0 for option in options]
         if all(greedy) and do_sample is None and sampling.get("temperature") is None:
             given = {name: value for name, value in sampling.items() if value is not None}
-            _warn_greedy({**defaults.unsampled, **given, "seed": seed if seeded else None}, len(greedy))
+            idle_seed = seed if seeded and not self.always_reads_seeds else None
+            _warn_greedy({**defaults.unsampled, **given, "seed": idle_seed}, len(greedy))
         by_config = do_sample is None and defaults.do_sample and sampling.get("temperature") is None
         if (do_sample or by_config) and any(greedy):
             raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")

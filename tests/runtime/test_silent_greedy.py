@@ -65,6 +65,18 @@ def test_nothing_is_said_where_a_caller_has_chosen(decoder: SpeculativeDecoder, 
     decoder.generate(PROMPTS, max_new_tokens=2, **SAID[name])  # warnings are errors in tests
 
 
+def test_a_seed_has_an_effect_where_the_rule_draws_acceptance() -> None:
+    tested = compiled(make_model("llama"), lowering="eager", verify={"rule": "synthetic", "acceptance_rate": 0.5})
+    prompt = [[5, 6, 7, 5] * 4]
+
+    def emitted(seed: int) -> list[int]:
+        return tested.generate(prompt, max_new_tokens=24, seed=seed, eos_token_id=[]).stats.emitted_per_step[0]
+
+    assert emitted(1) == emitted(1) and len({tuple(emitted(seed)) for seed in range(5)}) > 1
+    with pytest.warns(SpecgraphWarning, match="^top_p has no effect"):
+        tested.generate(prompt, max_new_tokens=2, seed=1, top_p=0.5)
+
+
 def test_a_copy_of_the_models_own_configuration_asks_for_nothing(decoder: SpeculativeDecoder) -> None:
     decoder.generate(PROMPTS, generation_config=GenerationConfig(top_k=50, max_new_tokens=2))
     decoder.generate(PROMPTS, max_new_tokens=2)
