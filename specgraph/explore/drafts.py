@@ -40,7 +40,7 @@ WHY = {
         "*",
     ): "It was not considered, because a draft before it in the same step was rejected. It continues a text "
     "that was not emitted.",
-    (ENDED, "*"): "It was not considered, because an accepted draft before it ended the sequence.",
+    (ENDED, "*"): "It was not considered, because the sequence ended with the accepted draft before it.",
     (CUT, "*"): "The step emitted this very token, but the sequence had reached its limit of tokens, so that drafts "
     "from here on were not needed.",
 }

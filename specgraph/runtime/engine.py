@@ -399,18 +399,17 @@ class Engine:
             if pause and sequence not in going_on:
                 for processor in sequence.request.host:
                     processor.emitted(len(tokens))
-            if error is not None:
-                failed.append(sequence)
-                outputs.append(Output(sequence.number, tokens, logprobs, finish_reason="error", error=error))
-                continue
             reason = None
-            if not left and sequence not in going_on:
+            if error is not None:
+                reason = "error"
+                failed.append(sequence)
+            elif not left and sequence not in going_on:
                 request = sequence.request
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
-            decoding = given is None and emitted > 0
+            decoding = given is None and len(tokens) > 0
             traced = None if told is None else Told(told, place, max(left - 1, 0))
-            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, None, traced))
+            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, error, traced))
         self._halt([*broken, *failed])
         if broken:
             self.pages.forget()  # nobody shall find a NaN there

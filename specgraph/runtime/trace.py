@@ -53,7 +53,7 @@ class TracedStep:
         position: of the first token that it emitted, padding not counted.
         drafts: those that it verified, in order.
         tokens: those that it emitted: the accepted drafts, and one that the target chose by itself, unless an accepted
-            draft is an EOS.
+            draft is an EOS, or the sequence failed behind it because no token was left.
         seconds: from the end of the step before it to its own.
         prompt: whether it ran the rest of a prompt, so that there were no drafts.
         own_probability: that of :attr:`own_token` under the target, in the same sense as a draft's and at the same
@@ -83,7 +83,7 @@ class TracedStep:
 
     @property
     def own_token(self) -> int | None:
-        """The token that the target chose by itself; None behind an accepted EOS."""
+        """The token that the target chose by itself; None if the sequence ended with an accepted draft."""
         return self.tokens[-1] if len(self.tokens) > self.num_accepted else None
 
 
@@ -262,7 +262,8 @@ class Tracer:
         number, tokens = output.number, tuple(output.tokens)
         made = self._made.get(number) if output.decoding else None
         drafts = [] if made is None else [*zip(made.drafts[: step.drafts], made.drawn, strict=False)]
-        ended = output.finish_reason in ("eos", "stop")  # behind which nothing is emitted, so also no token of its own
+        # Behind these ends nothing is emitted, so also no token of the target's own.
+        ended = output.finish_reason in ("eos", "stop", "error")
         judged = tuple(
             TracedDraft(token, _is_accepted(place, token, tokens, ended=ended), math.exp(traced.verified[place]),
                         _probability(drawn), traced.ranks[place])

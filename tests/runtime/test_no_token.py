@@ -112,6 +112,22 @@ def test_a_session_tells_that_sequence_alone(decoder: SpeculativeDecoder) -> Non
     assert ends[first][0] == "error" and str(ends[first][1]).startswith(message)
 
 
+def test_a_trace_has_the_tokens_up_to_the_end(model: Any) -> None:
+    """The step that finds no token left has accepted a draft, which is told as by every other step."""
+    options = {"suppress_tokens": [all_but(7), None], "bad_words_ids": [[[7, 7, 7]], None], "eos_token_id": []}
+    decoder = compiled(model, "ngram")
+    with pytest.raises(InputError, match="No token is left") as caught:
+        decoder.generate([[*PROMPT, 12, 7, 7, 12], PROMPT], max_new_tokens=6, trace=True, **options)
+    out = caught.value.output
+    first, last = out.trace.of(0)
+    assert (first.tokens, last.tokens) == ((7,), (7,)) and first.prompt and not last.prompt
+    assert last.drafts[0].token == 7 and last.drafts[0].target_rank == 1 and last.drafts[0].target_probability == 1
+    assert last.num_accepted == 1 < len(last.drafts) and last.own_token is last.own_probability is last.own_rank is None
+    assert out.stats.emitted_per_step[0] == [1]
+    other = [token for step in out.trace.of(1) for token in step.tokens]
+    assert other == out.new_tokens[1].tolist() and len(other) == 6
+
+
 def test_rows_behind_rejected_drafts_may_have_no_token(model: Any) -> None:
     """Behind 8 nothing is left. It is drafted behind every 7, and never drawn."""
     prompt = [*PROMPT, 7, 8, 7, 8, 7]
