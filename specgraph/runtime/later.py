@@ -97,7 +97,8 @@ class TextBoundary:
     @cached_property
     def _longer(self) -> list[list[int]]:
         """For each state, the tokens that begin with the rest of the text and go on; for 0, those that hold it all."""
-        numbered = [*enumerate(self.vocabulary)]
+        # Whatever it is that a token holds or begins with, the last byte of the text comes before its own last byte.
+        numbered = [(n, own) for n, own in enumerate(self.vocabulary) if self.text[-1] in own[:-1]]
         ends = [self.text[state:] for state in range(len(self.text))]
         longer = [[n for n, own in numbered if len(own) > len(end) and own.startswith(end)] for end in ends]
         return [[n for n, own in numbered if len(own) > len(self.text) and self.text in own], *longer[1:]]

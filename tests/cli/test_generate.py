@@ -166,6 +166,17 @@ def test_a_structure_is_a_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(pattern, record["text"]), record["text"]
 
 
+def test_a_structure_begins_behind_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Path(__file__).parents[2] / "examples/models/tiny-math/target"
+    prompt = "prompt='Question: What is 3 + 4?\\nAnswer:'"
+    given = [f"model={target}", prompt, "format=jsonl", *QUICK, "max_new_tokens=40"]
+    assert main(["generate", *given, 'regex="[a-c]{5}"', 'structure_after="="']) == 0
+    (record,) = _records(capsys.readouterr().out)
+    assert re.fullmatch("[^=]+=[a-c]{5}", record["text"]), record["text"]
+    assert main(["generate", *given, "structure_after=5"]) == 2
+    assert capsys.readouterr().err.startswith("error: structure_after needs a structure; give grammar or json_schema")
+
+
 REFUSED = {
     "temperature=-1": "temperature must be 0 or more, got -1.0.",
     "top_k=-3": "top_k must be 0 (off) or a positive integer, got -3.",

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -125,6 +126,18 @@ def test_a_whole_answer_is_that_of_the_stream(server: Server, alone: Alone) -> N
     assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + 9
 
 
+def test_a_structure_begins_behind_a_text(server: Server, alone: Alone) -> None:
+    options = {"regex": "[0-9]{2}!", "structure_after": " "}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages(0), max_tokens=40, seed=5, temperature=1, extra_body=options
+        )
+    out = alone(QUESTIONS[0], seed=5, max_new_tokens=40, temperature=1, **options)
+    text = alone.tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
+    assert answer.choices[0].message.content == text and re.fullmatch("[^ ]* [0-9]{2}!", text), text
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_the_client_of_the_page_on_serving_gets_an_answer(server: Server, alone: Alone) -> None:
     (block,) = [block for block in blocks_of(EXAMPLES.parent / "docs" / "serving.md") if block.language == "python"]
     page: dict[str, Any] = {}
@@ -206,6 +219,7 @@ REFUSED: list[tuple[Callable[[Server], tuple[int, str, str | None]], int, str, s
      "response_format"),
     (lambda s: post(s, fields(regex="[")), 400, "regex is not one that llguidance takes", "regex"),
     (lambda s: post(s, fields(regex="(")), 400, "regex parse error: unclosed group", "regex"),
+    (lambda s: post(s, fields(regex="a", structure_after="")), 400, "structure_after is a text or", "structure_after"),
     (lambda s: post(s, fields(tools=["add"])), 400, "tools is a list of objects, each with a type and", "tools"),
     (lambda s: post(s, fields(tool_choice="required")), 400, "tool_choice is 'auto' or 'none' here, not 'required'",
      "tool_choice"),
