@@ -25,7 +25,7 @@ from torch import fx
 import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
@@ -92,8 +92,8 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     if q_angles != k_angles:
         raise Mismatch("queries and keys are rotated by different angles")
     with graph.inserting_before(node):
-        arguments = (q, k, others[0], *q_angles, *others[1:])
-        fused = graph.create_node("call_function", torch.ops.specgraph.rotary_attention.default, arguments,
+        given = (q, k, others[0], *q_angles, *others[1:])
+        fused = graph.create_node("call_function", torch.ops.specgraph.rotary_attention.default, given,
                                   dict(node.kwargs), name="rotary_attention")  # fmt: skip
     # The node writes caches, so dead-code elimination would keep it: it and its unused inputs are erased here.
     inputs = node.all_input_nodes
@@ -271,7 +271,7 @@ def _layout(node: fx.Node) -> tuple[Any, str | None]:
         twice: Any = len(parts) == 2 and parts[0] is parts[1] and joined.args[1:] in ((-1,), (2,))
         return parts[0], "halves" if twice else None
     if repeated is not None:
-        twice = repeated.args[1] == 2 and repeated.args[2:] in ((-1,), (2,))
+        twice = repeated.args[1] == 2 and arguments(repeated)["dim"] in (-1, 2)
         return repeated.args[0], "pairs" if twice else None
     return node, "once"
 
@@ -295,7 +295,10 @@ def _root(value: Any, dtype: torch.dtype | None) -> fx.Node:
 def _whole(value: Any) -> fx.Node | None:
     """``value`` if it is a slice that takes every element, else None."""
     node = producer(value, aten.slice.Tensor)
-    return node if node is not None and node.args[2:] == (0, sys.maxsize) else None
+    if node is None:
+        return None
+    given = arguments(node)
+    return node if (given["start"], given["end"], given["step"]) == (0, sys.maxsize, 1) else None
 
 
 def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:

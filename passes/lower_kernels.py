@@ -26,7 +26,7 @@ import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.norm  # noqa: F401  (all register ops)
 from specgraph.errors import ConfigError, PassError
-from specgraph.ir.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
 from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
@@ -201,8 +201,8 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
         if weight_name(linear.weight) is None:  # computed in the step, such as a cast one
             linear.options["constant_weight"] = False
         with graph.inserting_before(linear.end):
-            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.square_sums)
-            new = graph.create_node("call_function", LINEAR, arguments, linear.options, name="linear")
+            given = (linear.x, linear.weight, linear.bias, linear.residual, linear.square_sums)
+            new = graph.create_node("call_function", LINEAR, given, linear.options, name="linear")
         replace(graph, linear.end, new)
         chosen[" + ".join(["linear", *parts])] += 1
 
@@ -243,9 +243,9 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
         with graph.inserting_before(linear):
             read: Any = parts.args[1]
             weight = keep_meta(graph.get_attr(str(read.target)), read)  # the norm's own node may come later
-            arguments = (*linear.args[:2], weight, *linear.args[2:])
+            given = (*linear.args[:2], weight, *linear.args[2:])
             options = {**linear.kwargs, **parts.kwargs}
-            joined = graph.create_node("call_function", LINEAR_NORM, arguments, options, name="linear_norm")
+            joined = graph.create_node("call_function", LINEAR_NORM, given, options, name="linear_norm")
             out, weighted, square_sums = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
         replace(graph, linear, out)
         for user in list(parts.users):
@@ -269,11 +269,11 @@ def _take_activation(linear: _Linear) -> str | None:
 
 def _take_gate(linear: _Linear, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
-    sizes, dim = split.args[1], split.args[2:] or (0,)
+    sizes, dim = split.args[1], arguments(split)["dim"]
     if split.target is aten.chunk.default:
         width = linear.end.meta["val"].shape[-1]
         sizes = [width // 2] * 2 if sizes == 2 and width % 2 == 0 else None
-    if dim[0] not in (-1, linear.end.meta["val"].dim() - 1):
+    if dim not in (-1, linear.end.meta["val"].dim() - 1):
         return None
     if set(parts) != {0, 1} or not isinstance(sizes, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
         return None
@@ -327,11 +327,11 @@ def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
             continue
         options = {f"{name}_{option}": norm.kwargs[option] for name, norm in zip("xy", norms, strict=True)
                    for option in ("eps", "offset")}  # fmt: skip
-        arguments, embedding = [x, y, x_weight, y_weight], producer(x, aten.embedding.default)
+        given, embedding = [x, y, x_weight, y_weight], producer(x, aten.embedding.default)
         if embedding is not None and only_user(embedding) is norms[0]:
-            arguments = [embedding.args[0], y, x_weight, y_weight, embedding.args[1]]
+            given = [embedding.args[0], y, x_weight, y_weight, embedding.args[1]]
         with graph.inserting_before(node):
-            new = graph.create_node("call_function", PAIR, tuple(arguments), options, name="norms")
+            new = graph.create_node("call_function", PAIR, tuple(given), options, name="norms")
         replace(graph, node, new)
         chosen["rms_norm_pair"] += 1
 
