@@ -28,7 +28,6 @@ class ExposeFeatures(Pass):
 
     name: ClassVar[str] = "expose_features"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"features"})
 
     def apply(self, program: Program) -> PassResult:
         """Add the outputs to ``target`` and one step node ``hs_k`` for each."""

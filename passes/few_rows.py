@@ -27,7 +27,7 @@ class FewRows(Pass):
     enabled: bool = True
 
     name: ClassVar[str] = "few_rows"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"traced"})
     exact: ClassVar[bool] = False
 
     @property

@@ -50,7 +50,6 @@ class FuseNorm(LoweringPass):
 
     name: ClassVar[str] = "fuse_norm"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"norms_fused"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every norm of every module."""

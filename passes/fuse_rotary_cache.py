@@ -57,8 +57,7 @@ class FuseRotaryCache(LoweringPass):
     """Options: ``enabled``."""
 
     name: ClassVar[str] = "fuse_rotary_cache"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"rotary_fused"})
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "traced"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""

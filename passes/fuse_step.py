@@ -31,7 +31,6 @@ class FuseStep(LoweringPass):
 
     name: ClassVar[str] = "fuse_step"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"step_fused"})
     exact: ClassVar[bool] = True
 
     def apply(self, program: Program) -> PassResult:
@@ -49,7 +48,7 @@ class FuseStep(LoweringPass):
 
 def _drop_paths(program: Program) -> int:
     """The rows along a chain's path are the first rows, in their order: what lies behind the path's end is not used."""
-    found = list(calls(program.graph, step.along_path)) if "chain" in program.facts else []
+    found = list(calls(program.graph, step.along_path))
     for node in found:
         path: Any = node.args[1]
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]

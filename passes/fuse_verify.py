@@ -45,7 +45,6 @@ class FuseVerify(Pass):
 
     name: ClassVar[str] = "fuse_verify"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"fused_verify"})
 
     def apply(self, program: Program) -> PassResult:
         """Replace every occurrence; one is expected."""

@@ -45,7 +45,6 @@ class InsertRecurrentState(Pass):
 
     name: ClassVar[str] = "insert_recurrent_state"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"recurrent_state"})
     exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:

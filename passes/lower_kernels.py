@@ -98,8 +98,8 @@ class LowerKernels(LoweringPass):
     numerics: str = "bitwise"
 
     name: ClassVar[str] = "lower_kernels"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"lowered"})
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "traced"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"traced", "own_weights"})
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:

@@ -36,7 +36,7 @@ class MergeLinears(LoweringPass):
 
     name: ClassVar[str] = "merge_linears"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"linears_merged"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"own_weights"})
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""

@@ -55,7 +55,7 @@ class PackRows(Pass):
 
     name: ClassVar[str] = "pack_rows"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"packed_rows"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"grid"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""
@@ -225,7 +225,7 @@ class _Packer:
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
         """Let results of the new call stand in the place of the old one's, unpacked where they are grids."""
         new.meta = {key: value for key, value in call.meta.items() if key not in (LAYOUT, "pass_name")}
-        items = list(call.users) if "outputs" in call.meta else []
+        items = list(call.users) if isinstance(call.meta[LAYOUT], tuple | list) else []
         for old in items:
             with self.program.graph.inserting_before(old):
                 item = self._call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")

@@ -34,7 +34,6 @@ class ParallelDraft(Pass):
 
     name: ClassVar[str] = "parallel_draft"
     requires: ClassVar[frozenset[str]] = frozenset({"draft"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"parallel_draft"})
     redrafts: ClassVar[bool] = True
 
     def apply(self, program: Program) -> PassResult:
@@ -45,8 +44,6 @@ class ParallelDraft(Pass):
                 "one draft is made after the other" if drafter.chained else "there is no chain of calls of one drafter"
             )
             return PassResult(0, notes=(said,))
-        if "verify" in program.facts:
-            raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
         if not drafter.chained:
             raise PassError(f"parallel_draft: {drafter.name} makes no chain of draft calls; set draft.parallel=false.")
         if has_recurrent_state(program.modules.unchanged["draft"].graph):

@@ -40,7 +40,6 @@ class ProcessDrafts(Pass):
 
     name: ClassVar[str] = "process_drafts"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "processors"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"processed_drafts"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""

@@ -66,8 +66,7 @@ class ShareWeights(Pass):
     max_near_misses: int = 20
 
     name: ClassVar[str] = "share_weights"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"shared_weights"})
+    requires: ClassVar[frozenset[str]] = frozenset({"own_weights"})
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < BYTES_PER_ELEMENT:

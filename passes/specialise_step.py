@@ -49,8 +49,8 @@ class SpecialiseStep(Pass):
     ahead: bool = False
 
     name: ClassVar[str] = "specialise_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"specialised"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "grid"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"processors"})
 
     def __post_init__(self) -> None:
         if self.logprobs not in LOGPROBS:

@@ -41,8 +41,7 @@ class TraceStep(Pass):
     unused: tuple[str, ...] = ()
 
     name: ClassVar[str] = "trace_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"traced"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index", "grid"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph, which returns one more tensor; modules and state stay as they are."""

@@ -14,7 +14,7 @@ from specgraph.drafters.speculators import save_head
 from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute, new_module, set_attribute
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Program
+from specgraph.ir.program import FIRST_FACTS, Program
 from specgraph.passes.base import PassResult
 from specgraph.passes.share_weights import ShareWeights
 from tests.decoding import compiled
@@ -36,7 +36,7 @@ def module(weights: Weights) -> fx.GraphModule:
 def program_of(modules: dict[str, fx.GraphModule]) -> Program:
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
     drafter = NoDrafter(1)
-    return Program(fx.Graph(), modules, {}, info, drafter, facts=frozenset({"traced"}))
+    return Program(fx.Graph(), modules, {}, info, drafter, facts=FIRST_FACTS)
 
 
 def program(target: Weights, draft: Weights, head: Weights | None = None) -> Program:
