@@ -44,7 +44,7 @@ class InsertRecurrentState(Pass):
     """No options."""
 
     name: ClassVar[str] = "insert_recurrent_state"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
     exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:

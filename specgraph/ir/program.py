@@ -22,6 +22,7 @@ from specgraph.kernels.state import Input
 
 FACTS: dict[str, str] = {
     "traced": "modules hold the ATen nodes that tracing gave them; none has been lowered",
+    "target_only": "the step runs the target and calls no drafter yet",
     "own_weights": "every layer reads weight tensors of its own",
     "ungathered": "the step reads its inputs directly, not yet by the row index",
     "grid": "modules run all places of a window [b, T]",
@@ -32,7 +33,7 @@ FACTS: dict[str, str] = {
     "row_index": "the row index says which sequences a call runs",
 }
 """What each fact about a program means, by the name that passes require it by."""
-FIRST_FACTS = frozenset({"traced", "own_weights", "ungathered", "grid"})
+FIRST_FACTS = frozenset({"traced", "target_only", "own_weights", "ungathered", "grid"})
 """The facts that hold before any pass."""
 
 

@@ -155,8 +155,8 @@ def test_stages_are_named_in_order_and_hold_the_program_after_each_pass():
     names = [p.name for p in every_pass()]
     assert list(stages) == ["trace", *names] and [r.name for r in reports] == names
     assert "insert_kv_cache" not in str(everything(stages["expose_features"]))
-    assert stages["insert_draft"].facts == FIRST_FACTS | {"kv_cache", "draft"}
-    assert stages["insert_verify"].facts == FIRST_FACTS | {"kv_cache", "verify"}
+    assert stages["insert_draft"].facts == FIRST_FACTS - {"target_only"} | {"kv_cache", "draft"}
+    assert stages["insert_verify"].facts == FIRST_FACTS - {"target_only"} | {"kv_cache", "verify"}
     for report, before, after in zip(reports, stages.values(), list(stages.values())[1:], strict=False):
         assert (report.before, report.after) == (before.num_nodes(), after.num_nodes())
 
@@ -223,7 +223,8 @@ TOO_LATE = [
     ("lookup_first", "insert_verify"), ("insert_verify", "fuse_verify"), ("insert_verify", "fuse_step"),
     ("share_weights", "merge_linears"), ("fuse_norm", "lower_kernels"), ("merge_linears", "lower_kernels"),
     ("fuse_rotary_cache", "lower_kernels"), ("fuse_rotary_cache", "fuse_pointwise"),
-    ("lower_kernels", "fuse_pointwise"), ("lower_kernels", "few_rows"), ("expose_features", "few_rows"),
+    ("lower_kernels", "fuse_pointwise"), ("lower_kernels", "few_rows"), ("expose_features", "insert_draft"),
+    ("insert_recurrent_state", "insert_draft"),
     ("insert_verify", "compile_remainder"),
 ]  # fmt: skip
 """Passes, and those of the default order that must not come before them."""
