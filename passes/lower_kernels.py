@@ -5,8 +5,7 @@ around it, so that one launch computes all of them: the scale of a norm before i
 residual, and the parts of a norm after it.
 
 The pass then looks at every remaining floating-point node. Under ``numerics: bitwise``, a node whose rows may depend on
-the number of rows is an error. Under ``numerics: fast``, such a node stays as it is, and a linear layer may also run a
-library's product. Its op chooses at each call, by the number of rows (:mod:`specgraph.kernels.linear.library`).
+the number of rows is an error. Under ``numerics: fast``, such a node stays as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
 from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
-from specgraph.kernels.linear.library import crossovers_of
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.gate_norms import gate_norms
@@ -91,8 +89,8 @@ class _Linear:
 class LowerKernels(LoweringPass):
     """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast``.
 
-    Both values rewrite the same nodes into the same ops, except that only ``bitwise`` writes sums out as additions.
-    ``fast`` refuses no node, and lets linear layers run a library's product where that is known to be faster.
+    Both values rewrite the same nodes into the same ops, except that only ``bitwise`` writes sums out as additions, and
+    ``fast`` refuses no node.
     """
 
     numerics: str = "bitwise"
@@ -107,7 +105,7 @@ class LowerKernels(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module. Under ``bitwise``, refuse a node whose rows may depend on the number of rows."""
-        chosen, offered, left = Counter[str](), Counter[str](), Counter[str]()
+        chosen, left = Counter[str](), Counter[str]()
         bitwise = self.numerics == "bitwise"
         for name, module in program.modules.items():
             _turn_weights(module)
@@ -122,27 +120,15 @@ class LowerKernels(LoweringPass):
             if bitwise:
                 _check_rows(name, module)
             else:
-                _offer_library(module, offered)
                 left.update(str(node.target) for node in _row_dependent(module))
             module.recompile()
-        device = program.target.device
-        notes = _counted(chosen) if bitwise else (*_counted(chosen), *_library_notes(offered, left, device))
-        return PassResult(chosen.total(), notes=(*notes, *_slower(device)))
+        why = f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
+        notes = (*_counted(chosen), *([why] if left else []), *_slower(program.target.device))
+        return PassResult(chosen.total(), notes=notes)
 
 
 def _counted(counts: Counter[str]) -> tuple[str, ...]:
     return tuple(f"{count} x {what}" for what, count in sorted(counts.items()))
-
-
-def _library_notes(offered: Counter[str], left: Counter[str], device: torch.device) -> Iterator[str]:
-    """Notes under ``fast``: the linear layers that may run in a library, and the nodes that stay as they are."""
-    listed = f"{', '.join(_counted(offered))} may run a library's product"
-    if offered and crossovers_of(device) is None:
-        yield f"{listed}, but nothing was measured on a device like {device}: they run the kernels of numerics=bitwise"
-    elif offered:
-        yield f"{listed}, each for the numbers of rows at which specgraph.kernels.linear.library says it is faster"
-    if left:
-        yield f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
 
 
 def _slower(device: torch.device) -> tuple[str, ...]:
@@ -377,14 +363,6 @@ def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
             continue
         if not all(map(_row_wise, dispatched(node))):
             yield node
-
-
-def _offer_library(module: fx.GraphModule, offered: Counter[str]) -> None:
-    """Allow every linear to run a library's product where that is known to be faster."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in (LINEAR, LINEAR_NORM, EXPERT_LINEAR):
-            node.update_kwarg("bitwise", False)
-            offered[node.target._schema.name.split("::")[1]] += 1
 
 
 def _row_wise(target: Any) -> bool:
