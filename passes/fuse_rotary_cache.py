@@ -8,8 +8,7 @@ The ops of a block drafter, ``paged_block_attention`` and ``write_context``, tak
 values before the rotation, and ``cos`` and ``sin``.
 
 The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
-``rotary_angles``, even if the rotation that reads them was not recognised. Where a model computes them for several
-equal rows of positions, as Qwen3.5 does, they are first read from one row (:mod:`specgraph.passes.repeated`).
+``rotary_angles``, even if the rotation that reads them was not recognised.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import fx
 import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
-from specgraph.ir.graphs import arguments, calls
+from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
@@ -42,7 +41,6 @@ from specgraph.passes.patterns import (
     replace,
     rewrite,
 )
-from specgraph.passes.repeated import has_scatters, read_once
 
 PAGED = torch.ops.specgraph.paged_attention.default
 ROTATING = {torch.ops.specgraph.paged_block_attention.default: 2, torch.ops.specgraph.write_context.default: 1}
@@ -61,7 +59,6 @@ class FuseRotaryCache(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""
-        left_out = sum(_read_once(module) for _, module in program.modules.where(_has_angles_of_rows))
         attention = rewrite(program, PAGED, _fuse)
         blocks = [rewrite(program, op, _give_angles) for op in ROTATING]
         angles = rewrite(program, aten.cos.default, _fuse_angles)
@@ -69,20 +66,8 @@ class FuseRotaryCache(LoweringPass):
         names = ("rotary_attention", *(f"rotation in {op._opname}" for op in ROTATING), "rotary_angles")
         notes = tuple(f"{part.matches} x {name}" for part, name in zip(parts, names, strict=True)
                       if part.matches or part in (attention, angles))  # fmt: skip
-        notes += (f"{left_out} x scatter of equal values left out",) if left_out else ()
         misses = tuple(miss for part in parts for miss in part.near_misses)
         return PassResult(sum(part.matches for part in parts), near_misses=misses, notes=notes)
-
-
-def _has_angles_of_rows(graph: fx.Graph) -> bool:
-    """Whether cosines are computed, and something is written to places of tensors."""
-    return any(calls(graph, aten.cos.default)) and has_scatters(graph)
-
-
-def _read_once(module: fx.GraphModule) -> int:
-    left_out = read_once(module.graph)
-    module.recompile()
-    return left_out
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
