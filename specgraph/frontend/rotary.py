@@ -66,7 +66,7 @@ def read_one_row(model: nn.Module) -> None:
     """
     for owner in model.modules():
         rotary: Any = getattr(owner, "rotary_emb", None)
-        if hasattr(rotary, "mrope_section") and _is_plain(rotary):
+        if getattr(rotary, "mrope_section", None) and hasattr(rotary, "inv_freq") and _is_plain(rotary):
             seen: list[Any] = []
             owner.register_forward_pre_hook(functools.partial(_note_positions, seen), with_kwargs=True)
             rotary.forward = _of_one_row(rotary, seen)
@@ -96,10 +96,10 @@ def _angles(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain(rotary: Any) -> bool:
-    """Whether an embedding gives equal rows of positions the angles of one row, bit for bit."""
+    """Whether an embedding, which expands one row of positions itself, gives the angles of that row, bit for bit."""
     x = rotary.inv_freq.new_empty(1)
     positions = torch.arange(64, device=x.device).view(2, 32)
-    given, plain = rotary(x, positions.expand(3, -1, -1)), _angles(rotary, x, positions)
+    given, plain = rotary(x, positions.unsqueeze(0)), _angles(rotary, x, positions)
     return x.device.type != "meta" and all(map(torch.equal, given, plain))
 
 
