@@ -19,7 +19,7 @@ from torch import fx
 
 from specgraph.errors import PassError, UnsupportedModelError
 from specgraph.ir.drafter import Mask
-from specgraph.ir.graphs import calls, constant
+from specgraph.ir.graphs import calls, constant, set_argument
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
@@ -94,7 +94,7 @@ class ParallelDraft(Pass):
         """Let the draft return the logits of ``count`` rows, and no longer the hidden state that a chain feeds on."""
         draft = program.modules["draft"]
         (rows,) = calls(draft.graph, step.take_rows)
-        rows.args = (*rows.args[:2], count)
+        set_argument(rows, "count", count)
         output = draft.graph.output_node()
         if program.drafter.features:
             both: Any = output.args[0]
@@ -105,7 +105,7 @@ class ParallelDraft(Pass):
     def _draw(self, program: Program, first: fx.Node, proposals: list[fx.Node]) -> None:
         """Draw all drafts from the one call and drop the chain."""
         draw = proposals[0]
-        draw.update_arg(1, first)
+        set_argument(draw, "logits", first)
         draw.name = "proposals"
         program.set_output(program.one("logits"), draw)
         for node in reversed(program.graph.nodes):
