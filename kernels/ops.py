@@ -141,7 +141,7 @@ class Op:
         That is the promise of the first variant. Arguments that only a later one covers, such as those in float64, have
         what that one promises.
         """
-        return self.on(device)[0].row_independent
+        return any(variant.row_independent for variant in self.on(device)[:1])
 
     def form(self, name: str, **tuning: Any) -> Callable[..., Any]:
         """One variant as a function of the op's own arguments, whatever the device and whatever it covers.

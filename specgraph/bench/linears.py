@@ -33,6 +33,12 @@ class LinearRow(KernelRow):
     product: Product
 
     @property
+    def times(self) -> str:
+        """Both times as text."""
+        other = "cannot run" if self.library_us is None else f"{self.library_us:.2f} us"
+        return f"our form {self.us:.2f} us, the library's {other}"
+
+    @property
     def faster(self) -> bool:
         """Whether the library's product is faster by more than :data:`MARGIN`."""
         return self.library_us is not None and self.library_us < (1 - MARGIN) * self.us
