@@ -18,11 +18,15 @@ from torch import fx
 from specgraph.ir.graphs import arguments, calls, set_argument
 from specgraph.ir.program import Program
 from specgraph.kernels import step
+from specgraph.kernels.step.after_verify import Settled
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import Mismatch, erase_unused
 
-EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(9)
-"""What ``settle`` returns, in order: the fields of :class:`~specgraph.kernels.step.after_verify.Settled`."""
+EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = map(
+    Settled._fields.index,
+    ("emitted", "num_emitted", "accepted_rows", "rows", "positions", "num_rows", "last", "length", "chain"),
+)
+"""Places among what ``settle`` returns."""
 
 
 @dataclass(frozen=True)
