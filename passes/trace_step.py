@@ -69,7 +69,7 @@ class TraceStep(Pass):
 
 def _count(program: Program) -> int:
     """How many drafts of a sequence a step verifies and makes."""
-    counts = [arguments(node)["count"] - 1 for node in calls(program.graph, step.needed_rows)]
+    counts: list[int] = [arguments(node)["count"] - 1 for node in calls(program.graph, step.needed_rows)]
     return min([*counts, program.drafter.num_speculative_tokens])
 
 
