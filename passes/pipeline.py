@@ -98,10 +98,9 @@ def check_requirements(pass_: Pass, program: Program) -> None:
     for fact in sorted(pass_.requires - program.facts):
         if fact in program.undone:
             other = program.undone[fact]
-            raise PassError(
-                f"{pass_.name} needs {fact!r} ({FACTS.get(fact, 'a fact of its own')}), which {other} has undone: put "
-                f"{pass_.name} before {other} in pipeline.order."
-            )
+            how = f"put {pass_.name} before {other} in" if other != pass_.name else f"leave the second {other} out of"
+            meaning = f" ({FACTS[fact]})" if fact in FACTS else ""
+            raise PassError(f"{pass_.name} needs {fact!r}{meaning}, which {other} has undone: {how} pipeline.order.")
         makers = sorted(cls.name for cls in PASSES.values() if fact in cls.ensures)
         first = f"put {' or '.join(makers)} before it in pipeline.order" if makers else "no known pass establishes it"
         raise PassError(f"{pass_.name} needs {fact!r}, which does not hold yet: {first}.")

@@ -247,6 +247,7 @@ def test_a_reordered_pipeline_is_refused(late: str, other: str):
         ([InsertProcessors(), SpecialiseStep(), ProcessDrafts()], "put process_drafts before specialise_step"),
         ([IndexRows(), PackRows(), SpecialiseStep()], "put specialise_step before pack_rows"),
         ([IndexRows(), PackRows(), TraceStep()], "put trace_step before pack_rows"),
+        ([IndexRows(), IndexRows()], "which index_rows has undone: leave the second index_rows out of pipeline.order"),
     ],
 )
 def test_passes_for_one_kind_of_request_are_in_order_too(passes: list[Pass], message: str):
