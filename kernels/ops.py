@@ -53,21 +53,16 @@ class Variant:
         row_independent: whether the bits of a row of the result are promised not to depend on the other rows, neither
             on their values nor on their number.
         covers: whether it computes these arguments, which is asked before anything runs; None if it computes all.
-        opt_in: whether it covers only arguments that ask for it, such as ``bitwise=False``. What the op promises
-            without being asked does not depend on it.
     """
 
     name: str
     run: Callable[..., Any]
     row_independent: bool
     covers: Callable[[Any], bool] | None = None
-    opt_in: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in VARIANTS:
             raise ValueError(f"A variant is named one of {', '.join(VARIANTS)}, not {self.name!r}.")
-        if self.opt_in and self.covers is None:
-            raise ValueError(f"The variant {self.name} is taken only if arguments ask for it: say in covers which do.")
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -143,11 +138,10 @@ class Op:
     def row_independent(self, device: str) -> bool:
         """Whether rows are independent of each other on a device type.
 
-        That is the promise of the first variant that arguments need not opt in to. Arguments that only a later one
-        covers, such as those in float64, have what that one promises.
+        That is the promise of the first variant. Arguments that only a later one covers, such as those in float64, have
+        what that one promises.
         """
-        first = next((variant for variant in self.on(device) if not variant.opt_in), None)
-        return first is not None and first.row_independent
+        return any(variant.row_independent for variant in self.on(device)[:1])
 
     def form(self, name: str, **tuning: Any) -> Callable[..., Any]:
         """One variant as a function of the op's own arguments, whatever the device and whatever it covers.

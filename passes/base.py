@@ -63,13 +63,15 @@ class Pass(ABC):
     """A rewrite of a program. Its fields are its options; it holds no state and prints nothing.
 
     Class attributes: ``name`` is the configuration key. ``requires`` are the facts that must hold for a program before
-    the pass, and ``ensures`` those that hold after it. ``exact`` says whether the outputs stay equal bit for bit, and
-    ``redrafts`` whether the pass changes which drafts are proposed.
+    the pass, ``ensures`` those that hold after it, and ``invalidates`` those that no longer do
+    (:data:`~specgraph.ir.program.FACTS`). ``exact`` says whether the outputs stay equal bit for bit, and ``redrafts``
+    whether the pass changes which drafts are proposed.
     """
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[str]] = frozenset()
     ensures: ClassVar[frozenset[str]] = frozenset()
+    invalidates: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
     redrafts: ClassVar[bool] = False
 

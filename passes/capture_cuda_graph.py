@@ -23,8 +23,7 @@ class CaptureCudaGraph(Pass):
     enabled: bool | None = False
 
     name: ClassVar[str] = "capture_cuda_graph"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "draft", "kv_cache"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"captured"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
 
     @property
     def skipped(self) -> str | None:

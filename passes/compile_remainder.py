@@ -23,8 +23,7 @@ class CompileRemainder(Pass):
     backend: str = "eager"
 
     name: ClassVar[str] = "compile_remainder"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"lowered"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

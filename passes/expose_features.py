@@ -27,8 +27,7 @@ class ExposeFeatures(Pass):
     layers: tuple[int, ...] | None = None
 
     name: ClassVar[str] = "expose_features"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"features"})
+    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
 
     def apply(self, program: Program) -> PassResult:
         """Add the outputs to ``target`` and one step node ``hs_k`` for each."""

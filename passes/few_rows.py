@@ -22,18 +22,11 @@ LINEAR = aten.linear.default
 
 @dataclass(frozen=True)
 class FewRows(Pass):
-    """Options: ``enabled``."""
-
-    enabled: bool = True
+    """No options."""
 
     name: ClassVar[str] = "few_rows"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"traced"})
     exact: ClassVar[bool] = False
-
-    @property
-    def skipped(self) -> str | None:
-        """A reason if ``enabled`` is off."""
-        return None if self.enabled else "passes.few_rows.enabled is off"
 
     def apply(self, program: Program) -> PassResult:
         """Let every linear layer in float32 call ``few_rows_linear``, if the target is on a CPU."""

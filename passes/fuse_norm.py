@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 import specgraph.kernels.linear.norm  # noqa: F401  (registers the op)
+from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
@@ -49,7 +50,6 @@ class FuseNorm(LoweringPass):
 
     name: ClassVar[str] = "fuse_norm"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"norms_fused"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every norm of every module."""
@@ -63,7 +63,7 @@ def _match(rsqrt: fx.Node, dtype: torch.dtype) -> _Norm:
     if shifted is None or not isinstance(shifted.args[1], float):
         raise Mismatch(f"{rsqrt.name} has no epsilon under the root")
     mean = producer(shifted.args[0], aten.mean.dim)
-    if mean is None or mean.args[1] not in _last(mean) or mean.args[2:3] != (True,):
+    if mean is None or mean.args[1] not in _last(mean) or not arguments(mean)["keepdim"]:
         raise Mismatch(f"{shifted.name} is not the mean over the last dimension plus epsilon")
     wide = _squared(mean.args[0])
     normed = only_user(rsqrt)

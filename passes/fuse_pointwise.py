@@ -45,7 +45,7 @@ class FusePointwise(LoweringPass):
     """Options: ``enabled``."""
 
     name: ClassVar[str] = "fuse_pointwise"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"traced"})
 
     def apply(self, program: Program) -> PassResult:
         """Replace every function of elements in the modules; chains that can be computed together share an op."""

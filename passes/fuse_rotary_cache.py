@@ -8,8 +8,7 @@ The ops of a block drafter, ``paged_block_attention`` and ``write_context``, tak
 values before the rotation, and ``cos`` and ``sin``.
 
 The computation of the angles, ``cos`` and ``sin`` of positions times inverse frequencies, becomes one
-``rotary_angles``, even if the rotation that reads them was not recognised. Where a model computes them for several
-equal rows of positions, as Qwen3.5 does, they are first read from one row (:mod:`specgraph.passes.repeated`).
+``rotary_angles``, even if the rotation that reads them was not recognised.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import fx
 import specgraph.kernels.attention.attention
 import specgraph.kernels.attention.block
 import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.patterns import (
@@ -42,7 +41,6 @@ from specgraph.passes.patterns import (
     replace,
     rewrite,
 )
-from specgraph.passes.repeated import has_scatters, read_once
 
 PAGED = torch.ops.specgraph.paged_attention.default
 ROTATING = {torch.ops.specgraph.paged_block_attention.default: 2, torch.ops.specgraph.write_context.default: 1}
@@ -57,12 +55,10 @@ class FuseRotaryCache(LoweringPass):
     """Options: ``enabled``."""
 
     name: ClassVar[str] = "fuse_rotary_cache"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"rotary_fused"})
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "traced"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every attention whose queries and keys are both rotated, and all angles of positions."""
-        left_out = sum(_read_once(module) for _, module in program.modules.where(_has_angles_of_rows))
         attention = rewrite(program, PAGED, _fuse)
         blocks = [rewrite(program, op, _give_angles) for op in ROTATING]
         angles = rewrite(program, aten.cos.default, _fuse_angles)
@@ -70,20 +66,8 @@ class FuseRotaryCache(LoweringPass):
         names = ("rotary_attention", *(f"rotation in {op._opname}" for op in ROTATING), "rotary_angles")
         notes = tuple(f"{part.matches} x {name}" for part, name in zip(parts, names, strict=True)
                       if part.matches or part in (attention, angles))  # fmt: skip
-        notes += (f"{left_out} x scatter of equal values left out",) if left_out else ()
         misses = tuple(miss for part in parts for miss in part.near_misses)
         return PassResult(sum(part.matches for part in parts), near_misses=misses, notes=notes)
-
-
-def _has_angles_of_rows(graph: fx.Graph) -> bool:
-    """Whether cosines are computed, and something is written to places of tensors."""
-    return any(calls(graph, aten.cos.default)) and has_scatters(graph)
-
-
-def _read_once(module: fx.GraphModule) -> int:
-    left_out = read_once(module.graph)
-    module.recompile()
-    return left_out
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
@@ -92,8 +76,8 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
     if q_angles != k_angles:
         raise Mismatch("queries and keys are rotated by different angles")
     with graph.inserting_before(node):
-        arguments = (q, k, others[0], *q_angles, *others[1:])
-        fused = graph.create_node("call_function", torch.ops.specgraph.rotary_attention.default, arguments,
+        given = (q, k, others[0], *q_angles, *others[1:])
+        fused = graph.create_node("call_function", torch.ops.specgraph.rotary_attention.default, given,
                                   dict(node.kwargs), name="rotary_attention")  # fmt: skip
     # The node writes caches, so dead-code elimination would keep it: it and its unused inputs are erased here.
     inputs = node.all_input_nodes
@@ -271,7 +255,7 @@ def _layout(node: fx.Node) -> tuple[Any, str | None]:
         twice: Any = len(parts) == 2 and parts[0] is parts[1] and joined.args[1:] in ((-1,), (2,))
         return parts[0], "halves" if twice else None
     if repeated is not None:
-        twice = repeated.args[1] == 2 and repeated.args[2:] in ((-1,), (2,))
+        twice = repeated.args[1] == 2 and arguments(repeated)["dim"] in (-1, 2)
         return repeated.args[0], "pairs" if twice else None
     return node, "once"
 
@@ -295,7 +279,10 @@ def _root(value: Any, dtype: torch.dtype | None) -> fx.Node:
 def _whole(value: Any) -> fx.Node | None:
     """``value`` if it is a slice that takes every element, else None."""
     node = producer(value, aten.slice.Tensor)
-    return node if node is not None and node.args[2:] == (0, sys.maxsize) else None
+    if node is None:
+        return None
+    given = arguments(node)
+    return node if (given["start"], given["end"], given["step"]) == (0, sys.maxsize, 1) else None
 
 
 def _unclamped(positions: fx.Node) -> tuple[fx.Node, int | None]:

@@ -15,14 +15,18 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import arguments, calls, set_argument
 from specgraph.ir.program import Program
 from specgraph.kernels import step
+from specgraph.kernels.step.after_verify import Settled
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import Mismatch, erase_unused
 
-EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = range(9)
-"""What ``settle`` returns, in order: the fields of :class:`~specgraph.kernels.step.after_verify.Settled`."""
+EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = map(
+    Settled._fields.index,
+    ("emitted", "num_emitted", "accepted_rows", "rows", "positions", "num_rows", "last", "length", "chain"),
+)
+"""Places among what ``settle`` returns."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,6 @@ class FuseStep(LoweringPass):
 
     name: ClassVar[str] = "fuse_step"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"step_fused"})
     exact: ClassVar[bool] = True
 
     def apply(self, program: Program) -> PassResult:
@@ -49,7 +52,7 @@ class FuseStep(LoweringPass):
 
 def _drop_paths(program: Program) -> int:
     """The rows along a chain's path are the first rows, in their order: what lies behind the path's end is not used."""
-    found = list(calls(program.graph, step.along_path)) if "chain" in program.facts else []
+    found = list(calls(program.graph, step.along_path))
     for node in found:
         path: Any = node.args[1]
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
@@ -86,14 +89,15 @@ def _fuse_settling(program: Program) -> int:
     kept = [user for user in cut.users if user.target is step.cut_rows]
     parts = {cut: EMITTED, count: NUM_EMITTED, **dict.fromkeys(kept, ACCEPTED_ROWS), **dict.fromkeys(rows, ROWS)}
     parts |= dict(_followers(start, count, rows[0] if rows else None, shifted))
-    chained: dict[fx.Node, Any] = {u: u.args[2] for u in count.users if _calls(u, step.chain_positions, start, count)}
-    drawn = [u for u in count.users if u.target is step.propose_ and u.args[2:4] == (start, count)]
+    following = [user for user in count.users if _calls(user, step.chain_positions, start, count)]
+    chained = {user: arguments(user)["offset"] for user in following}
+    drawn = [user for user in count.users if user.target is step.propose_ and _draws_from(user, start, count)]
     tokens, num_forced, eos_ids = cut.args
     options: dict[str, Any] = {"shifted": shifted, "chain": max(chained.values(), default=-1) + 1}
     options |= {"vocab_size": rows[0].kwargs["vocab_size"]} if rows else {}
     with graph.inserting_before(cut):
-        arguments = (tokens, window, start, num_forced, eos_ids, *_accepted_rows(kept, cut))
-        settled = graph.create_node("call_function", step.settle, arguments, options, name="settled")
+        read = (tokens, window, start, num_forced, eos_ids, *_accepted_rows(kept, cut))
+        settled = graph.create_node("call_function", step.settle, read, options, name="settled")
         wanted = sorted({*parts.values(), *([CHAIN] if chained else []), *([LENGTH] if drawn else [])})
         items = {index: graph.call_function(operator.getitem, (settled, index)) for index in wanted}
         for index, name in ((LENGTH, "length"), (CHAIN, "chain")):
@@ -102,7 +106,7 @@ def _fuse_settling(program: Program) -> int:
         places = {node: graph.call_function(operator.getitem, (items[CHAIN], i)) for node, i in chained.items()}
     for node in drawn:
         node.target = step.propose_at_
-        node.update_arg(2, items[LENGTH])
+        set_argument(node, "length", items[LENGTH])
     _replace(program, {**{node: items[index] for node, index in parts.items()}, **places})
     return len(parts) + len(places) + len(drawn)
 
@@ -129,9 +133,15 @@ def _followers(start: fx.Node, count: fx.Node, rows: fx.Node | None, shifted: bo
             yield user, POSITIONS
 
 
-def _calls(node: fx.Node, function: object, *arguments: object) -> bool:
+def _calls(node: fx.Node, function: object, *first: object) -> bool:
     """Whether ``node`` calls ``function`` with these first arguments."""
-    return node.target is function and node.args[: len(arguments)] == arguments and not node.kwargs
+    return node.target is function and node.args[: len(first)] == first and not node.kwargs
+
+
+def _draws_from(draw: fx.Node, start: fx.Node, count: fx.Node) -> bool:
+    """Whether drafts are drawn for the positions behind the ``count`` emitted tokens from ``start`` on."""
+    given = arguments(draw)
+    return given["start"] is start and given["num_emitted"] is count
 
 
 def _replace(program: Program, new: dict[fx.Node, fx.Node]) -> None:

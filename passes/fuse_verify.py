@@ -7,7 +7,6 @@ rows joins them, which saves reading the logits again; of other rows it stays as
 
 from __future__ import annotations
 
-import inspect
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
@@ -46,7 +45,6 @@ class FuseVerify(Pass):
 
     name: ClassVar[str] = "fuse_verify"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"fused_verify"})
 
     def apply(self, program: Program) -> PassResult:
         """Replace every occurrence; one is expected."""
@@ -61,14 +59,6 @@ class FuseVerify(Pass):
         return PassResult(len(matches), expected=1, near_misses=tuple(misses))
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """A call's arguments by parameter name."""
-    assert callable(node.target)
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
 def _producer(value: Any, function: Any, reader: fx.Node) -> fx.Node:
     """The node behind ``value``, which must call ``function``."""
     node = producer(value, function)
@@ -80,14 +70,14 @@ def _producer(value: Any, function: Any, reader: fx.Node) -> fx.Node:
 
 def _match(emit: fx.Node) -> _Match:
     """Walk up from ``emit`` and check that all pieces agree."""
-    sample = _producer(_arguments(emit)["token"], verify.sample_next, emit)
-    residual = _producer(_arguments(sample)["residual"], verify.residual, sample)
-    accept = _producer(_arguments(emit)["num_accepted"], verify.accept, emit)
-    process = _producer(_arguments(accept)["processed"], process_logits, accept)
+    sample = _producer(arguments(emit)["token"], verify.sample_next, emit)
+    residual = _producer(arguments(sample)["residual"], verify.residual, sample)
+    accept = _producer(arguments(emit)["num_accepted"], verify.accept, emit)
+    process = _producer(arguments(accept)["processed"], process_logits, accept)
     pieces = (process, accept, residual, sample, emit)
     merged: dict[str, Any] = {}
     for piece in pieces:
-        for name, value in _arguments(piece).items():
+        for name, value in arguments(piece).items():
             if name in _SHARED and merged.setdefault(name, value) != value:
                 raise Mismatch(f"{piece.name} reads {value} as {name}, where {merged[name]} was read before")
             merged[name] = value
@@ -99,11 +89,11 @@ def _match(emit: fx.Node) -> _Match:
 
 def _check_logprobs(emit: fx.Node, logprobs: list[fx.Node], merged: dict[str, Any]) -> None:
     """Log-probabilities of this verification's own logits and tokens, of one kind: what the op can give."""
-    kinds = {_arguments(node)["logprobs"] for node in logprobs}
+    kinds = {arguments(node)["logprobs"] for node in logprobs}
     if len(kinds) > 1:
         raise Mismatch(f"{logprobs[0].name} and {logprobs[1].name} ask for different log-probabilities")
     for node in logprobs:
-        own = _arguments(node)
+        own = arguments(node)
         tokens = own["emitted"]
         if tokens.target is not operator.getitem or tokens.args != (emit, 0):
             raise Mismatch(f"{node.name} reads {tokens.name}, not the tokens of {emit.name}")
@@ -122,16 +112,16 @@ def _check_users(pieces: tuple[fx.Node, ...], logprobs: list[fx.Node]) -> None:
 
 
 def _fuse(program: Program, match: _Match) -> None:
-    graph, arguments = program.graph, match.arguments
-    kept = producer(arguments["draft_logits"], step.select_state)
+    graph, given = program.graph, match.arguments
+    kept = producer(given["draft_logits"], step.select_state)
     if kept is not None:  # the op reads the buffer itself
-        arguments["draft_logits"], arguments["draft_rows"] = kept.args
+        given["draft_logits"], given["draft_rows"] = kept.args
     names = [a.name for a in VERIFY._schema.arguments]
     logprobs = [n for n in match.pieces if n.target is verify.token_logprobs]
-    mode = _arguments(logprobs[0])["logprobs"] if logprobs else "none"
+    mode = arguments(logprobs[0])["logprobs"] if logprobs else "none"
     with graph.inserting_before(match.emit):
-        positional = [arguments.get(n) for n in names if n not in _KEYWORDS]
-        keywords = {n: arguments[n] for n in _KEYWORDS if arguments.get(n) is not None}
+        positional = [given.get(n) for n in names if n not in _KEYWORDS]
+        keywords = {n: given[n] for n in _KEYWORDS if given.get(n) is not None}
         fused = graph.call_function(VERIFY, tuple(positional), {**keywords, "logprobs": mode})
         fused.name = "verification"
     match.emit.replace_all_uses_with(fused)
@@ -154,4 +144,4 @@ def _nan_checks(match: _Match) -> list[fx.Node]:
     window = drafts.args[0] if drafts.target is step.draft_tokens else None
     verified = {"window": window, "num_rows": match.arguments["num_rows"], "num_forced": match.arguments["num_forced"]}
     checks = [n for n in logits.users if n.target is step.bad_rows and match.emit < n]
-    return [n for n in checks if all(_arguments(n)[name] is value for name, value in verified.items())]
+    return [n for n in checks if all(arguments(n)[name] is value for name, value in verified.items())]

@@ -30,8 +30,9 @@ class IndexRows(Pass):
     """No options."""
 
     name: ClassVar[str] = "index_rows"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "ungathered"})
     ensures: ClassVar[frozenset[str]] = frozenset({"row_index"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"ungathered"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules stay as they are.

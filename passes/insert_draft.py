@@ -29,8 +29,9 @@ class InsertDraft(Pass):
     rule: str = "strict"
 
     name: ClassVar[str] = "insert_draft"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "target_only"})
     ensures: ClassVar[frozenset[str]] = frozenset({"draft"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"target_only"})
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)

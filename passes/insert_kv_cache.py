@@ -39,7 +39,7 @@ class InsertKVCache(Pass):
     block_size: int = 16
 
     name: ClassVar[str] = "insert_kv_cache"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
+    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
     ensures: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
     exact: ClassVar[bool] = False
 

@@ -23,7 +23,6 @@ import torch
 from torch import fx
 
 from specgraph.drafters.lookup import HISTORY
-from specgraph.errors import PassError
 from specgraph.ir.graphs import calls, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
@@ -54,13 +53,11 @@ class InsertProcessors(Pass):
     """No options."""
 
     name: ClassVar[str] = "insert_processors"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "ungathered"})
     ensures: ClassVar[frozenset[str]] = frozenset({"processors"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules stay as they are."""
-        if "row_index" in program.facts:
-            raise PassError(f"{self.name} adds state that index_rows gathers; put it before index_rows.")
         recorded = "history" in program.inputs
         logits = changed = program.one("logits")
         readers = [*logits.users]

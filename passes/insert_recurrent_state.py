@@ -44,8 +44,7 @@ class InsertRecurrentState(Pass):
     """No options."""
 
     name: ClassVar[str] = "insert_recurrent_state"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"recurrent_state"})
+    requires: ClassVar[frozenset[str]] = frozenset({"traced", "target_only"})
     exact: ClassVar[bool] = False
 
     def apply(self, program: Program) -> PassResult:

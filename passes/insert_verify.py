@@ -49,7 +49,8 @@ class InsertVerify(Pass):
 
     name: ClassVar[str] = "insert_verify"
     requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "draft"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"verify", "chain"})
+    ensures: ClassVar[frozenset[str]] = frozenset({"verify"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"draft"})
 
     def __post_init__(self) -> None:
         check_option_rule(self.name, self.rule)

@@ -5,8 +5,7 @@ around it, so that one launch computes all of them: the scale of a norm before i
 residual, and the parts of a norm after it.
 
 The pass then looks at every remaining floating-point node. Under ``numerics: bitwise``, a node whose rows may depend on
-the number of rows is an error. Under ``numerics: fast``, such a node stays as it is, and a linear layer may also run a
-library's product. Its op chooses at each call, by the number of rows (:mod:`specgraph.kernels.linear.library`).
+the number of rows is an error. Under ``numerics: fast``, such a node stays as it is.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.norm  # noqa: F401  (all register ops)
 from specgraph.errors import ConfigError, PassError
-from specgraph.ir.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
 from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
-from specgraph.kernels.linear.library import crossovers_of
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
 from specgraph.passes.gate_norms import gate_norms
@@ -91,15 +89,15 @@ class _Linear:
 class LowerKernels(LoweringPass):
     """Options: ``enabled``; ``numerics``, ``bitwise`` or ``fast``.
 
-    Both values rewrite the same nodes into the same ops, except that only ``bitwise`` writes sums out as additions.
-    ``fast`` refuses no node, and lets linear layers run a library's product where that is known to be faster.
+    Both values rewrite the same nodes into the same ops, except that only ``bitwise`` writes sums out as additions, and
+    ``fast`` refuses no node.
     """
 
     numerics: str = "bitwise"
 
     name: ClassVar[str] = "lower_kernels"
-    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"lowered"})
+    requires: ClassVar[frozenset[str]] = frozenset({"kv_cache", "traced"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"traced", "own_weights"})
 
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
@@ -107,7 +105,7 @@ class LowerKernels(LoweringPass):
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite every module. Under ``bitwise``, refuse a node whose rows may depend on the number of rows."""
-        chosen, offered, left = Counter[str](), Counter[str](), Counter[str]()
+        chosen, left = Counter[str](), Counter[str]()
         bitwise = self.numerics == "bitwise"
         for name, module in program.modules.items():
             _turn_weights(module)
@@ -122,27 +120,15 @@ class LowerKernels(LoweringPass):
             if bitwise:
                 _check_rows(name, module)
             else:
-                _offer_library(module, offered)
                 left.update(str(node.target) for node in _row_dependent(module))
             module.recompile()
-        device = program.target.device
-        notes = _counted(chosen) if bitwise else (*_counted(chosen), *_library_notes(offered, left, device))
-        return PassResult(chosen.total(), notes=(*notes, *_slower(device)))
+        why = f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
+        notes = (*_counted(chosen), *([why] if left else []), *_slower(program.target.device))
+        return PassResult(chosen.total(), notes=notes)
 
 
 def _counted(counts: Counter[str]) -> tuple[str, ...]:
     return tuple(f"{count} x {what}" for what, count in sorted(counts.items()))
-
-
-def _library_notes(offered: Counter[str], left: Counter[str], device: torch.device) -> Iterator[str]:
-    """Notes under ``fast``: the linear layers that may run in a library, and the nodes that stay as they are."""
-    listed = f"{', '.join(_counted(offered))} may run a library's product"
-    if offered and crossovers_of(device) is None:
-        yield f"{listed}, but nothing was measured on a device like {device}: they run the kernels of numerics=bitwise"
-    elif offered:
-        yield f"{listed}, each for the numbers of rows at which specgraph.kernels.linear.library says it is faster"
-    if left:
-        yield f"left as they are, though a row's bits may depend on the other rows: {', '.join(_counted(left))}"
 
 
 def _slower(device: torch.device) -> tuple[str, ...]:
@@ -201,8 +187,8 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
         if weight_name(linear.weight) is None:  # computed in the step, such as a cast one
             linear.options["constant_weight"] = False
         with graph.inserting_before(linear.end):
-            arguments = (linear.x, linear.weight, linear.bias, linear.residual, linear.square_sums)
-            new = graph.create_node("call_function", LINEAR, arguments, linear.options, name="linear")
+            given = (linear.x, linear.weight, linear.bias, linear.residual, linear.square_sums)
+            new = graph.create_node("call_function", LINEAR, given, linear.options, name="linear")
         replace(graph, linear.end, new)
         chosen[" + ".join(["linear", *parts])] += 1
 
@@ -243,9 +229,9 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
         with graph.inserting_before(linear):
             read: Any = parts.args[1]
             weight = keep_meta(graph.get_attr(str(read.target)), read)  # the norm's own node may come later
-            arguments = (*linear.args[:2], weight, *linear.args[2:])
+            given = (*linear.args[:2], weight, *linear.args[2:])
             options = {**linear.kwargs, **parts.kwargs}
-            joined = graph.create_node("call_function", LINEAR_NORM, arguments, options, name="linear_norm")
+            joined = graph.create_node("call_function", LINEAR_NORM, given, options, name="linear_norm")
             out, weighted, square_sums = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
         replace(graph, linear, out)
         for user in list(parts.users):
@@ -269,11 +255,11 @@ def _take_activation(linear: _Linear) -> str | None:
 
 def _take_gate(linear: _Linear, split: fx.Node) -> str | None:
     parts = {user.args[1]: user for user in split.users if user.target is operator.getitem}
-    sizes, dim = split.args[1], split.args[2:] or (0,)
+    sizes, dim = split.args[1], arguments(split)["dim"]
     if split.target is aten.chunk.default:
         width = linear.end.meta["val"].shape[-1]
         sizes = [width // 2] * 2 if sizes == 2 and width % 2 == 0 else None
-    if dim[0] not in (-1, linear.end.meta["val"].dim() - 1):
+    if dim not in (-1, linear.end.meta["val"].dim() - 1):
         return None
     if set(parts) != {0, 1} or not isinstance(sizes, list | tuple) or len(sizes) != 2 or sizes[0] != sizes[1]:
         return None
@@ -327,11 +313,11 @@ def _pair_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
             continue
         options = {f"{name}_{option}": norm.kwargs[option] for name, norm in zip("xy", norms, strict=True)
                    for option in ("eps", "offset")}  # fmt: skip
-        arguments, embedding = [x, y, x_weight, y_weight], producer(x, aten.embedding.default)
+        given, embedding = [x, y, x_weight, y_weight], producer(x, aten.embedding.default)
         if embedding is not None and only_user(embedding) is norms[0]:
-            arguments = [embedding.args[0], y, x_weight, y_weight, embedding.args[1]]
+            given = [embedding.args[0], y, x_weight, y_weight, embedding.args[1]]
         with graph.inserting_before(node):
-            new = graph.create_node("call_function", PAIR, tuple(arguments), options, name="norms")
+            new = graph.create_node("call_function", PAIR, tuple(given), options, name="norms")
         replace(graph, node, new)
         chosen["rms_norm_pair"] += 1
 
@@ -377,14 +363,6 @@ def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
             continue
         if not all(map(_row_wise, dispatched(node))):
             yield node
-
-
-def _offer_library(module: fx.GraphModule, offered: Counter[str]) -> None:
-    """Allow every linear to run a library's product where that is known to be faster."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in (LINEAR, LINEAR_NORM, EXPERT_LINEAR):
-            node.update_kwarg("bitwise", False)
-            offered[node.target._schema.name.split("::")[1]] += 1
 
 
 def _row_wise(target: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.ir.graphs import calls, get_attribute, set_attribute
+from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
 from specgraph.passes.patterns import aten, weight, weight_name
@@ -36,7 +36,7 @@ class MergeLinears(LoweringPass):
 
     name: ClassVar[str] = "merge_linears"
     requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"linears_merged"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"own_weights"})
 
     def apply(self, program: Program) -> PassResult:
         """Merge every group of every module."""
@@ -124,7 +124,7 @@ def _refusal(module: fx.GraphModule, group: list[fx.Node], readers: dict[int, Co
 
 
 def _bias(module: fx.GraphModule, node: fx.Node) -> Tensor | None:
-    return weight(module, node.args[2]) if len(node.args) > 2 else None
+    return weight(module, arguments(node)["bias"])
 
 
 def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
@@ -132,10 +132,10 @@ def _merge(module: fx.GraphModule, group: list[fx.Node]) -> None:
     weights = [str(node.args[1].target) for node in group]  # type: ignore[union-attr]
     sizes = [get_attribute(module, name).shape[0] for name in weights]
     with graph.inserting_before(first):
-        arguments = [first.args[0], _merged_attribute(module, weights)]
+        given = [first.args[0], _merged_attribute(module, weights)]
         if _bias(module, first) is not None:
-            arguments.append(_merged_attribute(module, [str(node.args[2].target) for node in group]))  # type: ignore[union-attr]
-        merged = graph.create_node("call_function", LINEAR, tuple(arguments), {}, name="merged")
+            given.append(_merged_attribute(module, [str(arguments(node)["bias"].target) for node in group]))
+        merged = graph.create_node("call_function", LINEAR, tuple(given), {}, name="merged")
         parts = graph.call_function(aten.split_with_sizes.default, (merged, sizes, -1))
         outputs = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
     for node, output in zip(group, outputs, strict=True):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -29,7 +28,7 @@ from torch import fx
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import calls, copy_module
 from specgraph.ir.program import Program
-from specgraph.ir.shapes import WRITTEN, propagate
+from specgraph.ir.shapes import LAYOUT, columns_beyond, propagate
 from specgraph.kernels import step
 from specgraph.kernels.ops import find
 from specgraph.kernels.state import per_call
@@ -56,7 +55,7 @@ class PackRows(Pass):
 
     name: ClassVar[str] = "pack_rows"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"packed_rows"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"grid"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; modules that run packed rows are added beside those that run a grid."""
@@ -99,11 +98,9 @@ def _pack_calls(program: Program, refused: Mapping[str, str]) -> PassResult:
     return PassResult(found, near_misses=tuple(misses), notes=notes)
 
 
-def grid_width(node: Any) -> str | None:
-    """The number of columns of a grid of rows ``[b, W, ...]``, such as ``T+1``; None if a node is no such grid."""
-    shape = str(node.meta.get("shape", "")) if isinstance(node, fx.Node) else ""
-    found = re.match(r"\w+\[b, (T(?:\+\d+)?)[,\]]", shape)
-    return found and found[1]
+def extra_columns(node: Any) -> int | None:
+    """How many more columns than the window a grid of rows ``[b, T + n, ...]`` has; None if a node is no such grid."""
+    return columns_beyond(node, "b", "T") if isinstance(node, fx.Node) else None
 
 
 class _Packing(NamedTuple):
@@ -119,14 +116,14 @@ class _Packer:
     """Packs the calls of one step graph.
 
     Attributes:
-        packings: by the width of the grid and the node with the numbers of real rows.
+        packings: by the extra columns of the grid and the node with the numbers of real rows.
         packed: the packed rows of what was packed, or never need be unpacked, by node and packing.
         homes: the packing of every node that unpacks rows.
     """
 
     program: Program
     room: fx.Node
-    packings: dict[tuple[str, fx.Node], _Packing] = field(default_factory=dict)
+    packings: dict[tuple[int, fx.Node], _Packing] = field(default_factory=dict)
     packed: dict[tuple[fx.Node, _Packing], fx.Node] = field(default_factory=dict)
     homes: dict[fx.Node, _Packing] = field(default_factory=dict)
 
@@ -137,7 +134,7 @@ class _Packer:
             Mismatch: it has to run a grid.
         """
         given = self._arguments(call)
-        grids = [name for name, node in given.items() if grid_width(node)]
+        grids = [name for name, node in given.items() if extra_columns(node) is not None]
         if not grids:
             return False
         packing = self._packing(call, given, grids)
@@ -163,25 +160,25 @@ class _Packer:
 
     def _packing(self, call: fx.Node, given: dict[str, Any], grids: list[str]) -> _Packing:
         """How the rows of a call are packed: as those of the call that gave them, if nothing counts them anew."""
-        widths = {str(grid_width(given[name])) for name in grids}
-        if len(widths) > 1:
-            raise Mismatch(f"it runs grids of the widths {', '.join(sorted(widths))}")
+        extras = sorted({extra_columns(given[name]) or 0 for name in grids})
+        if len(extras) > 1:
+            widths = ", ".join(f"T+{extra}" if extra else "T" for extra in extras)
+            raise Mismatch(f"it runs grids of the widths {widths}")
         if "num_rows" not in given:
             homes = {self.homes.get(given[name]) for name in grids}
             home = homes.pop()
             if homes or home is None:
                 raise Mismatch("nothing says which of its rows are real")
             return home
-        (width,) = widths
-        counts, window_rows = self._counts(given["num_rows"], width), gathered(self.program, "num_rows")
-        key = (width, counts)
+        (extra,) = extras
+        counts, window_rows = self._counts(given["num_rows"], extra), gathered(self.program, "num_rows")
+        key = (extra, counts)
         if key not in self.packings:
-            extra = int(width[2:] or 0)
             grid = self.program.input("window") if counts is window_rows else given[grids[0]]
             self.packings[key] = self._places(counts, grid, extra, call)
         return self.packings[key]
 
-    def _counts(self, num_rows: fx.Node, width: str) -> fx.Node:
+    def _counts(self, num_rows: fx.Node, extra: int) -> fx.Node:
         """The node that says how many rows of a grid are packed.
 
         Rows of the window that were accepted are packed as all of its real rows are, so that nothing has to be moved
@@ -193,7 +190,7 @@ class _Packer:
         origin = num_rows.args[0] if num_rows.target is operator.getitem else num_rows
         if not isinstance(origin, fx.Node) or origin.target not in COUNTING:
             raise Mismatch(f"{num_rows.name} may be more rows than there is room for")
-        return window_rows if width == "T" else num_rows
+        return num_rows if extra else window_rows
 
     def _call(self, function: Callable[..., Any], *args: Any, name: str, **kwargs: Any) -> fx.Node:
         """A call of a function where the graph inserts; its name gets a number if another node has it."""
@@ -227,8 +224,8 @@ class _Packer:
 
     def _replace(self, call: fx.Node, new: fx.Node, packing: _Packing) -> None:
         """Let results of the new call stand in the place of the old one's, unpacked where they are grids."""
-        new.meta = {key: value for key, value in call.meta.items() if key not in (*WRITTEN, "pass_name")}
-        items = list(call.users) if "outputs" in call.meta else []
+        new.meta = {key: value for key, value in call.meta.items() if key not in (LAYOUT, "pass_name")}
+        items = list(call.users) if isinstance(call.meta[LAYOUT], tuple | list) else []
         for old in items:
             with self.program.graph.inserting_before(old):
                 item = self._call(operator.getitem, new, old.args[1], name=f"packed_{old.name}")
@@ -249,11 +246,11 @@ class _Packer:
 
     def _unpacked(self, old: fx.Node, value: fx.Node, packing: _Packing) -> fx.Node:
         """A grid for the packed rows ``value`` if a result was a grid before, and else ``value`` as it is."""
-        if not grid_width(old):
+        if extra_columns(old) is None:
             return value
         with self.program.graph.inserting_after(value):
             unpacked = self.program.graph.call_function(step.unpack_rows, (value, packing.row_starts, packing.grid))
-        unpacked.meta["shape"] = old.meta["shape"]
+        unpacked.meta[LAYOUT] = old.meta[LAYOUT]
         self.packed[unpacked, packing] = value
         self.homes[unpacked] = packing
         return unpacked

@@ -19,7 +19,7 @@ from torch import fx
 
 from specgraph.errors import PassError, UnsupportedModelError
 from specgraph.ir.drafter import Mask
-from specgraph.ir.graphs import calls, constant
+from specgraph.ir.graphs import calls, constant, set_argument
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
@@ -34,7 +34,6 @@ class ParallelDraft(Pass):
 
     name: ClassVar[str] = "parallel_draft"
     requires: ClassVar[frozenset[str]] = frozenset({"draft"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"parallel_draft"})
     redrafts: ClassVar[bool] = True
 
     def apply(self, program: Program) -> PassResult:
@@ -45,8 +44,6 @@ class ParallelDraft(Pass):
                 "one draft is made after the other" if drafter.chained else "there is no chain of calls of one drafter"
             )
             return PassResult(0, notes=(said,))
-        if "verify" in program.facts:
-            raise PassError("parallel_draft rewrites drafts that nothing reads yet; put it before insert_verify.")
         if not drafter.chained:
             raise PassError(f"parallel_draft: {drafter.name} makes no chain of draft calls; set draft.parallel=false.")
         if has_recurrent_state(program.modules.unchanged["draft"].graph):
@@ -97,7 +94,7 @@ class ParallelDraft(Pass):
         """Let the draft return the logits of ``count`` rows, and no longer the hidden state that a chain feeds on."""
         draft = program.modules["draft"]
         (rows,) = calls(draft.graph, step.take_rows)
-        rows.args = (*rows.args[:2], count)
+        set_argument(rows, "count", count)
         output = draft.graph.output_node()
         if program.drafter.features:
             both: Any = output.args[0]
@@ -108,7 +105,7 @@ class ParallelDraft(Pass):
     def _draw(self, program: Program, first: fx.Node, proposals: list[fx.Node]) -> None:
         """Draw all drafts from the one call and drop the chain."""
         draw = proposals[0]
-        draw.update_arg(1, first)
+        set_argument(draw, "logits", first)
         draw.name = "proposals"
         program.set_output(program.one("logits"), draw)
         for node in reversed(program.graph.nodes):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from specgraph.ir.graphs import calls, get_attribute
 from specgraph.ir.program import Program
+from specgraph.ir.shapes import LAYOUT
 from specgraph.passes.base import NearMiss, PassResult
 
 aten = torch.ops.aten
@@ -145,7 +146,7 @@ def is_float(node: fx.Node) -> bool:
 
 def keep_meta(new: fx.Node, old: fx.Node) -> fx.Node:
     """Copy the notes of ``old`` to ``new``: the traced value, its shape and, if it is one, which hidden state it is."""
-    new.meta.update({key: old.meta[key] for key in ("val", "hidden_state", "shape") if key in old.meta})
+    new.meta.update({key: old.meta[key] for key in ("val", "hidden_state", LAYOUT) if key in old.meta})
     return new
 
 

@@ -29,7 +29,6 @@ class PauseStep(Pass):
 
     name: ClassVar[str] = "pause_step"
     requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"paused"})
 
     def apply(self, program: Program) -> PassResult:
         """Add the node; the modules and the state stay as they are."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from specgraph.errors import PassError
 from specgraph.ir.graphs import replace_tensors
-from specgraph.ir.program import Program
+from specgraph.ir.program import FACTS, Program
 from specgraph.passes import PASSES
 from specgraph.passes.base import Pass, PassResult
 
@@ -78,7 +78,8 @@ def apply(pass_: Pass, program: Program) -> tuple[StageReport, Program]:
     result = pass_.apply(after)
     seconds = time.perf_counter() - begin
     check_matches(pass_, result)
-    after.facts = program.facts | pass_.ensures
+    after.facts = program.facts - pass_.invalidates | pass_.ensures
+    after.undone = {**program.undone, **dict.fromkeys(program.facts & pass_.invalidates, pass_.name)}
     after.mark_provenance(pass_.name)
     report = StageReport(pass_.name, seconds, result, program.num_nodes(), after.num_nodes(), pass_.about())
     return report, after
@@ -93,8 +94,13 @@ def release(stages: Iterable[Program], result: PassResult) -> None:
 
 
 def check_requirements(pass_: Pass, program: Program) -> None:
-    """Raise ``PassError`` if a required fact does not hold, with the name of the pass that must run first."""
+    """Raise ``PassError`` if a required fact does not hold, with the pass that must run before which other one."""
     for fact in sorted(pass_.requires - program.facts):
+        if fact in program.undone:
+            other = program.undone[fact]
+            how = f"put {pass_.name} before {other} in" if other != pass_.name else f"leave the second {other} out of"
+            meaning = f" ({FACTS[fact]})" if fact in FACTS else ""
+            raise PassError(f"{pass_.name} needs {fact!r}{meaning}, which {other} has undone: {how} pipeline.order.")
         makers = sorted(cls.name for cls in PASSES.values() if fact in cls.ensures)
         first = f"put {' or '.join(makers)} before it in pipeline.order" if makers else "no known pass establishes it"
         raise PassError(f"{pass_.name} needs {fact!r}, which does not hold yet: {first}.")

@@ -18,13 +18,13 @@ import inspect
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from specgraph.errors import PassError
-from specgraph.ir.graphs import calls, written_by
+from specgraph.ir.graphs import arguments, calls, set_argument, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
@@ -32,8 +32,6 @@ from specgraph.passes.base import Pass, PassResult
 
 DRAWS = (step.propose_, step.propose_at_)
 """The functions that draw drafts from logits."""
-LOGITS = 1
-"""Which of their arguments the logits are."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class ProcessDrafts(Pass):
 
     name: ClassVar[str] = "process_drafts"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "processors"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"processed_drafts"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph; the modules and the state stay as they are."""
@@ -109,10 +106,10 @@ def _one_by_one(program: Program, draws: list[fx.Node]) -> list[fx.Node]:
 def _single(program: Program, every: fx.Node, number: int) -> fx.Node:
     """A node that draws one of the drafts that ``every`` draws."""
     own = (slice(None), slice(number, number + 1))
-    logits = program.graph.call_function(operator.getitem, (every.args[LOGITS], own))
+    logits = program.graph.call_function(operator.getitem, (arguments(every)["logits"], own))
     logits.name = f"draft_logits_{number}"
     draw = program.graph.node_copy(every, lambda node: node)
-    draw.update_arg(LOGITS, logits)
+    set_argument(draw, "logits", logits)
     draw.update_kwarg("row", number)
     draw.name = f"token_{number + 1}"
     return draw
@@ -138,7 +135,8 @@ class _Context:
     def of(cls, program: Program, processors: list[fx.Node], first: fx.Node) -> _Context:
         """Insert what all drafts share in front of the ``first`` draw."""
         (advance,) = calls(program.graph, step.advance_)
-        start, emitted, num_emitted = advance.args[1], advance.args[4], advance.args[5]
+        given = arguments(advance)
+        start, emitted, num_emitted = given["start"], given["emitted"], given["num_emitted"]
         with program.graph.inserting_before(first):
             last = program.graph.call_function(step.last_accepted, (program.input("window"), emitted, num_emitted))
             begin = program.graph.call_function(step.last_position, (start, num_emitted))
@@ -152,7 +150,7 @@ class _Context:
         graph = self.program.graph
         vocabulary = (draw.kwargs.get("draft_to_target"), draw.kwargs["target_vocab_size"])
         mapped = vocabulary[0] is not None
-        logits: Any = draw.args[LOGITS]
+        logits = arguments(draw)["logits"]
         with graph.inserting_before(draw):
             window = graph.call_function(torch.cat, ([self.last, *before], 1)) if before else self.last
             changed = graph.call_function(step.in_target_vocabulary, (logits, *vocabulary)) if mapped else logits
@@ -164,4 +162,4 @@ class _Context:
                 changed.name = f"{processor.name}_{draw.kwargs['row']}"
             if mapped:
                 changed = graph.call_function(step.in_draft_vocabulary, (changed, *vocabulary))
-        draw.update_arg(LOGITS, changed)
+        set_argument(draw, "logits", changed)

@@ -38,7 +38,6 @@ class ScoreRows(Pass):
 
     name: ClassVar[str] = "score_rows"
     requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"scored"})
 
     def __post_init__(self) -> None:
         if self.logprobs not in KINDS:

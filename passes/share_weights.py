@@ -30,7 +30,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.program import Program
 from specgraph.ir.tensors import FLOAT8, equal_tensors, pieces, widen
@@ -41,6 +40,12 @@ PROBE = 256
 """How many elements, evenly spread, are compared first. They rule out nearly every pair that is not equal."""
 BYTES_PER_ELEMENT = 64
 """The most temporary memory that one compared element takes: a few values in double precision, and their masks."""
+CHUNK = 32 * 2**20 // BYTES_PER_ELEMENT
+"""How many elements are compared at a time, so that comparing takes 32 MiB of temporary memory at most."""
+NEAR_MISS = 0.5
+"""The share of elements below which tensors that differ are reported as near misses."""
+LISTED = 20
+"""The most near misses that are reported."""
 
 ROTATED = 0.01
 """The largest relative difference between the lengths of two rows that is taken for a rotation of the matrix. Rounding
@@ -54,26 +59,16 @@ _DTYPES = FLOAT8 | {
 
 @dataclass(frozen=True)
 class ShareWeights(Pass):
-    """Options: ``chunk_bytes``, the most temporary memory; ``near_miss_fraction`` and ``max_near_misses``, see below.
+    """No options.
 
     A draft tensor is a near miss when the closest target tensor of its shape (both of one dtype, or both floating
-    point) has the same name, or differs in fewer than ``near_miss_fraction`` of the elements. Another dtype is
-    converted to the draft's before elements are counted. The ``max_near_misses`` closest ones are reported.
+    point) has the same name, or differs in fewer than :data:`NEAR_MISS` of the elements. Another dtype is converted to
+    the draft's before elements are counted. The :data:`LISTED` closest ones are reported.
     """
 
-    chunk_bytes: int = 32 * 2**20
-    near_miss_fraction: float = 0.5
-    max_near_misses: int = 20
-
     name: ClassVar[str] = "share_weights"
-    requires: ClassVar[frozenset[str]] = frozenset({"traced"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"shared_weights"})
+    requires: ClassVar[frozenset[str]] = frozenset({"own_weights"})
 
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < BYTES_PER_ELEMENT:
-            raise ConfigError(f"share_weights: chunk_bytes is {self.chunk_bytes}; give at least {BYTES_PER_ELEMENT}.")
-
-    @torch.no_grad()
     def apply(self, program: Program) -> PassResult:
         """Replace the attributes. Matches and notes count places, so a tied tensor counts once for each use.
 
@@ -96,21 +91,17 @@ class ShareWeights(Pass):
                 kin = self._kin(draft, targets, program.drafter.draft_to_target)
                 misses += kin or self._near_miss(draft, alike)
         misses.sort(key=lambda miss: miss[0])
-        more = len(misses) - self.max_near_misses
+        more = len(misses) - LISTED
         notes = [note for note, _, _ in shared]
         notes += [f"near misses that differ more and are not listed: {more}"] if more > 0 else []
         after = _storages(program)
         return PassResult(
             matches=len(shared),
-            near_misses=tuple(miss for _, miss in misses[: self.max_near_misses]),
+            near_misses=tuple(miss for _, miss in misses[:LISTED]),
             bytes_shared=sum(size for storage, size in before.items() if storage not in after),
             notes=tuple(notes),
             equal_tensors=tuple((old, new) for _, old, new in shared),
         )
-
-    @property
-    def _chunk(self) -> int:
-        return self.chunk_bytes // BYTES_PER_ELEMENT
 
     def _equal_one(self, draft: _Weight, alike: list[_Weight]) -> _Weight | None:
         """The first of the tensors that has the same memory, or else the first that is equal."""
@@ -119,7 +110,7 @@ class ShareWeights(Pass):
                 return target
         for target, share in zip(alike, _probe(draft, alike), strict=True):
             same = share == 0 and target.tensor.dtype == draft.tensor.dtype
-            if same and equal_tensors(draft.tensor, target.tensor, self._chunk):
+            if same and equal_tensors(draft.tensor, target.tensor, CHUNK):
                 return target
         return None
 
@@ -133,14 +124,14 @@ class ShareWeights(Pass):
             chosen = _rows_of(draft, target, rows)
             if chosen is None:
                 continue
-            share, lengths = _compare_rows(draft.tensor.detach(), target.tensor.detach(), chosen, self._chunk)
+            share, lengths = _compare_rows(draft.tensor.detach(), target.tensor.detach(), chosen, CHUNK)
             sliced = len(chosen) < len(target.tensor)
             what = f"{len(chosen)} rows of {target.where}, those of the draft's vocabulary"
             if sliced and share == 0:
                 return [(share, NearMiss(draft.where, f"it holds {what}: a slice, which is no tensor of the target's"))]
-            if sliced and share < self.near_miss_fraction:
+            if sliced and share < NEAR_MISS:
                 return [(share, NearMiss(draft.where, f"it holds {what}, but for {share:.2%} of the elements"))]
-            if share >= self.near_miss_fraction and lengths < ROTATED:
+            if share >= NEAR_MISS and lengths < ROTATED:
                 base = what if sliced else target.where
                 return [(share, NearMiss(draft.where, f"its rows are as long as {base}, but differ: a rotation of it"))]
         return []
@@ -151,14 +142,14 @@ class ShareWeights(Pass):
             return []
         shares = _probe(draft, alike)
         closest = min(range(len(alike)), key=shares.__getitem__)
-        if shares[closest] >= self.near_miss_fraction:
+        if shares[closest] >= NEAR_MISS:
             closest = 0  # tensors of the same name come first
         target = alike[closest]
         named = bool(target.names & draft.names)
-        if shares[closest] >= self.near_miss_fraction and not named:
+        if shares[closest] >= NEAR_MISS and not named:
             return []
-        share, reason = _difference(draft, target, self._chunk)
-        return [(share, NearMiss(draft.where, reason))] if named or share < self.near_miss_fraction else []
+        share, reason = _difference(draft, target, CHUNK)
+        return [(share, NearMiss(draft.where, reason))] if named or share < NEAR_MISS else []
 
 
 def _rows_of(draft: _Weight, target: _Weight, rows: Tensor | None) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch import fx
 
 from specgraph.errors import ConfigError
 from specgraph.ir.drafter import SCRATCH
-from specgraph.ir.graphs import calls, written_by
+from specgraph.ir.graphs import arguments, calls, set_argument, written_by
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.step import WRITES
@@ -49,8 +49,8 @@ class SpecialiseStep(Pass):
     ahead: bool = False
 
     name: ClassVar[str] = "specialise_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"specialised"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "grid"})
+    invalidates: ClassVar[frozenset[str]] = frozenset({"processors"})
 
     def __post_init__(self) -> None:
         if self.logprobs not in LOGPROBS:
@@ -103,12 +103,11 @@ def _make_fewer(program: Program, count: int, *, ahead: bool) -> str:
     if count >= most:
         return f"all {most} drafts"
     for node in calls(program.graph, step.needed_rows):
-        node.update_arg(2, count + 1)
+        set_argument(node, "count", count + 1)
     if ahead:
         return f"{count} of {most} drafts are verified, and all are made"
     (advance,) = calls(program.graph, step.advance_)
-    drafts: list[fx.Node] = list(advance.args[6])  # type: ignore[arg-type]
-    advance.update_arg(6, _first(program, advance, drafts, count))
+    set_argument(advance, "drafts", _first(program, advance, arguments(advance)["drafts"], count))
     _forget(program, count)
     gone = _sweep(program, count)
     return f"{count} of {most} drafts; {gone.count('draft')} draft calls left out"

@@ -21,20 +21,16 @@ import torch
 from torch import fx
 
 import specgraph.kernels.verify.rank  # noqa: F401  (registers the op)
-from specgraph.ir.graphs import calls
+from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
 from specgraph.passes.index_rows import gathered
 from specgraph.passes.pause_step import last_processor
-from specgraph.passes.process_drafts import DRAWS, LOGITS
+from specgraph.passes.process_drafts import DRAWS
 from specgraph.passes.score_rows import PROCESSING, SCORE
 
 RANK = torch.ops.specgraph.rank.default
-EMITTED = 4
-"""Which argument of ``advance_`` are the emitted tokens; the next one is their number."""
-NUM_EMITTED = 3
-"""Which argument of a function that draws drafts is the number of emitted tokens."""
 TRACED = ("traced_tokens", "traced_counts", "traced_rows", "traced_temperature")
 """What the results of ``trace_tokens`` are called in a graph."""
 DRAWN = ("draft_ids", "num_drawn")
@@ -48,8 +44,7 @@ class TraceStep(Pass):
     unused: tuple[str, ...] = ()
 
     name: ClassVar[str] = "trace_step"
-    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index"})
-    ensures: ClassVar[frozenset[str]] = frozenset({"traced"})
+    requires: ClassVar[frozenset[str]] = frozenset({"verify", "row_index", "grid"})
 
     def apply(self, program: Program) -> PassResult:
         """Rewrite the step graph, which returns one more tensor; modules and state stay as they are."""
@@ -64,7 +59,7 @@ class TraceStep(Pass):
             draws = [node for node in program.graph.nodes if node.target in DRAWS]
             groups = [*_together(draws)]
             drawn = [draw for group in groups for draw in group]
-            drafts: Any = advance.args[6]
+            drafts = arguments(advance)["drafts"]
             traced = program.graph.call_function(
                 step.trace_columns, (target, ranks, counts, drawn, [*map(tracer.drawn, groups)], [*drafts]),
                 {"count": _count(program)},
@@ -78,7 +73,7 @@ class TraceStep(Pass):
 
 def _count(program: Program) -> int:
     """How many drafts of a sequence a step verifies and makes."""
-    counts = [int(node.args[2]) - 1 for node in calls(program.graph, step.needed_rows)]  # type: ignore[arg-type]
+    counts: list[int] = [arguments(node)["count"] - 1 for node in calls(program.graph, step.needed_rows)]
     return min([*counts, program.drafter.num_speculative_tokens])
 
 
@@ -92,8 +87,8 @@ def _together(draws: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 def _traced_tokens(program: Program, logits: fx.Node, advance: fx.Node) -> list[fx.Node]:
     """What ``trace_tokens`` gives of the rows of ``logits`` and of the tokens that ``advance`` is handed."""
     num_rows, num_forced, temperature = (gathered(program, name) for name in ("num_rows", "num_forced", "temperature"))
-    emitted, num_emitted = advance.args[EMITTED], advance.args[EMITTED + 1]
-    given = (program.input("window"), num_rows, num_forced, emitted, num_emitted, temperature, logits)
+    moved, window = arguments(advance), program.input("window")
+    given = (window, num_rows, num_forced, moved["emitted"], moved["num_emitted"], temperature, logits)
     traced = program.graph.call_function(step.trace_tokens, given)
     return [_item(program, traced, index, name) for index, name in enumerate(TRACED)]
 
@@ -112,10 +107,10 @@ class _Tracer:
     def drawn(self, draws: Sequence[fx.Node]) -> fx.Node:
         """The log-probabilities ``[B, R]`` with which tokens were drawn by ``draws``, which share a vocabulary."""
         graph, vocabulary = self.program.graph, draws[0].kwargs.get("draft_to_target")
-        given = ([*draws], draws[0].args[NUM_EMITTED], *([] if vocabulary is None else [vocabulary]))
+        given = ([*draws], arguments(draws[0])["num_emitted"], *([] if vocabulary is None else [vocabulary]))
         both = graph.call_function(step.drawn_ids, given)
         ids, count = (_item(self.program, both, index, name) for index, name in enumerate(DRAWN))
-        logits: list[Any] = [draw.args[LOGITS] for draw in draws]
+        logits = [arguments(draw)["logits"] for draw in draws]
         every = logits[0]
         if len(logits) > 1:
             every = graph.create_node("call_function", torch.cat, (logits, 1), name="drawn_logits")

@@ -69,7 +69,7 @@ class _Key:
     def of(self, values: tuple[Any, ...]) -> Hashable:
         """The key, with the code and the settings of the process on which an export depends."""
         parts = tuple(map(self._value, values))
-        for name in sorted(name for name in sys.modules if name.startswith(_CODE)):
+        for name in sorted(name for name in [*sys.modules] if name.startswith(_CODE)):  # another thread may import
             self._code(name)
         settings = torch.get_default_dtype(), str(torch.get_default_device()), torch.is_grad_enabled()
         return parts, tuple(self._python.items()), settings

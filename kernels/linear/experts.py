@@ -29,8 +29,7 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.linear import library
-from specgraph.kernels.ops import Op, Variant, declare, triton_or_reference
+from specgraph.kernels.ops import Op, declare, triton_or_reference
 
 
 @dataclass(slots=True)
@@ -43,8 +42,6 @@ class ExpertLinear:
         bias: ``[E, O]`` or None.
         expert_ids: int64 ``[S]`` in ``[0, E)``.
         transposed: whether the weight's inputs come before its outputs.
-        bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
-            :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
     """
 
     x: Tensor
@@ -53,7 +50,6 @@ class ExpertLinear:
     expert_ids: Tensor
     _: KW_ONLY
     transposed: bool = False
-    bitwise: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -183,25 +179,6 @@ def expert_linear_triton(given: ExpertLinear) -> Tensor:
     return out
 
 
-def expert_linear_library(given: ExpertLinear) -> Tensor:
-    """:class:`ExpertLinear` by PyTorch's grouped product.
-
-    That product wants the rows sorted by expert, so they are gathered before it and put back after it. ``O``, ``I`` and
-    the strides of ``weight`` must be multiples of 16 bytes.
-    """
-    x, weight, bias, ids = given.x, given.weight, given.bias, given.expert_ids
-    sorted_ids, order = ids.sort()
-    every = torch.arange(weight.shape[0], device=x.device)
-    ends = torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
-    product = functional.grouped_mm(x[order], weight if given.transposed else weight.mT, offs=ends)
-    out = torch.empty_like(product).index_copy_(0, order, product)
-    return out if bias is None else out + bias[ids]
-
-
-def _library_covers(given: ExpertLinear) -> bool:
-    return not given.bitwise and library.is_faster_for_experts(given.x, given.weight, given.transposed)
-
-
 def _expert_linear_fake(given: ExpertLinear) -> Tensor:
     x, (experts, inner, outer) = given.x, given.sizes
     require(x.shape[1] == inner, lambda: f"x has {x.shape[1]} features, the experts take {inner}")
@@ -216,9 +193,6 @@ EXPERT_LINEAR = declare(
         "expert_linear",
         ExpertLinear,
         _expert_linear_fake,
-        (
-            Variant("library", expert_linear_library, row_independent=False, covers=_library_covers, opt_in=True),
-            *triton_or_reference(expert_linear_triton, expert_linear_reference),
-        ),
+        triton_or_reference(expert_linear_triton, expert_linear_reference),
     )
 )

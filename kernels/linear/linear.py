@@ -43,7 +43,6 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import runs_gluon, supports_pdl
-from specgraph.kernels.linear import library
 from specgraph.kernels.linear.product import (
     NextNorm,
     Product,
@@ -52,7 +51,6 @@ from specgraph.kernels.linear.product import (
     is_gated,
     launch_norm_parts,
     launch_tiles,
-    norm_scale,
     tiles,
 )
 from specgraph.kernels.linear.triton_form import NORM_GROUP
@@ -91,8 +89,6 @@ class Linear:
         activation: one of :data:`ACTIVATIONS`.
         constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
             it before the kernels in front have finished. Outside of graphs it makes no difference.
-        bitwise: whether a row's bits must not depend on the other rows. If not, a GPU runs a library's product where
-            :mod:`specgraph.kernels.linear.library` knows it to be faster. On a CPU it makes no difference.
     """
 
     x: Tensor
@@ -104,7 +100,6 @@ class Linear:
     norm_eps: float = 0.0
     activation: str = "none"
     constant_weight: bool = True
-    bitwise: bool = True
 
 
 @dataclass(slots=True)
@@ -122,7 +117,6 @@ class LinearNorm:
     norm_offset: float = 0.0
     activation: str = "none"
     constant_weight: bool = True
-    bitwise: bool = True
 
 
 @dataclass(slots=True)
@@ -203,10 +197,6 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     return covers
 
 
-def _library_covers(given: Linear | LinearNorm) -> bool:
-    return not given.bitwise and library.is_faster_for(given.x, given.weight, is_gated(given.activation))
-
-
 def _linear(given: Linear, fill: Callable[[Product], None], pdl: bool | None) -> Tensor:
     out = given.x.new_empty(_out_shape(given))
     if out.numel() > 0:
@@ -256,29 +246,6 @@ def norm_parts_triton(given: NormParts, *, pdl: bool | None = None) -> tuple[Ten
     if given.x.numel() > 0:
         launch_norm_parts(as_rows(given.x), (given.norm_weight, given.norm_offset, *parts), pdl)
     return parts
-
-
-def linear_library(given: Linear | LinearNorm) -> Tensor:
-    """:class:`Linear` around a library's product (cuBLAS), one launch for each part; every one of them rounds.
-
-    The rows are scaled before the product and not after it: they are mostly the narrower side, and nothing needs more
-    than the dtype of ``x`` then.
-    """
-    x = given.x if given.square_sums is None else _scaled(given.x, given.square_sums, given.norm_eps)
-    out = _activated(functional.linear(x, given.weight, given.bias), given.activation)
-    return out if given.residual is None else out + given.residual
-
-
-def _scaled(x: Tensor, square_sums: Tensor, norm_eps: float) -> Tensor:
-    """The normed rows, of the two parts of a norm. The product is taken in float32 and rounded as it is stored."""
-    scale = norm_scale(square_sums, x.shape[-1], norm_eps, supports_pdl(x.device)).view(*x.shape[:-1], 1)
-    return torch.mul(x, scale, out=x.new_empty(x.shape))
-
-
-def linear_norm_library(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`linear_library`, then the two parts of the norm that follows, in a launch of their own."""
-    out = linear_library(given)
-    return (out, *norm_parts_triton(NormParts(out, given.norm_weight, norm_offset=given.norm_offset)))
 
 
 def _out_shape(given: Linear | LinearNorm) -> tuple[int, ...]:
@@ -347,7 +314,6 @@ LINEAR = declare(
         Linear,
         _linear_fake,
         (
-            Variant("library", linear_library, row_independent=False, covers=_library_covers, opt_in=True),
             Variant("hopper", linear_hopper, row_independent=True, covers=_hopper_covers),
             *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x")),
         ),
@@ -359,7 +325,6 @@ LINEAR_NORM = declare(
         LinearNorm,
         _linear_norm_fake,
         (
-            Variant("library", linear_norm_library, row_independent=False, covers=_library_covers, opt_in=True),
             Variant("hopper", linear_norm_hopper, row_independent=True, covers=_hopper_covers),
             *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=not_float64("x")),
         ),

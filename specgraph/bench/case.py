@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specgraph.bench.timing import Call
-from specgraph.kernels.linear import library
 
+Kind = Literal["linear", "gated", "experts"]
+Shape = tuple[int, ...]
 Make = Callable[[], tuple[Call, dict[str, Call]]]
 
 
 @dataclass(frozen=True)
 class Product:
-    """What decides whether a linear runs our kernel or a library's: the arguments of
-    :func:`specgraph.kernels.linear.library.is_faster`.
-    """
+    """The product of a linear: its kind, the shape of its weight, and the number of rows."""
 
-    kind: library.Kind
-    weight: library.Shape
+    kind: Kind
+    weight: Shape
     rows: int
 
 
@@ -29,8 +29,7 @@ class Product:
 class Case:
     """One kernel at one shape. ``make`` makes new inputs and returns our call and the calls of libraries.
 
-    ``bytes`` are those that the call must read and write. ``product`` is set for linears, of which one library is the
-    op's own form around a library's product.
+    ``bytes`` are those that the call must read and write. ``product`` is set for linears.
     """
 
     kernel: str

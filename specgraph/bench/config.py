@@ -21,7 +21,7 @@ class BenchConfig(Config):
 
     what: str = "steps"
     """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
-    linear of a step in our form and in the library's, to find from how many rows on `numerics: fast` should use which;
+    linear of a step in our form and in the library's, to find from how many rows on the library's is faster;
     first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size;
     options: decode steps of requests with penalties, a regex, logits and a Python processor, beside plain ones; soak:
     very many short requests in one session, of which nothing may stay behind; cpu: whole answers, one prompt at a time,

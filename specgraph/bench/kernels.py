@@ -22,8 +22,6 @@ from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
 from specgraph.config.load import drafter_options
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
-from specgraph.kernels.linear.experts import EXPERT_LINEAR
-from specgraph.kernels.linear.linear import LINEAR, LINEAR_NORM
 from specgraph.kernels.ops import Op
 from specgraph.kernels.step import ngram
 from specgraph.kernels.step.suffix import SUFFIX_LOOKUP
@@ -137,7 +135,7 @@ def _linear(place: Place, name: str, inputs: int, outputs: int, rows: int) -> Ca
         x, weight = place.random(1, rows, inputs), place.random(outputs, inputs, scale=inputs**-0.5)
         return (
             lambda: torch.ops.specgraph.linear(x, weight),
-            {LIBRARY_FORM: functools.partial(LINEAR.form("library"), x, weight)},
+            {LIBRARY_FORM: functools.partial(functional.linear, x, weight)},
         )
 
     moved = place.size(outputs * inputs, rows * inputs, rows * outputs)
@@ -160,11 +158,8 @@ def _linear_after_norm(place: Place, name: str, inputs: int, outputs: int, rows:
 
         weighted, square_sums = torch.ops.specgraph.norm_parts(x, scale)
         options: dict[str, Any] = {"norm_eps": 1e-5, "activation": "silu_mul" if gated else "none"}
-        fused, apart = (
-            functools.partial(form, weighted, weight, square_sums=square_sums, **options)
-            for form in (torch.ops.specgraph.linear, LINEAR.form("library"))
-        )
-        return fused, {"torch, separate": separate, LIBRARY_FORM: apart}
+        ours = functools.partial(torch.ops.specgraph.linear, weighted, weight, square_sums=square_sums, **options)
+        return ours, {LIBRARY_FORM: separate}
 
     width = outputs // 2 if gated else outputs
     moved = place.size(outputs * inputs, rows * inputs, rows * width)
@@ -185,15 +180,24 @@ def _linear_before_norm(place: Place, name: str, inputs: int, outputs: int, rows
             functional.rms_norm(out, (outputs,), scale, 1e-5)
             return out
 
-        fused, apart = (
-            functools.partial(form, x, weight, scale, None, residual)
-            for form in (torch.ops.specgraph.linear_norm, LINEAR_NORM.form("library"))
-        )
-        return lambda: fused()[0], {"torch, separate": separate, LIBRARY_FORM: lambda: apart()[0]}
+        ours: Call = lambda: torch.ops.specgraph.linear_norm(x, weight, scale, None, residual)[0]  # noqa: E731
+        return ours, {LIBRARY_FORM: separate}
 
     moved = place.size(outputs * inputs, rows * inputs, outputs, 3 * rows * outputs)
     product = Product("linear", (outputs, inputs), rows)
     return Case("linear", f"{name} with residual, next norm, {outputs}x{inputs}, {rows} rows", moved, make, product)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """The rows ``x`` ``[S, I]`` times the experts ``ids`` of ``weight`` ``[E, O, I]``, by PyTorch's grouped product.
+
+    That product wants the rows sorted by expert, so they are gathered before it and put back after it.
+    """
+    sorted_ids, order = ids.sort()
+    every = torch.arange(weight.shape[0], device=x.device)
+    ends = torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
+    product = functional.grouped_mm(x[order], weight.mT, offs=ends)
+    return torch.empty_like(product).index_copy_(0, order, product)
 
 
 def _expert_linear(place: Place, name: str, experts: Experts, inputs: int, outputs: int, rows: int) -> Case:
@@ -206,7 +210,7 @@ def _expert_linear(place: Place, name: str, experts: Experts, inputs: int, outpu
         x, ids = place.random(count, inputs), chosen.to(place.device)
         weight = place.random(experts.count, outputs, inputs, scale=inputs**-0.5)
         ours: Call = lambda: torch.ops.specgraph.expert_linear(x, weight, None, ids)  # noqa: E731
-        return ours, {LIBRARY_FORM: functools.partial(EXPERT_LINEAR.form("library"), x, weight, None, ids)}
+        return ours, {LIBRARY_FORM: functools.partial(_grouped_product, x, weight, ids)}
 
     moved = place.size(met * outputs * inputs, count * inputs, count * outputs)
     shape = f"{name} {outputs}x{inputs}, {rows} rows, {experts.per_token} of {experts.count} experts, {met} met"

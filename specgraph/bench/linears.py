@@ -1,7 +1,6 @@
 """Times the linears of a target in our kernels and in a library's, and finds for how many rows each is faster.
 
-The tables of :mod:`specgraph.kernels.linear.library` are made in this way. Each linear of a step is timed with
-everything that lowering joins to it (the norms, the activation, the residual).
+Each linear of a step is timed with everything that lowering joins to it (the norms, the activation, the residual).
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from specgraph.bench.case import Product
+from specgraph.bench.case import Kind, Product, Shape
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, measure, step_products
 from specgraph.bench.sizes import Sizes
-from specgraph.kernels.linear import library
 
 MARGIN = 0.03
-"""The share by which the library must be faster to be taken. The linears are timed by themselves, and in a step our
+"""The share by which the library must be faster to count. The linears are timed by themselves, and in a step our
 kernels gain more, because they overlap with their neighbours."""
-Table = dict[library.Shape, tuple[int, ...]]
+Table = dict[Shape, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,9 @@ class LinearRow(KernelRow):
 
     Attributes:
         product: the kind of linear, the shape of its weight, and the number of rows.
-        taken: whether the present table lets ``numerics: fast`` take the library's product.
     """
 
     product: Product
-    taken: bool
 
     @property
     def times(self) -> str:
@@ -54,26 +50,24 @@ def bench_linears(
     """Measure every linear of a step, including the experts', for every number of ``options.rows``."""
     for rows in sorted(set(options.rows)):
         for case in step_products(sizes, rows, device, dtype):
-            assert case.product is not None
             product = case.product
-            taken = library.is_faster(product.kind, product.weight, product.rows, dtype, device)
+            assert product is not None
             timed = measure(case, options, device, bandwidth, LIBRARY_FORM)
-            shown = {**vars(timed), "library": f"{LIBRARY_FORM}, taken" if taken else LIBRARY_FORM}
-            yield LinearRow(**shown, product=product, taken=taken)
+            yield LinearRow(**{**vars(timed), "library": LIBRARY_FORM}, product=product)
 
 
-def crossovers(rows: Sequence[LinearRow]) -> dict[library.Kind, Table]:
-    """The tables that follow from measured times, in the form of :class:`specgraph.kernels.linear.library.Crossovers`.
+def crossovers(rows: Sequence[LinearRow]) -> dict[Kind, Table]:
+    """The numbers of rows at which the faster form changes, by kind and shape of the weight.
 
     If one weight was timed with different neighbours, the library must be faster with all of them.
     """
     faster: dict[Product, bool] = defaultdict(lambda: True)
     for row in rows:
         faster[row.product] &= row.faster
-    weights: dict[tuple[library.Kind, library.Shape], dict[int, bool]] = defaultdict(dict)
+    weights: dict[tuple[Kind, Shape], dict[int, bool]] = defaultdict(dict)
     for product, wins in faster.items():
         weights[product.kind, product.weight][product.rows] = wins
-    tables: dict[library.Kind, Table] = defaultdict(dict)
+    tables: dict[Kind, Table] = defaultdict(dict)
     for (kind, weight), measured in weights.items():
         tables[kind][weight] = changes(measured)
     return dict(tables)
@@ -95,11 +89,7 @@ def changes(faster: Mapping[int, bool]) -> tuple[int, ...]:
 
 
 def describe_crossovers(rows: Sequence[LinearRow]) -> Iterator[str]:
-    """The tables, to be copied into the library's file, and the cases in which the present tables choose the slower."""
+    """The tables as text."""
     yield f"by these times the library's form is faster by more than {MARGIN:.0%} where these tables say so:"
     for kind, table in crossovers(rows).items():
         yield f"    {kind}={table},"
-    for row in rows:
-        if row.taken != row.faster:
-            form = "the library's form" if row.taken else "our form"
-            yield f"numerics=fast takes {form} of {row.kernel}, {row.shape}: {row.times}"

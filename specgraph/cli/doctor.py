@@ -301,7 +301,7 @@ def _places(torch: Any) -> list[str]:
 
 
 def _variants(kind: str, device: Any) -> dict[str, str]:
-    """The ops of specgraph by the variant that is asked first on a device, unless arguments ask for another.
+    """The ops of specgraph by the variant that is asked first on a device.
 
     Of the variant that most ops have, they are only counted.
     """
@@ -311,7 +311,7 @@ def _variants(kind: str, device: Any) -> dict[str, str]:
     left_out = set() if kind == "cuda" and runs_gluon(device) else {"hopper"}
     chosen: dict[str, list[str]] = {}
     for op in OPS.values():
-        variant = next(v for v in op.on(kind) if not v.opt_in and v.name not in left_out)
+        variant = next(v for v in op.on(kind) if v.name not in left_out)
         chosen.setdefault(variant.name, []).append(op.name)
     most = max(chosen, key=lambda name: len(chosen[name]))
     return {

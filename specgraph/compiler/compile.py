@@ -190,7 +190,7 @@ def _host_default() -> contextlib.AbstractContextManager[object]:
 
 def check_complete(program: Program) -> None:
     """Refuse a pipeline without one of the passes that a decoder needs."""
-    for fact, name in (("kv_cache", "insert_kv_cache"), ("draft", "insert_draft"), ("verify", "insert_verify")):
+    for fact, name in (("kv_cache", "insert_kv_cache"), ("verify", "insert_verify")):
         if fact not in program.facts:
             raise ConfigError(f"pipeline.order ends without {fact!r}, so there is nothing to decode with; add {name}.")
     for name, module in program.modules.unchanged.items():

@@ -106,8 +106,7 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     numerics: str = "bitwise"
     """On a GPU: bitwise (the bits of a row do not depend on the other rows) or fast (they may depend on them; no node
-    is refused, and linears run a library's product for the numbers of rows at which that is known to be faster).
-    """
+    is refused)."""
     check_numerics: bool = False
     """Run every stage on the same input and name the first pass whose output differs."""
     max_batch_size: int = 64

@@ -10,7 +10,7 @@ from torch import fx
 from specgraph.frontend.tracing import TracedModel
 from specgraph.ir.drafter import Drafter
 from specgraph.ir.modules import Modules
-from specgraph.ir.program import Program
+from specgraph.ir.program import FIRST_FACTS, Program
 from specgraph.kernels.state import Buffer, per_call
 from specgraph.kernels.step import row_positions
 
@@ -29,7 +29,7 @@ def first_program(target: TracedModel, drafter: Drafter) -> Program:
     hidden = program.call("target", tokens=window, positions=positions, name="hidden", role="target")
     logits = program.call("lm_head", hidden, name="logits", role="logits")
     program.set_output(logits)
-    program.facts = frozenset({"traced"})
+    program.facts = FIRST_FACTS
     first = program.copy()
     first.mark_provenance("trace")
     first.modules.share()

@@ -1,14 +1,18 @@
-"""Rotary embeddings whose frequencies change with the length of a sequence, fixed for one length.
+"""Rotary embeddings as a trace can hold them: frequencies of one length, and one row of positions.
 
-transformers has two such rope types. ``longrope`` has two sets of factors, and takes the long set for every token once
-a position of the call lies behind the original length of pretraining. ``dynamic`` computes its base from the longest
-position of the call. Both look at values while they run, which no graph can. Neither rotates the keys again that a
-cache already holds. So a traced model has the frequencies of one length, that of the longest sequence which it is to
-run.
+transformers has two rope types whose frequencies change with the length of a sequence. ``longrope`` has two sets of
+factors, and takes the long set for every token once a position of the call lies behind the original length of
+pretraining. ``dynamic`` computes its base from the longest position of the call. Both look at values while they run,
+which no graph can. Neither rotates the keys again that a cache already holds. So a traced model has the frequencies of
+one length, that of the longest sequence which it is to run.
+
+Text models of multimodal ones compute angles for three rows of positions (time, height and width in pictures), and take
+some frequencies from each. For text, all rows are the same positions, so a traced model computes one of them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +57,50 @@ def fix_rotary(model: nn.Module, length: int | None) -> None:
         longest = length or min(_original(module, layer) for layer in _changing(module))
         rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if same else "default"
         rotary.forward = _at_length(rotary.forward, longest)
+
+
+def read_one_row(model: nn.Module) -> None:
+    """Let embeddings for rows of positions compute their angles from one row, where the result is the same.
+
+    ``model`` is a copy, whose modules are its own.
+    """
+    for owner in model.modules():
+        rotary: Any = getattr(owner, "rotary_emb", None)
+        if getattr(rotary, "mrope_section", None) and hasattr(rotary, "inv_freq") and _is_plain(rotary):
+            seen: list[Any] = []
+            owner.register_forward_pre_hook(functools.partial(_note_positions, seen), with_kwargs=True)
+            rotary.forward = _of_one_row(rotary, seen)
+
+
+def _note_positions(seen: list[Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Note the positions that a model is called with, before it makes rows of them."""
+    seen[:] = [kwargs.get("position_ids")]
+
+
+def _of_one_row(rotary: Any, seen: list[Any]) -> Callable[..., Any]:
+    """The forward of an embedding in a model that is called with positions ``[B, T]``."""
+    forward = rotary.forward
+
+    def of_one_row(x: Tensor, position_ids: Tensor) -> Any:
+        known = seen and isinstance(seen[0], Tensor) and seen[0].dim() == 2
+        return _angles(rotary, x, seen[0]) if known else forward(x, position_ids)
+
+    return of_one_row
+
+
+def _angles(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of positions ``[B, T]``, each frequency twice."""
+    angles = positions[..., None].float() * rotary.inv_freq.float()
+    cos, sin = (torch.cat((half, half), -1) * rotary.attention_scaling for half in (angles.cos(), angles.sin()))
+    return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def _is_plain(rotary: Any) -> bool:
+    """Whether an embedding, which expands one row of positions itself, gives the angles of that row, bit for bit."""
+    x = rotary.inv_freq.new_empty(1)
+    positions = torch.arange(64, device=x.device).view(2, 32)
+    given, plain = rotary(x, positions.unsqueeze(0)), _angles(rotary, x, positions)
+    return x.device.type != "meta" and all(map(torch.equal, given, plain))
 
 
 def _rope_types(module: nn.Module) -> dict[str | None, str]:

@@ -25,7 +25,7 @@ from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention
 from specgraph.frontend.mixing import check_mixing
 from specgraph.frontend.recurrent import hooked_recurrence, recurrent_functions, take_groups
-from specgraph.frontend.rotary import fix_rotary, rope_of
+from specgraph.frontend.rotary import fix_rotary, read_one_row, rope_of
 from specgraph.frontend.unknown import HARMLESS, refuse_unknown
 from specgraph.ir.devices import move_foreign_nodes
 from specgraph.ir.exporting import exporting, own_copy, replaced
@@ -97,7 +97,7 @@ def hooked(model: _Module, length: int | None = None) -> _Module:
     """A copy of a model in evaluation mode, whose attention, masks and experts go to the hooks above.
 
     The copy has modules and configurations of its own, and the model's own tensors. Rotary frequencies that change with
-    the length are those of ``length`` (:mod:`specgraph.frontend.rotary`).
+    the length are those of ``length``, and rows of positions are read once (:mod:`specgraph.frontend.rotary`).
     """
     model = own_copy(model).eval()
     for module in model.modules():
@@ -106,6 +106,7 @@ def hooked(model: _Module, length: int | None = None) -> _Module:
             config._attn_implementation = HOOK
             config._experts_implementation = HOOK
     fix_rotary(model, length)
+    read_one_row(model)
     hook_experts(model)
     return model
 

@@ -99,20 +99,40 @@ def written_by(node: fx.Node, declared: Mapping[Callable[..., object], tuple[str
 
     ``declared`` names them for every function that writes any; the schema of an op says it by itself.
     """
+    names: tuple[str, ...] = ()
     if isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        given = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
-        names = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    else:
-        names = declared.get(node.target, ()) if callable(node.target) else ()
-        given = _bound(node) if names else {}
-    values = pytree.tree_leaves([given.get(name) for name in names])
+        parameters = node.target._schema.arguments
+        names = tuple(a.name for a in parameters if a.alias_info is not None and a.alias_info.is_write)
+    elif callable(node.target):
+        names = declared.get(node.target, ())
+    given = arguments(node) if names else {}
+    values = pytree.tree_leaves([given[name] for name in names])
     return [value for value in values if isinstance(value, fx.Node)]
 
 
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call of a function by their names."""
-    return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of a function or an op by the names of its parameters, with defaults where none is given.
+
+    Raises:
+        TypeError: the call does not fit the function.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        parameters = node.target._schema.arguments
+        defaults = {a.name: a.default_value for a in parameters if a.has_default_value()}
+        given = {a.name: value for a, value in zip(parameters, node.args, strict=False)}
+        return {**defaults, **given, **node.kwargs}
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Give a call of a function another value for its parameter ``name``."""
+    place = [*inspect.signature(node.target).parameters].index(name)  # type: ignore[arg-type]
+    if place < len(node.args):
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(name, value)
 
 
 def export_module(
@@ -135,7 +155,7 @@ def export_module(
 def is_no_op(node: fx.Node) -> bool:
     """Whether the node converts to the dtype and device that its input already has, or is a dropout that is off."""
     if str(node.target) == "aten.dropout.default":
-        return not node.args[2]
+        return not arguments(node)["train"]
     if str(node.target) not in ("aten.to.dtype", "aten.to.device", "aten._to_copy.default"):
         return False
     before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]

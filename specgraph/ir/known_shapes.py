@@ -48,11 +48,11 @@ class Known(NamedTuple):
 
     Attributes:
         result: what it returned, with a :class:`Layout` in place of each tensor.
-        meta: what every node's ``meta`` was given, in order.
+        layouts: the layout of the value of every node, in order.
     """
 
     result: Any
-    meta: list[dict[str, Any]]
+    layouts: list[Any]
 
 
 class CalledBefore(NamedTuple):
@@ -98,12 +98,12 @@ def find(key: Hashable) -> Known | None:
         return _known.get(key)
 
 
-def remember(key: Hashable, result: Any, meta: list[dict[str, Any]]) -> None:
+def remember(key: Hashable, result: Any, layouts: list[Any]) -> None:
     """Keep what a module returned, unless a size depends on values."""
-    layouts = layouts_of(result)
-    if is_fixed(layouts):
+    returned = layouts_of(result)
+    if is_fixed(returned):
         with _lock:
-            _known[key] = Known(layouts, meta)
+            _known[key] = Known(returned, layouts)
             while len(_known) > MOST:
                 _known.popitem(last=False)
 

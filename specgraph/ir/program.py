@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,22 @@ from specgraph.ir.modules import Modules
 from specgraph.ir.source import render
 from specgraph.ir.state import block_sizes
 from specgraph.kernels.state import Input
+
+FACTS: dict[str, str] = {
+    "traced": "modules hold the ATen nodes that tracing gave them; none has been lowered",
+    "target_only": "the step runs the target and calls no drafter yet",
+    "own_weights": "every layer reads weight tensors of its own",
+    "ungathered": "the step reads its inputs directly, not yet by the row index",
+    "grid": "modules run all places of a window [b, T]",
+    "kv_cache": "attention reads and writes page pools",
+    "draft": "the step makes drafts that nothing reads yet",
+    "verify": "the step verifies drafts and moves its state",
+    "processors": "every processor stands between the logits of the target and their verification",
+    "row_index": "the row index says which sequences a call runs",
+}
+"""What each fact about a program means, by the name that passes require it by."""
+FIRST_FACTS = frozenset({"traced", "target_only", "own_weights", "ungathered", "grid"})
+"""The facts that hold before any pass."""
 
 
 @dataclass
@@ -37,6 +53,8 @@ class Program:
     target: ModelInfo
     drafter: Drafter
     facts: frozenset[str] = frozenset()
+    undone: Mapping[str, str] = field(default_factory=dict)
+    """The facts that held once, and the pass that has invalidated each."""
     compiled: frozenset[str] = frozenset()
     """The modules that run through ``torch.compile``."""
     captured: bool = False

@@ -1,10 +1,11 @@
 """Shapes and dtypes of every node, from running the program on fake tensors.
 
-``node.meta["shape"]`` becomes a string: ``i64[B, T+1]``, ``f32[N, 16, 2, 64]``, ``(i64[B, T], i64[B])``. Letters are
-those of :class:`~specgraph.kernels.state.Buffer`; numbers are real dimensions; ``?`` is a size that depends on values.
+``node.meta["layout"]`` becomes the value of the node, with a :class:`~specgraph.ir.known_shapes.Layout` in place of
+each tensor. The sizes in it are numbers, and :data:`SIZES` says which number stands for which letter of
+:class:`~specgraph.kernels.state.Buffer`; ``?`` stands for a size that depends on values.
 
-``node.meta["outputs"]`` has such a string for each item of a node that is a tuple. ``node.meta["bytes"]`` is the size
-of its tensors, with the letters of the shape: ``1024*B*T``, ``8*B*(T-1) + 4*B``.
+Readers of a graph get letters: :func:`shape_of` gives ``i64[B, T+1]`` or ``(i64[B, T], i64[B])``, where numbers are
+real dimensions, and :func:`describe_bytes` gives the size of the tensors, as in ``1024*B*T`` or ``8*B*(T-1) + 4*B``.
 """
 
 from __future__ import annotations
@@ -46,19 +47,21 @@ SIZES = {
 NEAR = 64
 """Sizes up to this far from a letter's read as that letter plus or minus a number."""
 SMALLEST = min(SIZES.values()) - NEAR
+UNKNOWN = "?"
+"""What stands for a size that depends on values."""
 LISTED = 4
 """Longer tuples are abbreviated to their first two entries and their length."""
 
-WRITTEN = ("shape", "outputs", "bytes")
+LAYOUT = "layout"
 """What :func:`propagate` writes into a node's ``meta``."""
 
 _MISSING = object()
 
 
 def propagate(program: ProgramView, *, inside: bool = True) -> None:
-    """Write ``node.meta["shape"]`` for the step graph and for every module that it calls.
+    """Write ``node.meta["layout"]`` for the step graph and for every module that it calls.
 
-    A module that is called several times keeps the strings of its first call. A module that is not called yet is run
+    A module that is called several times keeps the layouts of its first call. A module that is not called yet is run
     alone if its inputs are known, and left as it is otherwise. Nothing is computed and no tensor is copied.
 
     Without ``inside``, only the nodes of the step graph are written, and modules that other programs share stay shared.
@@ -104,13 +107,34 @@ def describe_bytes(value: Any) -> str:
 
 def _factors(tensor: Tensor | Layout) -> tuple[int, str]:
     """The bytes of a tensor as a number and the product of letters that it is to be multiplied with."""
-    number, letters = tensor.dtype.itemsize, []
-    for size in map(size_name, tensor.shape):
-        times, _, rest = size.partition("*") if size[0].isdecimal() else ("1", "", size)
-        number *= int(times)
-        if rest:
-            letters.append(f"({rest})" if re.search(r"[+-]", rest) and not rest.endswith(")") else rest)
+    number, letters = tensor.dtype.itemsize, list[str]()
+    for size in tensor.shape:
+        times, factors = _product(size) if isinstance(size, int) else (1, [UNKNOWN])
+        number, letters = number * times, letters + factors
     return number, "*".join(letters)
+
+
+def shape_of(node: fx.Node) -> str | None:
+    """The string for the value of a node; None if :func:`propagate` has not come to it."""
+    return describe(node.meta[LAYOUT]) if LAYOUT in node.meta else None
+
+
+def items_of(node: fx.Node) -> tuple[str, ...] | None:
+    """The strings for the items of a node whose value is a tuple; None for other nodes, and for outputs of graphs."""
+    value = node.meta.get(LAYOUT)
+    return tuple(map(describe, value)) if isinstance(value, tuple | list) and node.op != "output" else None
+
+
+def columns_beyond(node: fx.Node, rows: str, columns: str) -> int | None:
+    """How many more columns than the letter ``columns`` says the tensor ``[rows, columns + n, ...]`` of a node has.
+
+    None if the value of the node is no such tensor.
+    """
+    layout = node.meta.get(LAYOUT)
+    if not isinstance(layout, Layout) or len(layout.shape) < 2 or layout.shape[0] != SIZES[rows]:
+        return None
+    more = layout.shape[1] - SIZES[columns] if isinstance(layout.shape[1], int) else -1
+    return more if 0 <= more <= NEAR else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -121,20 +145,27 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def size_name(size: int | torch.SymInt) -> str:
+def size_name(size: object) -> str:
     """A size in letters, such as ``B``, ``T+1`` or ``2*B*T``; numbers that come from no letter stay numbers."""
     if not isinstance(size, int):
-        return "?"
+        return UNKNOWN
+    number, factors = _product(size)
+    if number == 1 and len(factors) == 1:
+        return factors[0].strip("()")
+    return "*".join([str(number)] * (number != 1 or not factors) + factors)
+
+
+def _product(size: int) -> tuple[int, list[str]]:
+    """A size as a number, and the letters and the sums in parentheses that it is multiplied with."""
     factors = []
     for letter, value in SIZES.items():
         while size and size % value == 0:
             factors.append(letter)
             size //= value
     if size >= SMALLEST and (sum_ := _sum(size)):
-        number, term = sum_
-        factors.append(f"({term})" if factors or number > 1 else term)
-        size = number
-    return "*".join([str(size)] * (size != 1 or not factors) + factors)
+        size, term = sum_
+        factors.append(f"({term})")
+    return size, factors
 
 
 def _sum(size: int) -> tuple[int, str] | None:
@@ -160,7 +191,7 @@ class _Run:
     def __init__(self, program: ProgramView) -> None:
         self.program = program
         self.named: set[str] = set()
-        self._written: dict[str, list[dict[str, Any]]] = {}
+        self._written: dict[str, list[Any]] = {}
         self._results: dict[tuple[str, str], Any] = {}
         self._fingerprints: dict[str, Hashable] = {}
 
@@ -182,12 +213,12 @@ class _Run:
             if name != "step" and not inside:
                 continue
             graph = self.program.graph if name == "step" else self.program.modules.unchanged[name].graph
-            if all(_described(node) == meta for node, meta in zip(graph.nodes, written, strict=False)):
+            known = (node.meta.get(LAYOUT, _MISSING) for node in graph.nodes)
+            if all(map(operator.eq, known, written)):
                 continue
             graph = self.program.graph if name == "step" else self.program.modules[name].graph
-            for node, meta in zip(graph.nodes, written, strict=False):
-                node.meta.pop("outputs", None)
-                node.meta.update(meta)
+            for node, layout in zip(graph.nodes, written, strict=False):
+                node.meta[LAYOUT] = layout
 
     def input(self, spec: Input) -> Any:
         """The layouts of an input of the step graph."""
@@ -199,7 +230,7 @@ class _Run:
     ) -> Any:
         """Run one graph; returns what it returns."""
         values: dict[fx.Node, Any] = {}
-        written: list[dict[str, Any]] = []
+        written: list[Any] = []
         if write:
             self._written[name] = written
         for node in graph.nodes:
@@ -211,9 +242,7 @@ class _Run:
                 text = f"{name}: {node.name} = {called(node)} fails: {_reason(error)}"
                 raise VerificationError(text, name) from error
             if write:
-                written.append({"shape": describe(value), "bytes": describe_bytes(value)})
-                if isinstance(value, tuple | list) and node.op != "output":
-                    written[-1]["outputs"] = tuple(map(describe, value))
+                written.append(pytree.tree_map(_noted, value))
         return value
 
     def _node(
@@ -284,7 +313,7 @@ class _Run:
             remember(key, result, self._written[name] if first else [])
             return result
         if first:
-            self._written[name] = known.meta
+            self._written[name] = known.layouts
         return known.result
 
     def _known(self, node: fx.Node) -> Any:
@@ -302,9 +331,16 @@ def _layout(buffer: Buffer, device: torch.device) -> Layout:
     return Layout.of(buffer.allocate(SIZES, device))
 
 
-def _described(node: fx.Node) -> dict[str, Any]:
-    """What a node says already of what :func:`propagate` writes."""
-    return {key: node.meta[key] for key in WRITTEN if key in node.meta}
+def _noted(value: Any) -> Any:
+    """What is noted of a tensor or a number. Nothing symbolic is: it belongs to one propagation."""
+    if isinstance(value, Tensor | Layout):
+        shape, stride = (tuple(map(_noted, numbers)) for numbers in (value.shape, _strides(value)))
+        return Layout(shape, stride, value.dtype, value.device)
+    return UNKNOWN if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _strides(value: Tensor | Layout) -> Sequence[int]:
+    return value.stride if isinstance(value, Layout) else value.stride()
 
 
 def _buffer(traced: Tensor) -> Buffer | None:

@@ -16,7 +16,7 @@ from torch.fx.node import _get_qualified_name
 
 from specgraph.errors import ConfigError, VerificationError
 from specgraph.ir.origins import model_line
-from specgraph.ir.shapes import called, propagate
+from specgraph.ir.shapes import LAYOUT, called, describe_bytes, items_of, propagate, shape_of
 from specgraph.ir.views import ProgramView
 
 WIDTH = 120
@@ -61,9 +61,9 @@ def listing(program: ProgramView, module: str = "step") -> list[dict[str, Any]]:
             "calls": called(node),
             "inputs": [read.name for read in node.all_input_nodes],
             "code": source.expression(node),
-            "shape": node.meta.get("shape"),
-            "items": node.meta.get("outputs"),
-            "bytes": node.meta.get("bytes"),
+            "shape": shape_of(node),
+            "items": items_of(node),
+            "bytes": describe_bytes(node.meta[LAYOUT]) if LAYOUT in node.meta else None,
             "pass": node.meta.get("pass_name"),
             "line": model_line(node.meta),
         }
@@ -84,7 +84,7 @@ def _ensure_shapes(program: ProgramView) -> None:
     """Propagate shapes, unless every node of the step and of the modules that it calls has one already."""
     called = [program.modules.unchanged[str(n.target)] for n in program.graph.nodes if n.op == "call_module"]
     nodes = [n for graph in (program.graph, *(m.graph for m in called)) for n in graph.nodes]
-    if any("shape" not in node.meta for node in nodes):
+    if any(LAYOUT not in node.meta for node in nodes):
         try:
             propagate(program)
         except VerificationError:
@@ -177,9 +177,9 @@ class _Source:
         items = self._items(node)
         if items:
             names = {item.args[1]: self._variables[item] for item in items}
-            targets = ", ".join(names.get(index, "_") for index in range(len(node.meta["outputs"])))
+            targets = ", ".join(names.get(index, "_") for index in range(len(node.meta[LAYOUT])))
             return f"{targets} = {self._call(node)}{_comment(node)}"
-        nothing = not node.users and node.meta.get("shape") in (None, "None")
+        nothing = not node.users and node.meta.get(LAYOUT) is None
         target = "" if nothing else f"{self._variables[node]} = "
         return f"{target}{self._call(node)}{_comment(node)}"
 
@@ -187,14 +187,14 @@ class _Source:
         """The nodes that unpack a tuple, if nothing else reads it: they can be written in the tuple's own line."""
         items, following = list(node.users), node.next
         # If the tuple is itself an item that another line unpacks, its own items need separate lines.
-        if node.op in ("placeholder", "get_attr") or node.target is operator.getitem or "outputs" not in node.meta:
+        if node.op in ("placeholder", "get_attr") or node.target is operator.getitem or items_of(node) is None:
             return []
         for _ in items:
             if following not in items or following.target is not operator.getitem:
                 return []
             following = following.next
         indices = [item.args[1] for item in items]
-        usual = all(isinstance(i, int) and 0 <= i < len(node.meta["outputs"]) for i in indices)
+        usual = all(isinstance(i, int) and 0 <= i < len(node.meta[LAYOUT]) for i in indices)
         return items if usual and len(set(indices)) == len(items) else []
 
     def _call(self, node: fx.Node) -> str:
@@ -265,7 +265,7 @@ def _attribute(name: str) -> str:
 
 
 def _comment(node: fx.Node) -> str:
-    parts = [node.meta.get("shape"), node.meta.get("pass_name")]
+    parts = [shape_of(node), node.meta.get("pass_name")]
     known = [part for part in parts if part not in (None, "None")]
     return f"  # {', '.join(known)}" if known else ""
 

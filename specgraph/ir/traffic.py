@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from specgraph.ir.drafter import SCRATCH
-from specgraph.ir.graphs import get_attribute
+from specgraph.ir.graphs import arguments, get_attribute
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, STATEFUL, Buffer, buffers_of
 
@@ -191,17 +191,20 @@ def _share(user: fx.Node, node: fx.Node, tensor: torch.Tensor) -> float:
     """The share of a tensor that one of its users reads for one row."""
     if user.target == torch.ops.aten.embedding.default and user.args[0] is node:
         return 0.0
-    if user.target == torch.ops.specgraph.expert_linear.default and node in user.args[1:3]:
+    if user.target != torch.ops.specgraph.expert_linear.default:
+        return 1.0
+    given = arguments(user)
+    if node in (given["weight"], given["bias"]):
         return experts_per_row(user) / len(tensor)
     return 1.0
 
 
 def experts_per_row(product: fx.Node) -> int:
     """The number of experts that a row meets in an ``expert_linear``."""
-    weight, _, ids = cast(Sequence[Any], product.args[1:4])
-    size = ids.meta["val"].shape[0]  # batch times rows, which are symbols, times a number
+    given = arguments(product)
+    size = given["expert_ids"].meta["val"].shape[0]  # batch times rows, which are symbols, times a number
     count = int(size.node.expr.as_coeff_Mul()[0])
-    assert 0 < count <= len(weight.meta["val"]), f"{product.name} has {size} rows"
+    assert 0 < count <= len(given["weight"].meta["val"]), f"{product.name} has {size} rows"
     return count
 
 

@@ -100,12 +100,13 @@ class Collector:
             stats.decode_seconds += step.seconds
         else:
             stats.prefill_seconds += step.seconds
-        for number, tokens, _, decoding, confidence, *_ in step.outputs:
-            if decoding:
-                stats.emitted_per_step[number].append(len(tokens))
+        for output in step.outputs:
+            number = output.number
+            if output.decoding:
+                stats.emitted_per_step[number].append(len(output.tokens))
                 if stats.confidence:
                     stats.confidence[number].append([*thought[number][: step.drafts]])
-            thought[number] = confidence
+            thought[number] = output.confidence
 
 
 def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> list[Tensor]:

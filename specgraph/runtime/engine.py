@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from itertools import chain, repeat
 from operator import attrgetter
 
 from specgraph.errors import BusyError, InputError
@@ -376,11 +375,12 @@ class Engine:
         told = under_way.results.trace(count) if self._traced else None
         pause, going_on = under_way.pause, under_way.going_on
         outputs, broken, failed = [], [], list[Running]()
-        forced = chain(under_way.forced, repeat(None)) if under_way.forced else repeat(None)
+        forced = [*under_way.forced, *[None] * (count - len(under_way.forced))]
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
         for place, sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
-            range(count), under_way.sequences, forced, *read, strict=False
-        ):
+            range(count), under_way.sequences, forced, read.tokens, read.logprobs, read.num_emitted, read.bad,
+            read.num_rows, read.confidence, strict=True,
+        ):  # fmt: skip
             if sequence.ended:
                 continue
             if bad == NAN_FOUND:

@@ -15,8 +15,6 @@ from specgraph.bench.linears import LinearRow, changes, crossovers, describe_cro
 from specgraph.bench.models import shape_config
 from specgraph.bench.sizes import Experts, Sizes
 from specgraph.cli import main
-from specgraph.kernels.linear import library
-from specgraph.kernels.linear.library import Crossovers
 
 SIZES = Sizes.of(shape_config("tiny-shape"))
 SPARSE = Sizes(64, 192, 4, 2, 16, 512, Experts(8, 2, 24))
@@ -41,8 +39,8 @@ def test_the_library_is_taken_between_numbers_at_which_it_is_faster(
     assert changes({rows: rows in faster for rows in (32, 1, 8, 16)}) == expected
 
 
-def row(us: float, library_us: float | None, product: Product, taken: bool = False) -> LinearRow:
-    return LinearRow("linear", f"w, {product.rows} rows", us, 8, 1.0, us, LIBRARY_FORM, library_us, product, taken)
+def row(us: float, library_us: float | None, product: Product) -> LinearRow:
+    return LinearRow("linear", f"w, {product.rows} rows", us, 8, 1.0, us, LIBRARY_FORM, library_us, product)
 
 
 def test_tables_follow_from_times() -> None:
@@ -53,8 +51,8 @@ def test_tables_follow_from_times() -> None:
         row(10.0, 9.0, plain(1)),
         row(10.0, 9.8, plain(1)),  # with other neighbours: not faster by the margin
         row(10.0, 9.6, plain(2)),
-        row(10.0, 5.0, plain(4), taken=True),
-        row(10.0, 11.0, Product("gated", (8, 4), 4), taken=True),
+        row(10.0, 5.0, plain(4)),
+        row(10.0, 11.0, Product("gated", (8, 4), 4)),
         row(10.0, None, Product("experts", (2, 6, 4), 8)),
     ]
     assert crossovers(found) == {"linear": {(6, 4): (2,)}, "gated": {(8, 4): ()}, "experts": {(2, 6, 4): ()}}
@@ -63,9 +61,6 @@ def test_tables_follow_from_times() -> None:
         "    linear={(6, 4): (2,)},",
         "    gated={(8, 4): ()},",
         "    experts={(2, 6, 4): ()},",
-        "numerics=fast takes our form of linear, w, 1 rows: our form 10.00 us, the library's 9.00 us",
-        "numerics=fast takes our form of linear, w, 2 rows: our form 10.00 us, the library's 9.60 us",
-        "numerics=fast takes the library's form of linear, w, 4 rows: our form 10.00 us, the library's 11.00 us",
     ]
 
 
@@ -81,19 +76,14 @@ def test_both_forms_compute_the_same(sizes: Sizes) -> None:
     assert kinds == ({"linear", "experts"} if sizes.experts else {"linear", "gated"})
 
 
-def test_the_command_names_both_times_and_the_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = Crossovers(linear={(128, 64): (2,)}, gated={}, experts={})
-    monkeypatch.setattr(library, "crossovers_of", lambda device: known)
+def test_the_command_names_both_times_and_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "linears.json"
     given = ["target=tiny-shape", "rows=[2,1,2]", "device=cpu", "dtype=bfloat16", "steps=2", "warmup=0"]
     assert main(["bench", "linears", *given, f"json={written}"]) == 0
     shown = capsys.readouterr().out
     found: list[dict[str, Any]] = json.loads(written.read_text())["rows"]
     assert [entry["product"]["rows"] for entry in found] == [1] * 5 + [2] * 5
-    assert [entry["shape"] for entry in found if entry["taken"]] == ["qkv with norm, 128x64, 2 rows"]
-    assert [entry["library"] for entry in found if entry["taken"]] == ["library form, taken"]
+    assert {entry["library"] for entry in found} == {"library form"}
     assert all(entry["us"] > 0 and entry["library_us"] > 0 for entry in found)
     assert "    linear={(128, 64): " in shown and "    gated={(384, 64): " in shown
 

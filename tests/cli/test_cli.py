@@ -86,11 +86,11 @@ def test_composed_defaults_are_those_of_load_config(capsys: pytest.CaptureFixtur
 
 def test_groups_and_overrides_reach_the_compiler(model: Path, compiled: list[Config]) -> None:
     overrides = ["verify=probabilistic", "draft=draft_model", "draft.model=some/path", "lowering=inductor"]
-    assert main(["generate", f"model={model}", "prompt=a", *overrides, "passes.share_weights.chunk_bytes=1234"]) == 2
+    assert main(["generate", f"model={model}", "prompt=a", *overrides, "passes.lookup_first.match=1234"]) == 2
     (config,) = compiled
     assert (config.verify.rule, config.draft.kind, config.draft.model) == ("probabilistic", "draft_model", "some/path")
     made = {p.name: vars(p) for p in build_passes(config)}
-    assert made["share_weights"]["chunk_bytes"] == 1234
+    assert made["lookup_first"]["match"] == 1234
     assert made["compile_remainder"]["backend"] == "inductor"
 
 
@@ -350,8 +350,8 @@ MISTAKES = {
     "cache=3": "cache is a group of keys (block_size, prefill_chunk, pool_tokens, ",
     "draft.model=[a": "Cannot read 'draft.model=[a' (",
     "passes.share_weight.x=1": "Unknown pass 'share_weight' (did you mean 'share_weights'?); there are ",
-    "passes.share_weights.chunk=1": "Unknown configuration key 'passes.share_weights.chunk': did you mean "
-                                    "'passes.share_weights.chunk_bytes'?",
+    "passes.lookup_first.matc=1": "Unknown configuration key 'passes.lookup_first.matc': did you mean "
+                                  "'passes.lookup_first.match'?",
     "pipeline.order=[insert_drafts]": "Unknown pass 'insert_drafts' (did you mean 'insert_draft'?); there are ",
     "draft=draft_model": "The draft_model drafter needs a model: ",
     "debug.dump_dir=/dev/null/graphs": "The graphs cannot be written to /dev/null/graphs: /dev/null is no folder that ",

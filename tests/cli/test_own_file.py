@@ -18,7 +18,7 @@ draft:
   max_ngram: 3
 debug.self_check: false
 passes:
-  share_weights: {chunk_bytes: 1234}
+  expose_features: {layers: [1]}
 pipeline:
   order: [insert_kv_cache, insert_draft]
 lowering: eager
@@ -42,7 +42,7 @@ def test_keys_of_a_file_are_as_if_typed(name: str, capsys: pytest.CaptureFixture
     assert (shown["verify"]["rule"], shown["lowering"]["name"]) == ("probabilistic", "eager")
     assert shown["draft"]["num_speculative_tokens_by_load"] == {1: 3, 2: 0} and shown["draft"]["max_ngram"] == 3
     assert (shown["debug"]["self_check"], shown["stream"], shown["seed"]) == (False, True, None)
-    assert (shown["temperature"], shown["passes"]["share_weights"]) == (1e-5, {"chunk_bytes": 1234})
+    assert (shown["temperature"], shown["passes"]["expose_features"]) == (1e-5, {"layers": [1]})
     assert shown["pipeline"]["order"] == ["insert_kv_cache", "insert_draft"]
 
 

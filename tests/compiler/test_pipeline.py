@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from specgraph.compiler.numerics import NumericsCallback
+from specgraph.config import load_config
 from specgraph.drafters.draft_model import draft_model
 from specgraph.drafters.ngram import ngram
 from specgraph.drafters.none import NoDrafter
@@ -24,7 +25,7 @@ from specgraph.frontend.first_program import first_program
 from specgraph.frontend.tracing import TracedModel, trace
 from specgraph.ir.graphs import calls, get_attribute, new_module, remove_dead_code
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Program
+from specgraph.ir.program import FACTS, FIRST_FACTS, Program
 from specgraph.kernels import step
 from specgraph.kernels.state import Buffer
 from specgraph.passes import PASSES
@@ -32,11 +33,19 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.fuse_verify import FuseVerify
+from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
+from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.insert_verify import InsertVerify
+from specgraph.passes.pack_rows import PackRows
+from specgraph.passes.pause_step import PauseStep
 from specgraph.passes.pipeline import StageReport, run_passes
+from specgraph.passes.process_drafts import ProcessDrafts
+from specgraph.passes.score_rows import ScoreRows
 from specgraph.passes.share_weights import ShareWeights
+from specgraph.passes.specialise_step import SpecialiseStep
+from specgraph.passes.trace_step import TraceStep
 from tests.models import make_model
 
 aten = torch.ops.aten
@@ -146,7 +155,8 @@ def test_stages_are_named_in_order_and_hold_the_program_after_each_pass():
     names = [p.name for p in every_pass()]
     assert list(stages) == ["trace", *names] and [r.name for r in reports] == names
     assert "insert_kv_cache" not in str(everything(stages["expose_features"]))
-    assert stages["insert_draft"].facts == {"traced", "features", "kv_cache", "draft"}
+    assert stages["insert_draft"].facts == FIRST_FACTS - {"target_only"} | {"kv_cache", "draft"}
+    assert stages["insert_verify"].facts == FIRST_FACTS - {"target_only"} | {"kv_cache", "verify"}
     for report, before, after in zip(reports, stages.values(), list(stages.values())[1:], strict=False):
         assert (report.before, report.after) == (before.num_nodes(), after.num_nodes())
 
@@ -195,8 +205,54 @@ def test_a_missing_requirement_names_the_pass_to_run_first(passes: list[Pass], m
 
 
 def test_every_requirement_of_a_known_pass_can_be_met():
-    facts = {"traced"}.union(*(cls.ensures for cls in PASSES.values()))
+    facts = FIRST_FACTS.union(*(cls.ensures for cls in PASSES.values()))
     assert all(cls.requires <= facts for cls in PASSES.values())
+
+
+def test_every_fact_is_required_by_a_pass_and_says_what_it_means():
+    passes = [*PASSES.values(), IndexRows, ProcessDrafts, SpecialiseStep, TraceStep, ScoreRows, PackRows, PauseStep]
+    required = set[str]().union(*(cls.requires for cls in passes))
+    made = FIRST_FACTS.union(*(cls.ensures for cls in passes))
+    assert required == made == FACTS.keys()
+    assert all(cls.invalidates <= required for cls in passes)
+
+
+ORDER = load_config().pipeline.order
+TOO_LATE = [
+    ("insert_kv_cache", "insert_draft"), ("insert_draft", "parallel_draft"), ("parallel_draft", "insert_verify"),
+    ("lookup_first", "insert_verify"), ("insert_verify", "fuse_verify"), ("insert_verify", "fuse_step"),
+    ("share_weights", "merge_linears"), ("fuse_norm", "lower_kernels"), ("merge_linears", "lower_kernels"),
+    ("fuse_rotary_cache", "lower_kernels"), ("fuse_rotary_cache", "fuse_pointwise"),
+    ("lower_kernels", "fuse_pointwise"), ("lower_kernels", "few_rows"), ("expose_features", "insert_draft"),
+    ("insert_recurrent_state", "insert_draft"),
+    ("insert_verify", "compile_remainder"),
+]  # fmt: skip
+"""Passes, and those of the default order that must not come before them."""
+
+
+@pytest.mark.parametrize(("late", "other"), TOO_LATE)
+def test_a_reordered_pipeline_is_refused(late: str, other: str):
+    order = [name for name in ORDER[: ORDER.index(other) + 1] if name != late]
+    options: dict[str, Any] = {"lookup_first": {"first": "ngram"}, "compile_remainder": {"backend": "inductor"}}
+    passes = [PASSES[name](**options.get(name, {})) for name in [*order, late]]
+    with pytest.raises(PassError, match=r"put \w+ before (it|\w+) in pipeline\.order") as raised:
+        run_passes(first("draft_model"), passes)
+    assert late in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ([IndexRows(), InsertProcessors()], "which index_rows has undone: put insert_processors before index_rows"),
+        ([InsertProcessors(), SpecialiseStep(), ProcessDrafts()], "put process_drafts before specialise_step"),
+        ([IndexRows(), PackRows(), SpecialiseStep()], "put specialise_step before pack_rows"),
+        ([IndexRows(), PackRows(), TraceStep()], "put trace_step before pack_rows"),
+        ([IndexRows(), IndexRows()], "which index_rows has undone: leave the second index_rows out of pipeline.order"),
+    ],
+)
+def test_passes_for_one_kind_of_request_are_in_order_too(passes: list[Pass], message: str):
+    with pytest.raises(PassError, match=message):
+        run_passes(first("draft_model"), [*every_pass()[:5], *passes])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +320,7 @@ def test_a_copy_is_independent_and_shares_its_tensors():
     copy.modules["new"] = copy.modules.pop("lm_head")
     copy.facts = frozenset({"new"})
     assert everything(program) == before and program.inputs == inputs
-    assert program.facts == {"traced"} and "lm_head" in program.modules
+    assert program.facts == FIRST_FACTS and "lm_head" in program.modules
     assert not any(hasattr(m, "extra") for m in program.modules.values())
     assert len(program.with_role("logits")) == 1
 

@@ -163,8 +163,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
                                   "Unknown pass 'fuse_verfy' (did you mean 'fuse_verify'?); there are "),
     "options of an unknown pass": ({"passes": {"share_weight": {}}},
                                    "Unknown pass 'share_weight' (did you mean 'share_weights'?); there are "),
-    "unknown option": ({"passes": {"share_weights": {"chunk_byte": 1}}}, "Unknown configuration key "
-                       "'passes.share_weights.chunk_byte': did you mean 'passes.share_weights.chunk_bytes'?"),
+    "unknown option": ({"passes": {"lookup_first": {"matc": 1}}}, "Unknown configuration key "
+                       "'passes.lookup_first.matc': did you mean 'passes.lookup_first.match'?"),
     "options that are none": ({"passes": {"fuse_verify": 4}}, "passes.fuse_verify is a group of options, not 4."),
     "target that is no pass": ({"passes": {"x": {"_target_": "builtins.dict"}}, "pipeline": {"order": ["x"]}},
                                "passes.x._target_ made a dict, which is not a specgraph Pass."),

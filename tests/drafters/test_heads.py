@@ -326,7 +326,7 @@ def test_a_mask_token_outside_of_the_vocabulary_is_refused() -> None:
 def test_parallel_drafting_comes_before_verification() -> None:
     order = ["expose_features", "insert_kv_cache", "insert_draft", "insert_verify", "parallel_draft"]
     config = {**CONFIG, "draft": {"kind": "eagle3", "parallel": True}, "pipeline": {"order": order}}
-    with pytest.raises(PassError, match="put it before insert_verify"):
+    with pytest.raises(PassError, match="put parallel_draft before insert_verify"):
         specgraph.compile_speculative(target(), config, draft=head("plain"))
 
 

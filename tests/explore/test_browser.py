@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specgraph.explore.drafts import why
+from specgraph.ir.shapes import items_of, shape_of
 from tests.explore.browser import Browser, browser, find
 from tests.explore.conftest import HOSTILE, Made
 
@@ -86,7 +87,7 @@ def test_the_page_says_which_pass_introduced_each_node(page: Browser, made: Made
         assert page.text("#node h3") == node.name and f"Introduced by the pass {made_by}." in page.text("#made-by")
         around = [*(read.name for read in node.all_input_nodes), *(user.name for user in node.users)]
         assert sorted(page.texts("#node ul.names:not(.before) a")) == sorted(around)
-        assert node.meta["shape"] in page.texts("#node dd")
+        assert shape_of(node) in page.texts("#node dd")
 
 
 def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: Browser, made: Made) -> None:
@@ -94,7 +95,7 @@ def test_the_panel_says_what_a_node_does_and_what_each_item_of_a_tuple_is(page: 
     assert "Cut the verified tokens [B, T] behind an EOS" in page.text("#node dl")
     node = next(node for node in made.decoder.stages["index_rows"].graph.nodes if node.name == "settled")
     takers = {user.args[1]: user.name for user in node.users}
-    expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(node.meta["outputs"])]
+    expected = [f"{shape} {takers.get(index, 'not read')}" for index, shape in enumerate(items_of(node) or ())]
     assert page.texts("#node .items li") == expected and len(expected) == 9
     assert "b: sequences of this call; T: rows of a sequence in this call" in page.text("#node dl")
     go(page, "#stage=index_rows&graph=step&node=seeds")

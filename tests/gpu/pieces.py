@@ -42,7 +42,7 @@ class Piece:
 
 
 PIECES = (
-    Piece("kernels", ("attention", "linear", "norm", "experts", "library", "ngram", "suffix", "step", "verify"), 6),
+    Piece("kernels", ("attention", "linear", "norm", "experts", "fast", "ngram", "suffix", "step", "verify"), 6),
     Piece("processors", ("processors", "pause", "trace", "score"), 6),
     Piece("runners", ("runner", "session", "remainder"), 4),
     Piece("drafters", ("decoder", "dflash", "dspark", "checkpoints", "attach"), 6),

@@ -12,6 +12,7 @@ from specgraph.errors import VerificationError
 from specgraph.ir import known_shapes, shapes
 from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
+from specgraph.ir.shapes import items_of, shape_of
 from specgraph.ir.verifier import verify_program
 from tests.compiler.test_pipeline import every_pass, first, last
 
@@ -40,7 +41,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def described(program: Program) -> dict[str, list[tuple[str, object, object]]]:
     graphs = {"step": program.graph, **{name: module.graph for name, module in program.modules.items()}}
-    return {n: [(v.name, v.meta.get("shape"), v.meta.get("outputs")) for v in g.nodes] for n, g in graphs.items()}
+    return {n: [(v.name, shape_of(v), items_of(v)) for v in g.nodes] for n, g in graphs.items()}
 
 
 def test_the_second_time_nothing_but_the_step_is_run_and_every_node_is_described_as_before(runs: list[str]) -> None:
@@ -51,7 +52,7 @@ def test_the_second_time_nothing_but_the_step_is_run_and_every_node_is_described
     again = program.copy()
     for module in again.modules.values():
         for node in module.graph.nodes:
-            node.meta.pop("shape", None)
+            node.meta.pop("layout", None)
     runs.clear()
     verify_program(again)
     assert set(runs) <= {"step", *(n for n in again.modules if not list(calls(again.graph, n)))}
@@ -142,7 +143,7 @@ def test_a_function_runs_again_for_other_arguments_alone(other: tuple[object, ..
     again = with_call(*other)
     verify_program(again)
     (added,) = calls(again.graph, doubled)
-    assert [other[1]] * runs_again == CALLS and added.meta["shape"] == f"i64[{other[1]}, B]"
+    assert [other[1]] * runs_again == CALLS and shape_of(added) == f"i64[{other[1]}, B]"
 
 
 def test_what_shares_memory_with_an_argument_is_not_remembered() -> None:

@@ -19,7 +19,7 @@ from specgraph.ir import shapes
 from specgraph.ir.graphs import calls, new_module
 from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import Program
-from specgraph.ir.shapes import SIZES, describe, dtype_name, propagate, size_name
+from specgraph.ir.shapes import SIZES, describe, dtype_name, propagate, shape_of, size_name
 from specgraph.kernels import step
 from specgraph.kernels.state import Buffer, page_pool, per_call
 from specgraph.passes.base import Pass
@@ -58,8 +58,8 @@ def last(program: Program, passes: list[Pass]) -> Program:
     return list(run_passes(program, passes)[0].values())[-1]
 
 
-def shape(graph: fx.Graph, name: str) -> str:
-    return next(n.meta["shape"] for n in graph.nodes if n.name == name)
+def shape(graph: fx.Graph, name: str) -> str | None:
+    return next(shape_of(n) for n in graph.nodes if n.name == name)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_traced_llama_with_a_cache():
     assert shape(target, "slots") == "i64[B, T]"
     assert shape(target, "k_cache_0") == "f32[N, 16, 2, 8]"
     assert shape(target, "model_layers_0_mlp_up_proj_weight") == "f32[48, 32]"
-    assert {n.meta["shape"] for n in target.nodes if "paged_attention" in n.name} == {"f32[B, T, 4, 8]"}
-    assert all("shape" in n.meta for m in program.modules.values() for n in m.graph.nodes)
+    assert {shape_of(n) for n in target.nodes if "paged_attention" in n.name} == {"f32[B, T, 4, 8]"}
+    assert all("layout" in n.meta for m in program.modules.values() for n in m.graph.nodes)
 
 
 def test_the_whole_step_with_a_draft_model():
@@ -112,7 +112,7 @@ def test_the_whole_step_with_a_draft_model():
         "output": "(i64[B, T], i64[B], f32[B, 0], i32[B])",
     }  # fmt: skip
     assert {name: shape(program.graph, name) for name in expected} == expected
-    assert [n.meta["shape"] for n in calls(program.graph, step.draft_tokens)] == ["i64[B, T-1]"]
+    assert [shape_of(n) for n in calls(program.graph, step.draft_tokens)] == ["i64[B, T-1]"]
     # Called with T + 1 rows first, then with one: the first call is the one that stays.
     assert shape(program.modules["draft"].graph, "tokens") == "i64[B, T+1]"
 
@@ -122,8 +122,8 @@ def test_history_drafters_write_where_a_mask_says():
     drafter = ngram(3, 3, 1)
     program = last(first_program(traced, drafter), [InsertKVCache(), InsertDraft()])
     propagate(program)
-    assert program.one("drafts").meta["shape"] == "i64[B, 3]"
-    assert program.input("history").meta["shape"] == "i64[B, S]"
+    assert shape_of(program.one("drafts")) == "i64[B, 3]"
+    assert shape_of(program.input("history")) == "i64[B, S]"
 
 
 def test_modules_that_are_not_called_yet_run_alone_if_their_inputs_are_known():
@@ -133,7 +133,7 @@ def test_modules_that_are_not_called_yet_run_alone_if_their_inputs_are_known():
     propagate(program)
     assert shape(program.modules["draft_body"].graph, "output") == "f32[B, T, 32]"
     assert shape(program.modules["draft_head"].graph, "output") == "f32[B, T, 101]"
-    assert not any("shape" in n.meta for n in program.modules["stranger"].graph.nodes)
+    assert not any("layout" in n.meta for n in program.modules["stranger"].graph.nodes)
 
 
 def test_sizes_that_depend_on_values_are_question_marks():
@@ -142,7 +142,7 @@ def test_sizes_that_depend_on_values_are_question_marks():
     found = program.call(aten.nonzero.default, mask)
     program.set_output(found)
     propagate(program)
-    assert found.meta["shape"] == "i64[?, 2]"
+    assert shape_of(found) == "i64[?, 2]"
 
 
 def test_a_wrong_shape_in_the_step_graph_is_named():
@@ -212,4 +212,4 @@ def test_slices_and_several_outputs():
     positions = program.call(step.row_positions, start, window)
     program.set_output(positions, program.call(operator.getitem, positions, (slice(None), 0)))
     propagate(program)
-    assert program.graph.output_node().meta["shape"] == "(i64[B, T], i64[B])"
+    assert shape_of(program.graph.output_node()) == "(i64[B, T], i64[B])"

@@ -115,13 +115,11 @@ def test_a_name_is_declared_once() -> None:
         declare(Op("twice", Scale, scale_fake, (REFERENCE,)))
 
 
-def test_a_promise_is_of_arguments_that_do_not_ask_for_less() -> None:
-    opted = Variant("library", plain, row_independent=False, covers=small, opt_in=True)
-    op = Op("scale", Scale, scale_fake, (opted, *triton_or_reference(plain, plain)))
-    assert op.row_independent("cuda") and not op.row_independent("cpu")
-    assert op.choose("cuda", Scale(torch.ones(2))) is opted and op.choose("cuda", Scale(torch.ones(3))).name == "triton"
-    asked = Variant("library", plain, row_independent=False, covers=small)
-    assert not Op("scale", Scale, scale_fake, (asked, *triton_or_reference(plain, plain))).row_independent("cuda")
+def test_the_first_variant_makes_the_promise() -> None:
+    first = Variant("library", plain, row_independent=False, covers=small)
+    op = Op("scale", Scale, scale_fake, (first, *triton_or_reference(plain, plain)))
+    assert not op.row_independent("cuda") and not op.row_independent("cpu")
+    assert op.choose("cuda", Scale(torch.ones(2))) is first and op.choose("cuda", Scale(torch.ones(3))).name == "triton"
 
 
 @dataclass(slots=True)
@@ -132,8 +130,6 @@ class Strange:
 def test_what_no_declaration_may_say_is_refused() -> None:
     with pytest.raises(ValueError, match="named one of reference, cpu, triton, hopper, library, not 'cuda'"):
         Variant("cuda", plain, row_independent=True)
-    with pytest.raises(ValueError, match="library is taken only if arguments ask for it: say in covers which do"):
-        Variant("library", plain, row_independent=False, opt_in=True)
     with pytest.raises(ValueError, match="scale needs a last variant for cpu that covers all arguments"):
         Op("scale", Scale, scale_fake, (Variant("triton", plain, row_independent=True),))
     with pytest.raises(ValueError, match="scale needs a last variant for cuda that covers all arguments"):

@@ -150,7 +150,3 @@ def test_the_layers_of_a_target_in_float32_take_it() -> None:
 def test_other_dtypes_keep_their_layers() -> None:
     after = last(first(), [FewRows()])  # float64
     assert not any(list(calls(module.graph, few_rows_linear)) for module in after.modules.values())
-
-
-def test_it_can_be_switched_off() -> None:
-    assert FewRows(enabled=False).skipped == "passes.few_rows.enabled is off"

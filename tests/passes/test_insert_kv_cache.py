@@ -12,7 +12,7 @@ from specgraph.errors import PassError
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls, new_module
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Program
+from specgraph.ir.program import FIRST_FACTS, Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels.state import Buffer, page_pool
 from specgraph.kernels.step import row_positions
@@ -45,7 +45,7 @@ def toy(attentions: int = 1, layers: int = 1, max_positions: int | None = None, 
     graph.output(x)
     info = ModelInfo("toy", VOCAB, layers, DIM, torch.float64, torch.device("cpu"), max_positions)
     modules = {"target": new_module(root, graph, "target")}
-    program = Program(fx.Graph(), modules, {}, info, NoDrafter(), facts=frozenset({"traced"}))
+    program = Program(fx.Graph(), modules, {}, info, NoDrafter(), facts=FIRST_FACTS)
     window = program.placeholder("window", Buffer(("B", "T")))
     places = program.call(row_positions, program.placeholder("start", Buffer(("B",))), window, name="positions")
     call = program.call("target", tokens=window, positions=places, name="hidden", role="target")

@@ -111,7 +111,7 @@ def test_options_are_those_that_requests_have() -> None:
 
 
 def test_the_row_index_comes_later() -> None:
-    with pytest.raises(PassError, match="insert_processors adds state that index_rows gathers; put it before"):
+    with pytest.raises(PassError, match="which index_rows has undone: put insert_processors before index_rows"):
         built("none", IndexRows(), InsertProcessors())
 
 

@@ -90,7 +90,7 @@ def test_the_configuration_allows_what_there_is() -> None:
 
 
 def test_drafts_that_something_reads_are_refused() -> None:
-    with pytest.raises(PassError, match="lookup_first rewrites drafts that nothing reads yet; put it before insert_v"):
+    with pytest.raises(PassError, match="which insert_verify has undone: put lookup_first before insert_verify"):
         last(first("draft_model"), [InsertKVCache(4), InsertDraft(), InsertVerify(), LookupFirst("ngram")])
 
 

@@ -22,7 +22,7 @@ from specgraph.errors import ConfigError, PassError
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import export_module
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Program
+from specgraph.ir.program import FIRST_FACTS, Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes import lower_kernels
 from specgraph.passes.capture_cuda_graph import CaptureCudaGraph
@@ -51,7 +51,7 @@ def toy(module: nn.Module, *args: Tensor) -> Program:
     graph_module = export_module(module, args, {"x": {0: torch.export.Dim("rows", min=1)}}, "toy")
     info = ModelInfo("toy", 7, 1, 4, args[0].dtype, torch.device("cpu"), None)
     drafter = NoDrafter()
-    return Program(fx.Graph(), {"toy": graph_module}, {}, info, drafter, facts=frozenset({"traced", "kv_cache"}))
+    return Program(fx.Graph(), {"toy": graph_module}, {}, info, drafter, facts=FIRST_FACTS | {"kv_cache"})
 
 
 def run_both(module: nn.Module, x: Tensor, passes: list[Any]) -> tuple[Program, Tensor, Tensor]:

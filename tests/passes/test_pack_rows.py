@@ -19,7 +19,7 @@ from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
 from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_processors import InsertProcessors
-from specgraph.passes.pack_rows import ROOM, PackRows, grid_width
+from specgraph.passes.pack_rows import ROOM, PackRows, extra_columns
 from specgraph.passes.pipeline import apply
 from tests.compiler.test_pipeline import body
 from tests.drafters.test_matrix import DRAFTERS, VOCAB, decoder, heads_exported_once
@@ -70,9 +70,9 @@ def test_what_a_draft_model_reads_is_packed_with_room_for_a_row_more_of_each() -
 def test_a_grid_is_told_by_its_columns() -> None:
     program = built("draft_model", *WHOLE)
     verify_program(program)
-    widths = {node.name: grid_width(node) for node in program.graph.nodes}
-    assert widths["window"] == "T" and widths["start"] is None and widths["position_1"] is None
-    assert "T+1" in widths.values()
+    extras = {node.name: extra_columns(node) for node in program.graph.nodes}
+    assert extras["window"] == 0 and extras["start"] is None and extras["position_1"] is None
+    assert 1 in extras.values()
 
 
 def outcome(program: Program, state: dict[str, Any], window: Tensor, room: int | None) -> tuple[Any, dict[str, Any]]:
@@ -204,7 +204,7 @@ def test_where_shapes_are_not_known_every_module_runs_the_grid() -> None:
 def test_rows_that_are_counted_by_an_unknown_function_run_as_a_grid() -> None:
     program = built("draft_model", *WHOLE)
     every = program.graph.find_nodes(op="call_module", target="draft")
-    (call,) = (node for node in every if grid_width(node.kwargs["tokens"]))
+    (call,) = (node for node in every if extra_columns(node.kwargs["tokens"]) is not None)
     with program.graph.inserting_before(call):
         more = program.graph.call_function(torch.add, (call.kwargs["num_rows"], 1))
     more.name = "more"

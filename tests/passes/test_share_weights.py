@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from specgraph.drafters.none import NoDrafter
 from specgraph.drafters.speculators import save_head
-from specgraph.errors import ConfigError
 from specgraph.ir.graphs import get_attribute, new_module, set_attribute
 from specgraph.ir.model_info import ModelInfo
-from specgraph.ir.program import Program
+from specgraph.ir.program import FIRST_FACTS, Program
+from specgraph.passes import share_weights
 from specgraph.passes.base import PassResult
 from specgraph.passes.share_weights import ShareWeights
 from tests.decoding import compiled
@@ -36,7 +36,7 @@ def module(weights: Weights) -> fx.GraphModule:
 def program_of(modules: dict[str, fx.GraphModule]) -> Program:
     info = ModelInfo("toy", 7, 1, 4, torch.float32, torch.device("cpu"), None)
     drafter = NoDrafter(1)
-    return Program(fx.Graph(), modules, {}, info, drafter, facts=frozenset({"traced"}))
+    return Program(fx.Graph(), modules, {}, info, drafter, facts=FIRST_FACTS)
 
 
 def program(target: Weights, draft: Weights, head: Weights | None = None) -> Program:
@@ -48,9 +48,9 @@ def weight(program: Program, name: str) -> Tensor:
     return get_attribute(program.modules[first], rest)
 
 
-def run(target: Weights, draft: Weights, **options: int) -> tuple[Program, PassResult]:
+def run(target: Weights, draft: Weights) -> tuple[Program, PassResult]:
     result = program(target, draft)
-    return result, ShareWeights(**options).apply(result)
+    return result, ShareWeights().apply(result)
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -70,12 +70,13 @@ def test_an_equal_tensor_becomes_the_targets_own_object_and_an_unlike_one_stays(
     assert ShareWeights().apply(after) == PassResult(0)
 
 
-@pytest.mark.parametrize("chunk_bytes", [64, 7 * 64, 2**20])
+@pytest.mark.parametrize("chunk", [1, 7, 2**14])
 @pytest.mark.parametrize("place", [(0, 0), (21, 13), (39, 49)])
-def test_one_element_off_by_one_ulp_is_a_near_miss_at_any_chunk_size(place, chunk_bytes):
+def test_one_element_off_by_one_ulp_is_a_near_miss_at_any_chunk_size(place, chunk, monkeypatch):
+    monkeypatch.setattr(share_weights, "CHUNK", chunk)
     target, draft = torch.ones(40, 50), torch.ones(40, 50)
     draft[place] = 1 + 2**-23
-    after, result = run({"w": target}, {"w": draft}, chunk_bytes=chunk_bytes)
+    after, result = run({"w": target}, {"w": draft})
     assert weight(after, "draft.w") is draft
     assert not result.changed and result.bytes_shared == 0
     assert reasons(result) == [("draft.w", "1 of 2000 elements differ from target.w, by at most 1.19e-07")]
@@ -180,21 +181,22 @@ def test_parameters_stay_parameters_and_buffers_stay_buffers():
     assert ShareWeights().apply(after) == PassResult(0)
 
 
-@pytest.mark.parametrize("chunk_bytes", [64, 640, 2**20])
-def test_equality_does_not_depend_on_strides(chunk_bytes):
+@pytest.mark.parametrize("chunk", [1, 10, 2**14])
+def test_equality_does_not_depend_on_strides(chunk, monkeypatch):
+    monkeypatch.setattr(share_weights, "CHUNK", chunk)
     target = values(30, 20)
     layouts = {
         "transposed": target.t().contiguous().t(),
         "strided": torch.zeros(60, 40)[::2, 1::2].copy_(target),
         "offset": torch.zeros(50, 20)[7:37].copy_(target),
     }
-    after, result = run({"w": target}, layouts, chunk_bytes=chunk_bytes)
+    after, result = run({"w": target}, layouts)
     assert result.matches == 3
     assert all(weight(after, f"draft.{name}") is target for name in layouts)
     expanded = torch.ones(1).expand(30, 20)
-    assert run({"w": torch.ones(30, 20)}, {"w": expanded}, chunk_bytes=chunk_bytes)[1].matches == 1
+    assert run({"w": torch.ones(30, 20)}, {"w": expanded})[1].matches == 1
     layouts["transposed"][29, 19] += 1
-    _, result = run({"w": target}, {"w": layouts["transposed"]}, chunk_bytes=chunk_bytes)
+    _, result = run({"w": target}, {"w": layouts["transposed"]})
     assert "1 of 600 elements" in result.near_misses[0].reason
 
 
@@ -216,7 +218,7 @@ def test_a_storage_is_freed_once_and_only_when_no_draft_tensor_keeps_it():
     assert (result.matches, result.bytes_shared) == (2, 0)
 
 
-def test_near_misses_are_the_closest_per_tensor_and_few():
+def test_near_misses_are_the_closest_per_tensor_and_few(monkeypatch):
     close = values(100)
     target = {"w": values(100, seed=1), "close": close, "far": values(100, seed=2)}
     moved = close.clone()
@@ -225,7 +227,8 @@ def test_near_misses_are_the_closest_per_tensor_and_few():
     assert [miss.where for miss in result.near_misses] == ["draft.w", "draft.far"]
     assert result.near_misses[0].reason.startswith("10 of 100 elements differ from target.close")
     assert result.near_misses[1].reason.startswith("100 of 100 elements differ from target.far")
-    _, result = run(target, {"w": moved, "far": values(100, seed=3)}, max_near_misses=1)
+    monkeypatch.setattr(share_weights, "LISTED", 1)
+    _, result = run(target, {"w": moved, "far": values(100, seed=3)})
     assert [miss.where for miss in result.near_misses] == ["draft.w"]
     assert result.notes == ("near misses that differ more and are not listed: 1",)
 
@@ -271,11 +274,6 @@ def test_meta_tensors_and_submodules_shared_between_copies_are_left_alone():
     assert ShareWeights().apply(program_of({"target": target, "draft": new_module(root, graph, "draft")})).matches == 0
 
 
-def test_a_chunk_too_small_for_one_element_is_refused():
-    with pytest.raises(ConfigError, match="chunk_bytes is 0; give at least 64"):
-        ShareWeights(chunk_bytes=0)
-
-
 def peak_megabytes() -> float:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
@@ -319,7 +317,9 @@ def reduced(head: Tensor, rows: Tensor | None) -> PassResult:
     """The result for a draft whose ``lm_head`` is ``head``, beside a target's of ten rows."""
     given = program({}, {"lm_head.weight": head}, {"lm_head.weight": values(10, 4)})
     given.drafter = replace(given.drafter, draft_to_target=rows)
-    return ShareWeights(chunk_bytes=64 * 8).apply(given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(share_weights, "CHUNK", 8)
+        return ShareWeights().apply(given)
 
 
 ROWS = torch.tensor([1, 4, 9])
