@@ -276,11 +276,12 @@ def train(cfg: DictConfig) -> dict[str, str]:
 def train_head(cfg: DictConfig) -> dict[str, str]:
     """Train a head for a target. Progress is shown on standard error."""
     from specgraph.training.heads import HeadTrainConfig, train_head
-    from specgraph.training.heads.config import check_head_config
+    from specgraph.training.heads.config import check_dtype, check_head_config
 
     options = cast(HeadTrainConfig, OmegaConf.to_object(cfg))
     check_head_config(options)  # before a model is loaded
     place = device_and_dtype(options)
+    check_dtype(*place)
     check_folder(options.model)
     model = load_model(options.model, *place, options.trust_remote_code)
     report = train_head(model, load_tokenizer(options.model, options.trust_remote_code), options)
