@@ -31,9 +31,6 @@ import specgraph
 from specgraph.bench.peers import transformers_generate
 from specgraph.config import group_choices
 
-PEERS = ("generate", "assisted", "lookup")
-"""transformers' ways to decode: alone, with a draft model, and with ``prompt_lookup_num_tokens``."""
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -103,10 +100,11 @@ class Measurement:
         return time.monotonic() - self.begin > self.given.budget
 
     def _choices(self) -> Iterator[Choice]:
+        """Plain decoding first, which the others are compared with, and transformers, which takes longest, last."""
         yield Choice("none", 0)
-        yield Choice("transformers generate", 0)
         for k, draft in itertools.product(self.given.k, [*self.given.drafters, *self.drafts]):
             yield Choice(draft, k)
+        yield Choice("transformers generate", 0)
         for k in self.given.peer_k:
             yield Choice("transformers lookup", k)
         for draft in filter(is_model, self.drafts):

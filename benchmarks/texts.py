@@ -1,12 +1,8 @@
-"""Prompts for real models: HumanEval, questions of GSM8K, and functions of Python's standard library to train on."""
+"""Prompts for real models: HumanEval and questions of GSM8K."""
 
 from __future__ import annotations
 
-import ast
 import json
-import random
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +38,3 @@ def ask(tokenizer: Any, questions: list[str]) -> list[list[int]]:
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def code_prompts(count: int, seed: int = 0) -> list[str]:
-    """Beginnings of functions of the standard library, cut behind the docstring as those of HumanEval are."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(root.rglob("*.py")) if not {"test", "site-packages", "idlelib"} & {*file.parts}]
-    found = [prompt for file in files for prompt in _functions(file)]
-    random.Random(seed).shuffle(found)
-    return found[:count]
-
-
-def _functions(file: Path) -> Iterator[str]:
-    try:
-        source = file.read_text(encoding="utf-8")
-        nodes = ast.parse(source).body
-    except (SyntaxError, UnicodeDecodeError, ValueError):
-        return
-    lines = source.splitlines(keepends=True)
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and 60 <= len(ast.get_docstring(node) or "") <= 600:
-            yield "".join(lines[node.lineno - 1 : node.body[0].end_lineno])

@@ -15,17 +15,15 @@ head=$work/$algorithm
 left() { echo $((limit - SECONDS)); }
 
 mkdir -p "$work"
-"${PYTHON:-python3}" "$here/write_answers.py" "$model" --questions "$data/gsm8k_train.jsonl" \
-    --out "$work/answers.jsonl" ${WRITE:-}
 folder=${model%.gguf}
+[ "$folder" = "$model" ] || "${PYTHON:-python3}" "$here/fetch_models.py" "$model" "$folder"
 if [ ! -e "$head/training_report.json" ]; then
-    [ "$(left)" -gt 60 ] || { echo "run the same command again to train"; exit 0; }
     # Stopped at the limit, it goes on from its last checkpoint the next time.
     timeout "$(left)" "${PYTHON:-python3}" -m specgraph train draft="$algorithm" model="$folder" \
-        data="$data/gsm8k_train.jsonl" \
-        output="$head" heldout=64 eval_drafts=4 chain.steps=4 max_length=640 rollout.file="$work/answers.jsonl" \
-        rollout.chat=true head.draft_vocab_size=32000 optim.batch_size=32 optim.learning_rate=5e-4 optim.steps=20000 \
-        optim.eval_every=250 optim.checkpoint_every=200 optim.max_seconds="$seconds" "$@" ||
+        data="$data/gsm8k_train.jsonl" output="$head" rollout.file="$work/answers.jsonl" heldout=64 \
+        eval_drafts=4 chain.steps=4 max_length=640 rollout.chat=true rollout.max_new_tokens=320 rollout.answer_temperature=0.7 \
+        head.draft_vocab_size=32000 optim.batch_size=32 optim.learning_rate=5e-4 optim.steps=20000 optim.eval_every=250 \
+        optim.checkpoint_every=200 optim.max_seconds="$seconds" "$@" ||
         { echo "stopped with code $?: run the same command again to go on"; exit 0; }
 fi
 if [ "$(left)" -gt 60 ]; then

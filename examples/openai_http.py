@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
+from tool_calls import Splitter, writes_calls
 
 import specgraph
 
@@ -86,7 +87,7 @@ def options(body: dict[str, Any], prompt: Sequence[int], longest: int) -> dict[s
 
 
 def tools(body: dict[str, Any]) -> Any:
-    """What the chat template says that the model may call. Calls in an answer are part of its text."""
+    """What the chat template says that the model may call."""
     chosen = body.get("tool_choice", "auto")
     if chosen not in ("auto", "none"):
         raise FieldError(
@@ -127,11 +128,30 @@ def _schema(body: dict[str, Any]) -> Any:
     return known[kind]["schema"] if kind == "json_schema" else known[kind]
 
 
-def choice(body: dict[str, Any], events: Sequence[specgraph.Event], tokenizer: Any, part: str) -> dict[str, Any]:
+def splitter(body: dict[str, Any], tokenizer: Any) -> Splitter:
+    """Finds tool calls in an answer, if the request has tools and the model's format is known."""
+    return Splitter(bool(tools(body)) and writes_calls(tokenizer))
+
+
+def message(body: dict[str, Any], events: Sequence[specgraph.Event], tokenizer: Any) -> dict[str, Any]:
+    """A whole answer, whose calls have no index."""
+    own = choice(body, events, tokenizer, "message", splitter(body, tokenizer))
+    for call in own["message"].get("tool_calls", []):
+        del call["index"]
+    return own
+
+
+def choice(
+    body: dict[str, Any], events: Sequence[specgraph.Event], tokenizer: Any, part: str, splitter: Splitter
+) -> dict[str, Any]:
     """What some events of a sequence say; ``part`` is ``message`` or, in a stream, ``delta``."""
     tokens = [token for event in events for token in event.tokens]
-    own: dict[str, Any] = {"index": 0, part: {"role": "assistant", "content": "".join(e.text or "" for e in events)}}
-    own["finish_reason"] = REASONS.get(events[-1].finish_reason or "")
+    reason = events[-1].finish_reason
+    text, calls = splitter.feed("".join(event.text or "" for event in events), last=reason is not None)
+    said = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    own: dict[str, Any] = {"index": 0, part: said, "finish_reason": REASONS.get(reason or "")}
+    if splitter.calls and own["finish_reason"] == "stop":
+        own["finish_reason"] = "tool_calls"
     own["logprobs"] = {"content": _logprobs(events, tokenizer)} if body.get("logprobs") else None
     return own | ({"token_ids": tokens} if body.get("return_token_ids") else {})
 
@@ -183,10 +203,10 @@ async def lines(
     rest: AsyncIterator[specgraph.Event],
 ) -> AsyncIterator[str]:  # fmt: skip
     """The lines of a stream: a chunk for each event, and one with the usage if it is wanted."""
-    seen, chunk = [first], completion(model, [], ".chunk")
+    seen, chunk, split = [first], completion(model, [], ".chunk"), splitter(body, tokenizer)
     while True:
         event = seen[-1]
-        chunk["choices"] = [choice(body, [event], tokenizer, "delta")]
+        chunk["choices"] = [choice(body, [event], tokenizer, "delta", split)]
         yield f"data: {json.dumps(described(event.error, body)[1] if event.error else chunk)}\n\n"
         if event.finish_reason is not None:
             break

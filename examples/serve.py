@@ -19,7 +19,7 @@ try:
     import ray
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse, Response
-    from openai_http import Chunks, FieldError, choice, completion, described, lines, options, read_body, tools, usage
+    from openai_http import Chunks, FieldError, completion, described, lines, message, options, read_body, tools, usage
     from ray import serve
     from starlette.exceptions import HTTPException as AnyHTTPException
 except ImportError as error:
@@ -99,7 +99,7 @@ class Endpoint:
             every = [first, *[event async for event in events]]
         if every[-1].error:
             raise every[-1].error
-        said = choice(body, every, self.tokenizer, "message")
+        said = message(body, every, self.tokenizer)
         return JSONResponse(completion(self.name, [said], usage=usage(prompt, every)))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from specgraph import dump as dumps
 from specgraph.checkpoints.causal_lm import load_causal_lm
+from specgraph.checkpoints.gguf import is_gguf
 from specgraph.cli.check_options import RAY, check_engine, check_options
 from specgraph.cli.config import COMMANDS
 from specgraph.cli.decode_prompts import (
@@ -275,11 +276,12 @@ def train(cfg: DictConfig) -> dict[str, str]:
 def train_head(cfg: DictConfig) -> dict[str, str]:
     """Train a head for a target. Progress is shown on standard error."""
     from specgraph.training.heads import HeadTrainConfig, train_head
-    from specgraph.training.heads.config import check_head_config
+    from specgraph.training.heads.config import check_dtype, check_head_config
 
     options = cast(HeadTrainConfig, OmegaConf.to_object(cfg))
     check_head_config(options)  # before a model is loaded
     place = device_and_dtype(options)
+    check_dtype(*place)
     check_folder(options.model)
     model = load_model(options.model, *place, options.trust_remote_code)
     report = train_head(model, load_tokenizer(options.model, options.trust_remote_code), options)
@@ -310,4 +312,7 @@ def _compiled_part(cfg: DictConfig) -> Config:
     shared = [f.name for f in dataclasses.fields(Config)]
     config = load_config(OmegaConf.masked_copy(cfg, shared))
     build_passes(config)  # refuses a misspelt option before a model is loaded
+    if config.draft.model is not None and is_gguf(config.draft.model):
+        said = "the weights of the GGUF file are dequantised to the dtype of the model"
+        print(f"draft={config.draft.model}: {said}", file=sys.stderr)
     return config

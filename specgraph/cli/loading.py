@@ -75,12 +75,13 @@ def check_drafts(drafts: Iterable[str]) -> None:
     for draft in drafts:
         if draft in names:
             continue
-        if Path(draft).expanduser().exists():
+        if Path(draft).expanduser().exists() and not is_gguf(draft):
             open_checkpoint(draft)
             continue
         check_folder(draft, "drafts")
         try:
-            AutoConfig.from_pretrained(draft)
+            place, file = source_of(draft)
+            AutoConfig.from_pretrained(place, **file)
         except DAMAGED as error:
             raise ConfigError(
                 f"drafts={draft}: there is no such drafter{did_you_mean(draft, names)} and no such folder, and no "

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
+from specgraph.checkpoints.gguf import is_gguf
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
 from specgraph.config import DraftConfig, ParallelDraftConfig
 from specgraph.drafters.base import Draft, DraftHead, Mask, Target
@@ -74,6 +75,8 @@ class DraftModelDrafter(ChainDrafter):
             mask, parallel = given.mask_token_id if mask is None else mask, given.parallel
             given, notes = given.path, (given.about,)
         if isinstance(given, str | Path):
+            if is_gguf(given):
+                notes = (*notes, f"the weights of {given} are dequantised to {str(target.info.dtype).split('.')[1]}")
             given = _read_causal_lm(given, target.info)
         notes = (*notes, _check_model(target, given))
         traced = trace(given, target.max_length)

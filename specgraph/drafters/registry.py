@@ -13,6 +13,7 @@ from typing import Any
 
 from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import open_files
+from specgraph.checkpoints.gguf import is_gguf
 from specgraph.checkpoints.unsupported import name_unsupported
 from specgraph.config import Config
 from specgraph.config.draft import LOOKUPS, DraftConfig, drafter_kinds
@@ -117,7 +118,7 @@ def _with_kind(config: Config, draft: DraftLike | None) -> tuple[Config, DraftLi
         return config, given
     if given == "":
         raise ConfigError("draft is empty; give a model, or the folder or name of a checkpoint.")
-    if isinstance(given, str | Path) and Path(given).exists():
+    if isinstance(given, str | Path) and Path(given).exists() and not is_gguf(given):  # which holds a whole model
         given = open_checkpoint(given, kind)
     elif isinstance(given, str) and given in drafter_kinds():
         raise ConfigError(

@@ -51,7 +51,7 @@ def measure_acceptance(
     Both models must be on one device, in evaluation mode. At most ``cfg.max_new_tokens`` are decoded for each prompt.
     """
     prompts = prompts[: cfg.max_questions]
-    texts = continue_prompts(target, prompts, cfg.max_new_tokens, 0.0, len(prompts), "greedy answers")
+    (texts,) = continue_prompts(target, prompts, cfg.max_new_tokens, [0.0], len(prompts), "greedy answers")
     documents = [Encoded([*prompt, *text], len(prompt)) for prompt, text in zip(prompts, texts, strict=True)]
     agreed = [row for batch in range(0, len(documents), 64) for row in _agreement(draft, documents[batch : batch + 64])]
     steps = [decode_steps(row, cfg.num_speculative_tokens) for row in agreed]

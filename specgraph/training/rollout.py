@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
+from ..compiler.compile import compile_speculative
 from ..errors import ConfigError
 from ..progress import Progress
+from ..runtime.decoder import SpeculativeDecoder
 from .config import RolloutConfig
 from .data import Document, Encoded, format_question
 
@@ -16,40 +17,65 @@ _MARKS = format_question("\0").split("\0")  # what stands before and after a que
 
 
 def continue_prompts(
-    model: Any, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, batch_size: int, label: str
-) -> list[list[int]]:
-    """Continue every prompt up to and including EOS. Temperature 0 is greedy. Shorter prompts come first.
+    model: Any, prompts: Sequence[list[int]], max_new_tokens: int, temperatures: Sequence[float], batch_size: int,
+    label: str,
+) -> list[list[list[int]]]:  # fmt: skip
+    """Continue every prompt up to and including EOS, once for each temperature, by a decoder without drafts.
+
+    Args:
+        model: a causal LM, whose generation_config names the EOS.
+        temperatures: 0 is greedy. Seeds are drawn from torch's random generator.
+        batch_size: how many texts are written together.
+        label: what the progress bar says.
 
     Returns:
-        The new token ids of each prompt, in the given order. A text that reached ``max_new_tokens`` has no EOS.
+        For each temperature the new token ids of each prompt. A text that reached ``max_new_tokens`` has no EOS.
     """
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    results: list[list[int]] = [[] for _ in prompts]
-    with Progress(label, len(prompts), True, keep=True) as progress:
-        for at in range(0, len(order), batch_size):
-            chosen = order[at : at + batch_size]
-            written = _generate(model, [prompts[index] for index in chosen], max_new_tokens, temperature)
-            for index, ids in zip(chosen, written, strict=True):
-                results[index] = ids
-            progress.advance(len(chosen))
-    return results
+    decoder = _decoder(model, max(map(len, prompts)) + max_new_tokens, min(batch_size, len(prompts)))
+    size = 4 * batch_size  # a row is filled again when its text ends, so several batches together leave few rows idle
+    texts: list[list[list[int]]] = []
+    with Progress(label, len(temperatures) * len(prompts), True, keep=True) as progress:
+        for temperature in temperatures:
+            written: list[list[int]] = []
+            for at in range(0, len(prompts), size):
+                some = prompts[at : at + size]
+                seeds = torch.randint(2**31, (len(some),)).tolist()
+                out = decoder.generate(
+                    some, max_new_tokens=max_new_tokens, temperature=temperature, top_k=0, top_p=1.0,
+                    seed=seeds if temperature else None,
+                )  # fmt: skip
+                written += [new.tolist() for new in out.new_tokens]
+                progress.advance(len(some))
+            texts.append(written)
+    return texts
+
+
+def _decoder(model: Any, longest: int, batch_size: int) -> SpeculativeDecoder:
+    """A decoder without drafts for sequences of ``longest`` tokens, or of as many as the model has positions."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config: dict[str, Any] = {
+        "draft": "none",
+        "max_batch_size": batch_size,
+        "max_length": longest if known is None else min(longest, known),
+        "numerics": "fast",
+        "debug": {"self_check": False, "progress": False},
+    }
+    return compile_speculative(model, config)
 
 
 def write_documents(target: Any, tokenizer: Any, questions: Sequence[str], cfg: RolloutConfig) -> list[Encoded]:
     """Documents that the target writes: its answers to questions that it samples itself, and to the given ones."""
-    device = target.device
-    writer = copy.deepcopy(target).eval()
-    if device.type == "cuda":
-        writer.to(torch.bfloat16)
+    writer = copy.deepcopy(target).to(torch.bfloat16) if target.device.type == "cuda" else target
     sampled = _sample_documents(writer, tokenizer, cfg)
     asked = [*questions, *(document.question for document in sampled)]
     prompts = encode_questions(tokenizer, asked, getattr(cfg, "chat", False))
-    documents: list[Encoded] = []
-    for temperature in (0.0, cfg.answer_temperature):
-        label = f"target answers at temperature {temperature:g}"
-        answers = continue_prompts(writer, prompts, cfg.max_new_tokens, temperature, cfg.batch_size, label)
-        documents += [Encoded([*p, *a], len(p)) for p, a in zip(prompts, answers, strict=True)]
-    return documents
+    temperatures = (0.0, cfg.answer_temperature)
+    answers = continue_prompts(writer, prompts, cfg.max_new_tokens, temperatures, cfg.batch_size, "target answers")
+    return [
+        Encoded([*prompt, *answer], len(prompt))
+        for written in answers
+        for prompt, answer in zip(prompts, written, strict=True)
+    ]
 
 
 def encode_questions(tokenizer: Any, questions: Sequence[str], chat: bool) -> list[list[int]]:
@@ -83,31 +109,9 @@ def _sample_documents(writer: Any, tokenizer: Any, cfg: RolloutConfig) -> list[D
     if not cfg.sampled_questions:
         return []
     begin = tokenizer(_MARKS[0].rstrip())["input_ids"]
-    label = "target samples questions"
-    drawn = continue_prompts(
-        writer, [begin] * cfg.sampled_questions, cfg.max_new_tokens, cfg.question_temperature, cfg.batch_size, label
+    temperatures, label = [cfg.question_temperature], "target samples questions"
+    (drawn,) = continue_prompts(
+        writer, [begin] * cfg.sampled_questions, cfg.max_new_tokens, temperatures, cfg.batch_size, label
     )
     texts = tokenizer.batch_decode([[*begin, *ids] for ids in drawn], skip_special_tokens=True)
     return [document for document in map(split_text, texts) if document is not None]
-
-
-@torch.no_grad()
-def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int, temperature: float) -> list[list[int]]:
-    """Continue one batch of prompts, padded on the left, by ``generate`` of transformers."""
-    eos, pad = model.generation_config.eos_token_id, model.generation_config.pad_token_id
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        cache_implementation="static",  # a dynamic cache, which grows with every token, spends its time in cudaMalloc
-        disable_compile=True,
-        **sampling,
-    )
-    out = model.generate(input_ids=ids, attention_mask=(ids != pad).long(), generation_config=config)
-    rows: list[list[int]] = out[:, longest:].tolist()
-    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]

@@ -15,8 +15,10 @@ from .config import OptimConfig
 
 
 @contextlib.contextmanager
-def accelerator_on(device: torch.device) -> Iterator[Any]:
-    """An ``accelerate.Accelerator`` for one device, with bf16 autocast on a GPU and float32 on a CPU.
+def accelerator_on(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Any]:
+    """An ``accelerate.Accelerator`` for one device, with bf16 autocast on a GPU.
+
+    On a CPU there is autocast only if ``dtype`` is bf16, that of a frozen model whose tensors the trained module uses.
 
     The first Accelerator of a process determines the device and precision of all later ones. To give every run its own,
     that global state is removed while the context lasts, and put back afterwards.
@@ -30,9 +32,10 @@ def accelerator_on(device: torch.device) -> Iterator[Any]:
     except ImportError:
         raise ConfigError("Training needs the package accelerate: pip install -e '.[train]'.") from None
     on_gpu = device.type == "cuda"
+    autocast = on_gpu or dtype == torch.bfloat16
     shared = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
     with _set_aside(shared), torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
-        yield Accelerator(cpu=not on_gpu, mixed_precision="bf16" if on_gpu else "no")
+        yield Accelerator(cpu=not on_gpu, mixed_precision="bf16" if autocast else "no")
 
 
 @contextlib.contextmanager

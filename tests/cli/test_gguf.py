@@ -92,6 +92,22 @@ def test_a_gguf_file_is_a_model(file: Path, model: Any, beside: bool, capsys: py
     assert f"model={file}: the weights of the GGUF file are dequantised to float32" in shown.err
 
 
+def test_a_gguf_file_is_a_draft(file: Path, model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model.cache_clear()
+    assert main(["generate", f"model={file}", f"draft={file}", *QUICK, "dtype=float32"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["tokens"]
+    assert f"draft={file}: the weights of the GGUF file are dequantised to the dtype of the model" in shown.err
+    decoder = specgraph.compile_speculative(model, {"lowering": "eager"}, draft=file)
+    prompt = torch.tensor([5, 6, 7])
+    out = decoder.generate([prompt], max_new_tokens=8)
+    assert out.new_tokens[0].equal(model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, 3:])
+    assert out.stats.acceptance_per_position[0] == 1  # it is the same model
+    assert f"the weights of {file} are dequantised to float32" in decoder.report()
+    with pytest.raises(specgraph.ConfigError, match=r"The draft '.*none\.gguf' cannot be .*: there is no such file"):
+        specgraph.compile_speculative(model, draft=file.parent / "none.gguf")
+
+
 def test_what_transformers_has_dequantised_is_a_model_like_any_other(file: Path, model: Any) -> None:
     """Without a kernel for packed weights it dequantises them, and still calls the model quantised."""
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,11 @@ import specgraph
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "models" / "tiny-math" / "draft"
+TEMPLATE = (
+    '{# Calls are written as <tool_call>{"name": ..., "arguments": ...}</tool_call>. #}'
+    "{% for m in messages %}{% if m.role == 'user' %}Question: {% endif %}{{ m.content }}\n{% endfor %}Answer:"
+)
+"""That of serve.py, which says in addition how the model writes calls."""
 KEY, ROWS, WAITING = "a key of the tests", 8, 40
 CONFIG = {"max_batch_size": ROWS, "max_length": 256, "lowering": "eager"}
 
@@ -43,10 +49,13 @@ class Server(NamedTuple):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("ray.serve", reason="needs specgraph[serve]")
     home = tmp_path_factory.mktemp("home")
+    model = home / "model"
+    shutil.copytree(MODEL, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, EXAMPLES / "serve.py", "--model", MODEL, "--name", "tiny", "--dtype", "float64"]
+    command = [sys.executable, EXAMPLES / "serve.py", "--model", model, "--name", "tiny", "--dtype", "float64"]
     command += ["--port", str(port), "--config", json.dumps(CONFIG), "--max-waiting", str(WAITING)]
     # Ray writes its token into the home directory, and these tests leave nothing there.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(home),

@@ -347,3 +347,47 @@ def test_messages_with_tool_calls_alone_and_variables_of_the_template(server: Se
     assert answer.choices[0].model_extra["token_ids"] == expected.new_tokens[0].tolist()
     for said in ("The chat template does not read enable_thinking and tools", "top_p has no effect"):
         assert any(said in server.log.read_text() for _ in range(100) if time.sleep(0.1) is None)
+
+
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9]\}\}\n</tool_call>'
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def answer(server: Server, regex: str, *, stream: bool, **fields: Any) -> tuple[str, list[Any], str]:
+    """The text, the calls and the reason of an answer that has this form."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        said = client.chat.completions.create(
+            model="tiny", messages=messages(0), max_tokens=100, stream=stream, extra_body={"regex": regex}, **fields
+        )
+        if not stream:
+            (choice,) = said.choices
+            return choice.message.content, choice.message.tool_calls or [], choice.finish_reason
+        parts = [choice for chunk in said for choice in chunk.choices]
+    text = "".join(part.delta.content for part in parts)
+    return text, [call for part in parts for call in part.delta.tool_calls or []], parts[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_in_an_answer_are_tool_calls(server: Server, stream: bool) -> None:
+    text, calls, reason = answer(server, f"Well\\.{CALL}{CALL}", stream=stream, tools=[TOOL])
+    assert text == "Well." and reason == "tool_calls" and len(calls) == 2
+    for call in calls:
+        assert call.type == "function" and call.function.name == "add"
+        assert json.loads(call.function.arguments)["a"] in range(1, 10)
+    assert len({call.id for call in calls}) == 2
+    if stream:
+        assert [call.index for call in calls] == [0, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_calls_remain_text_where_there_are_no_tools(server: Server, stream: bool, fields: dict[str, Any]) -> None:
+    text, calls, reason = answer(server, CALL, stream=stream, **fields)
+    assert text.startswith("<tool_call>") and text.endswith("</tool_call>") and not calls and reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", ["<tool_call> add 3 </tool_call>!", '<tool_call>{"name": "add"', "3 < 4 <tool_c"])
+def test_what_is_no_call_remains_text(server: Server, stream: bool, form: str) -> None:
+    text, calls, reason = answer(server, re.escape(form).replace(r"\ ", " "), stream=stream, tools=[TOOL])
+    assert (text, calls, reason) == (form, [], "stop")

@@ -36,7 +36,7 @@ from specgraph.training.heads.head import build_head, start_from
 from specgraph.training.heads.loop import HeadLoop
 from specgraph.training.heads.measure import measure, walk
 from specgraph.training.heads.teacher import Teacher, feature_layers
-from specgraph.training.rollout import encode_questions
+from specgraph.training.rollout import continue_prompts, encode_questions
 from tests.models import make_model
 
 STEPS = 3
@@ -313,6 +313,32 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     assert report.progress.losses == run.progress.losses
     assert report.progress.measured == run.progress.measured
     assert (tmp_path / "model.safetensors").read_bytes() == (data.with_name("run") / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "eagle", "medusa", "dflash"])
+def test_a_target_may_be_in_bf16_on_a_cpu(tokenizer: Any, data: Path, tmp_path: Path, algorithm: str) -> None:
+    target = make_model("llama", vocab_size=64, num_hidden_layers=3, eos_token_id=0, pad_token_id=1, bos_token_id=None)
+    cfg = dataclasses.replace(small(data, tmp_path), algorithm=algorithm, chain=ChainConfig(steps=2))
+    report = train_head(target.to(torch.bfloat16), tokenizer, cfg)
+    losses = [loss for _, loss in report.progress.losses]
+    assert losses[-1] < losses[0]
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_target_in_another_dtype_is_refused_on_a_cpu(exact: PreTrainedModel, tokenizer: Any, data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dtype=float64: on a CPU, .* a target in float32 or bfloat16; give one"):
+        train_head(exact, tokenizer, small(data, data.with_name("none")))
+
+
+def test_answers_are_those_of_the_target(exact: PreTrainedModel) -> None:
+    prompts, options = [[5, 9, 14], [11, 2], [7, 30, 4, 17]], {"max_new_tokens": 6, "do_sample": False}
+    torch.manual_seed(1)
+    greedy, sampled = continue_prompts(exact, prompts, 6, [0.0, 1.0], 2, "answers")
+    generate: Any = exact.generate
+    assert greedy == [generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    assert sampled != greedy
+    torch.manual_seed(1)
+    assert continue_prompts(exact, prompts, 6, [0.0, 1.0], 2, "answers") == [greedy, sampled]
 
 
 def test_a_time_limit_ends_a_run_and_its_schedule(

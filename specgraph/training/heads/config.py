@@ -135,8 +135,9 @@ class HeadTrainConfig:
     model: str = ""
     """The target: a folder or a name for AutoModelForCausalLM."""
     dtype: str = "auto"
-    """The target's dtype: float32, bfloat16, float16 or float64; auto is float32 on a CPU and the checkpoint's own
-    elsewhere. The head is trained in float32 (bfloat16 autocast on a GPU) and saved in bfloat16."""
+    """The target's dtype: float32, bfloat16, float16 or float64, on a CPU one of the first two; auto is float32 on a
+    CPU and the checkpoint's own elsewhere. The head is trained in float32, with bfloat16 autocast on a GPU or beside a
+    target in bfloat16, and saved in bfloat16."""
     device: str = "auto"
     """cpu or cuda; auto takes a GPU if there is one."""
     trust_remote_code: bool = False
@@ -174,6 +175,14 @@ class HeadTrainConfig:
 
 _MAY_BE_ZERO = {"seed", "warmup_steps", "final_lr_ratio", "weight_decay", "sampled_questions", "keep_least",
                 "mask_token_id", "markov_rank", "overlap"}  # fmt: skip
+
+
+def check_dtype(device: str, dtype: str) -> None:
+    """Raise ``ConfigError`` if a head cannot use the tensors of a target in this dtype on this kind of device."""
+    if device == "cpu" and dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"dtype={dtype}: on a CPU, a head is trained beside a target in float32 or bfloat16; give one of them."
+        )
 
 
 def check_head_config(cfg: HeadTrainConfig) -> None:

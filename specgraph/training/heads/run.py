@@ -19,7 +19,7 @@ from specgraph.drafters.base import DraftHead
 from ..data import Encoded, collate, read_documents, split_documents
 from ..updates import accelerator_on
 from .chain import ChainLoss
-from .config import HeadTrainConfig, check_head_config
+from .config import HeadTrainConfig, check_dtype, check_head_config
 from .head import bf16_copy, build_head, start_from
 from .loop import HeadLoop, HeadProgress
 from .measure import Measured
@@ -83,11 +83,12 @@ def train_head(model: PreTrainedModel, tokenizer: Any, cfg: HeadTrainConfig) -> 
         UnsupportedModelError: the target cannot be traced.
     """
     check_head_config(cfg)
+    check_dtype(model.device.type, str(model.dtype).removeprefix("torch."))
     train, heldout = split_documents(read_documents(cfg.data), cfg.heldout, cfg.seed)
     device = model.device
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        accelerator_on(device) as accelerator,
+        accelerator_on(device, model.dtype) as accelerator,
     ):
         torch.manual_seed(cfg.seed)
         model.requires_grad_(False)
