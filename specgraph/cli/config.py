@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
+import itertools
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -19,7 +21,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from specgraph.cli import doctor
 from specgraph.cli.keys import DiffConfig, DumpConfig, ExploreConfig, GenerateConfig, InspectConfig
 from specgraph.config import Config, DraftConfig, group_choices
-from specgraph.config.draft import texts_below, trained_by
+from specgraph.config.drafters import DraftKeys, readers, trained_by
 from specgraph.config.errors import did_you_mean
 from specgraph.config.load import own_drafter
 from specgraph.config.paths import did_you_mean_path
@@ -314,12 +316,13 @@ def _header(name: str, command: Command, schema: type) -> str:
 
 def describe(schema: type) -> dict[str, str]:
     """Every dotted key of a dataclass with the string below its field. Keys of subclasses come first."""
-    texts = [_texts(cls) for cls in schema.__mro__ if dataclasses.is_dataclass(cls)]
     own: dict[str, str] = {}
-    for of_class in texts:
-        own = own | {name: text for name, text in of_class.items() if name not in own}
+    for cls in schema.__mro__:
+        own = own | {name: text for name, text in _texts(cls).items() if not own.get(name)}
     found: dict[str, str] = {}
     for name, text in own.items():
+        if schema is DraftKeys and not hasattr(DraftConfig, name):
+            text = f"{', '.join(readers(name))}: {text}"
         inner = _group(schema, name)
         found |= {name: text} if inner is None else {f"{name}.{key}": value for key, value in describe(inner).items()}
     return found
@@ -332,9 +335,26 @@ def _group(schema: type, name: str) -> type | None:
     return type(made) if dataclasses.is_dataclass(made) else None
 
 
-def _texts(schema: type) -> dict[str, str]:
-    """The string below each field of one class; empty for a field that has none."""
-    own = inspect.get_annotations(schema)
-    fields = [item for item in dataclasses.fields(schema) if item.name in own]
-    carried = {item.name: item.metadata["text"] for item in fields if "text" in item.metadata}
-    return carried or texts_below(cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]))
+def _texts(cls: type) -> dict[str, str]:
+    """The string below each field that a class adds, or the text that the field carries; empty if it has neither."""
+    own = inspect.get_annotations(cls)
+    fields = [item for item in dataclasses.fields(cls) if item.name in own] if dataclasses.is_dataclass(cls) else []
+    if not fields or fields[0].metadata:
+        return {item.name: item.metadata["text"] for item in fields}
+    below = _texts_below(cls.__module__)[cls.__name__]
+    return {item.name: below.get(item.name, "") for item in fields}
+
+
+@functools.cache
+def _texts_below(module: str) -> dict[str, dict[str, str]]:
+    """For each class of a module, the strings below its fields."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {
+        body.name: {
+            item.target.id: " ".join(str(after.value.value).split())
+            for item, after in itertools.pairwise(body.body)
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        }
+        for body in ast.walk(tree) if isinstance(body, ast.ClassDef)
+    }  # fmt: skip

@@ -21,10 +21,9 @@ from specgraph.config.draft import (
     NUMBERS,
     DraftConfig,
     at_least_one,
-    drafter_configs,
-    drafter_kinds,
     read_table,
 )
+from specgraph.config.drafters import DRAFTERS, drafter_kinds
 from specgraph.config.errors import check_keys, did_you_mean, explain, keys, nearest
 from specgraph.config.groups import default_groups, presets, read_group
 from specgraph.config.paths import did_you_mean_path
@@ -164,7 +163,7 @@ def own_drafter(name: str) -> Any:
 
 def drafter_options(draft: DraftConfig) -> DraftConfig:
     """``draft`` as an object of the drafter's own configuration class, which has only the keys of that drafter."""
-    cls = drafter_configs().get(draft.kind, type(draft))
+    cls = DRAFTERS.get(draft.kind, type(draft))
     return cls(**{item.name: getattr(draft, item.name) for item in dataclasses.fields(cls)})
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specgraph.config.draft import DraftConfig, DraftKeys
+from specgraph.config.draft import DraftConfig
+from specgraph.config.drafters import DraftKeys
 from specgraph.config.groups import read_group
 
 LOWERINGS = ("auto", "eager", "inductor", "gpu")
