@@ -7,8 +7,9 @@ configuration class of a drafter from outside this package stands beside the dra
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specgraph.config.draft import DraftConfig, ParallelDraftConfig, at_least_one
 from specgraph.errors import ConfigError
@@ -223,3 +224,31 @@ def trained_by() -> dict[str, str]:
 def readers(key: str) -> list[str]:
     """The kinds of drafters that have a key of ``draft``."""
     return [kind for kind in drafter_kinds() if hasattr(DRAFTERS[kind], key)]
+
+
+def drafter_options(draft: DraftConfig) -> DraftConfig:
+    """``draft`` as an object of the drafter's own configuration class, which has only the keys of that drafter."""
+    cls = DRAFTERS.get(draft.kind, type(draft))
+    return cls(**{item.name: getattr(draft, item.name) for item in dataclasses.fields(cls)})
+
+
+def own_drafter(name: str) -> Any:
+    """The class of a user's drafter, by its full name.
+
+    Raises:
+        ConfigError: there is no such class, or it has no configuration class.
+    """
+    module, _, leaf = name.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), leaf)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"draft._target_={name}: {' '.join(str(error).split()).rstrip('.')}; give the full name of a class, "
+            "module.Class, whose module can be imported."
+        ) from error
+    config = getattr(cls, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, DraftConfig)):
+        raise ConfigError(
+            f"draft._target_ names {name}, which is not a specgraph Drafter with a Config derived from DraftConfig."
+        )
+    return cls

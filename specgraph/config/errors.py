@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -104,13 +105,12 @@ def check_keys(overlay: Mapping[Any, Any], base: DictConfig, schema: type) -> No
     Raises:
         ConfigError: names the key, and the nearest valid one or what is allowed there.
     """
-    valid = keys(base)
 
     def visit(given: Mapping[Any, Any], node: DictConfig, prefix: str) -> None:
         for name, value in given.items():
             key = f"{prefix}{name}"
             if name not in list(node):  # for a mandatory value that is not set yet, `in` alone is false
-                raise ConfigError(unknown_key(key, valid))
+                raise ConfigError(unknown_key(key, keys(base)))
             if isinstance(node._get_node(name), DictConfig):
                 if not isinstance(value, Mapping | DictConfig):
                     raise ConfigError(wrong_value(key, value, schema))
@@ -135,8 +135,27 @@ def explain(error: OmegaConfBaseException, base: DictConfig, schema: type, given
         return unknown_key(key, keys(base))
     if key and allowed_at(key, schema):
         return wrong_value(key, _at(given, key), schema)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{key or 'configuration'}: {reason.rstrip('.')}."
+    return f"{key or 'configuration'}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, as a sentence."""
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}."
+
+
+def unreadable(error: OverrideParseException) -> str:
+    """The sentence about an override that is not of Hydra's grammar."""
+    reason = str(error.message).strip().splitlines()[0].rstrip(".")
+    return f"Cannot read {error.override!r} ({reason}); write key=value, and key='\"value\"' around , ( ) {{ }} or =."
+
+
+def unknown_choice(error: MissingConfigException) -> str:
+    """The sentence about a file that a group does not have."""
+    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or [])
+    also = "; a checkpoint goes into draft.model" if group == "draft" else ""
+    near = did_you_mean(name, options)
+    return f"There is no {group}={name}{near}; {group} is one of {', '.join(options)}{also}."
 
 
 def _at(given: Mapping[str, Any], key: str) -> Any:

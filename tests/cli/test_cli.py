@@ -22,11 +22,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from specgraph.cli import commands, decode_prompts, main
-from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD, describe
+from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD
 from specgraph.cli.decode_prompts import Outcome, PeerOutcome
+from specgraph.cli.help import describe
 from specgraph.cli.summary import compare_rows
 from specgraph.compiler.build_passes import build_passes
-from specgraph.config import Config, default_config, group_choices, load_config
+from specgraph.config import Config, compose, group_choices, load_config
 from specgraph.errors import PassError
 
 QUICK = ["debug.self_check=false", "max_new_tokens=12"]
@@ -79,8 +80,8 @@ def test_help_of_train_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]
 def test_composed_defaults_are_those_of_load_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--cfg", "job"]) == 0
     composed = yaml.safe_load(capsys.readouterr().out)
-    shared = {str(key): composed[key] for key in default_config()}
-    assert shared == OmegaConf.to_container(default_config(), resolve=False)
+    shared = {str(key): composed[key] for key in compose(Config)}
+    assert shared == OmegaConf.to_container(compose(Config), resolve=False)
     assert load_config(shared) == load_config()
 
 
@@ -331,8 +332,8 @@ def test_mistakes_about_a_drafter_of_a_user(
 
 DRAFTS = ", ".join(group_choices("draft"))
 MISTAKES = {
-    "draft=eagl3": f"There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of {DRAFTS}, or the path of a "
-                   "checkpoint.",
+    "draft=eagl3": f"There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of {DRAFTS}; a checkpoint goes "
+                   "into draft.model.",
     "draft=./nowhere/eagle3": f"draft=./nowhere/eagle3: there is no such file or folder; draft is one of {DRAFTS}, or "
                               "the path of a checkpoint (",
     "draft=.": "There is no config.json; a checkpoint is ",

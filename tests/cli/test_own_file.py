@@ -63,11 +63,10 @@ def test_a_file_serves_every_command(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "config=mine.yaml cannot be read (No such file or directory); give a YAML file of keys."),
-        (b"a: [", "config=mine.yaml is not YAML: "),
-        (b"- a\n", "config=mine.yaml holds a list; it should be a mapping of keys to values, such as `temperature: "),
-        (b"", "config=mine.yaml holds nothing; it should be"),
-        (b"prompt: zw\xf6lf\n", "config=mine.yaml: not UTF-8 at byte 10; save the file as UTF-8."),
+        (None, "There is no configuration file 'mine.yaml'; give a YAML file, or a preset's name."),
+        (b"a: [", "mine.yaml is not YAML: "),
+        (b"- a\n", "mine.yaml holds a list; a configuration is a mapping of keys to values."),
+        (b"prompt: zw\xf6lf\n", "mine.yaml: not UTF-8 at byte 10; save the file as UTF-8."),
         (b"temprature: 1\n", "Unknown configuration key 'temprature': did you mean 'temperature'?"),
         (b"temperature: warm\n", "temperature is a number or null, not "),
         (b"draft: eagl3\n", "There is no draft=eagl3 (did you mean 'eagle3'?); "),

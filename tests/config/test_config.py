@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from specgraph.compiler.build_passes import build_passes
 from specgraph.config import Config, group_choices, load_config, presets
+from specgraph.config.drafters import drafter_options
 from specgraph.config.groups import default_groups
-from specgraph.config.load import drafter_options
 from specgraph.errors import ConfigError
 from specgraph.ir.program import Program
 from specgraph.passes import PASSES, Pass, PassResult

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 
 import specgraph
-from specgraph.cli.config import describe
+from specgraph.cli.help import describe
 from specgraph.config import DraftConfig, load_config
 from specgraph.config.drafters import DRAFTERS, DraftKeys, drafter_kinds
 from specgraph.drafters.base import Draft, Drafter, Target
