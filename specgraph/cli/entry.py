@@ -132,9 +132,8 @@ def _keys(name: str) -> dict[str, bool]:
     """The keys of a command, and whether each is true or false."""
     found = {FILE: False}
     for key in (name, TRAIN_HEAD) if name == "train" else (name,):
-        schema = CONFIGURATIONS[key].schema()
-        every = keys(compose(schema, base=CONFIGURATIONS[key].base))
-        found |= {key: (allowed_at(key, schema) or "").startswith("true or false") for key in every}
+        every = compose(CONFIGURATIONS[key].schema(), base=CONFIGURATIONS[key].base)
+        found |= {key: (allowed_at(key, every) or "").startswith("true or false") for key in keys(every)}
     return found
 
 

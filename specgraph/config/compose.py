@@ -68,14 +68,14 @@ def compose(
     if drafter is not None:
         schema, chosen["draft"] = with_draft(schema, own_drafter(drafter).Config), "none"
     _take_table(values)
-    cfg = copy.deepcopy(_structured(schema))
+    cfg = _defaults(schema)
     listed = [*([base] if base else []), *({f"override {group}": name} for group, name in chosen.items()), "_self_"]
     defaults = _defaults_list(_Files(files.files | {GIVEN: {"defaults": listed}}), parsed)
     for default in defaults.defaults:
         content = values if default.config_path == GIVEN else files.keys(str(default.config_path))
-        _merge(cfg, nested({default.package: content}) if default.package else content, schema)
+        _merge(cfg, nested({default.package: content}) if default.package else content)
     for override in defaults.config_overrides:
-        _apply(cfg, override, schema)
+        _apply(cfg, override)
     if base:
         _obey_given_number(cfg, values, parsed)
     return cfg
@@ -167,15 +167,15 @@ def _defaults_list(repository: _Files, overrides: list[Override]) -> DefaultsLis
         raise ConfigError(first_line(error)) from None
 
 
-def _merge(cfg: DictConfig, values: Mapping[Any, Any], schema: type) -> None:
-    check_keys(values, cfg, schema)
+def _merge(cfg: DictConfig, values: Mapping[Any, Any]) -> None:
+    check_keys(values, cfg)
     try:
         cfg.merge_with(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, cfg, schema, values)) from None
+        raise ConfigError(explain(error, cfg, values)) from None
 
 
-def _apply(cfg: DictConfig, override: Override, schema: type) -> None:
+def _apply(cfg: DictConfig, override: Override) -> None:
     """Apply an override that chooses no file. A table of K has a key of its own, because every key has one type."""
     key, value = str(override.key_or_group), override.value()
     if key == f"draft.{COUNT}" and OmegaConf.select(cfg, f"draft.{BY_LOAD}", default=False) is not False:
@@ -189,10 +189,10 @@ def _apply(cfg: DictConfig, override: Override, schema: type) -> None:
                 raise ConfigError(unknown_key(key, keys(cfg)))
             del node[leaf]
         else:
-            check_keys(nested({key: value}), cfg, schema)
+            check_keys(nested({key: value}), cfg)
             OmegaConf.update(cfg, key, value, force_add=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, cfg, schema, nested({key: value}))) from None
+        raise ConfigError(explain(error, cfg, nested({key: value}))) from None
 
 
 def _take_table(values: dict[Any, Any]) -> None:
@@ -239,15 +239,15 @@ def _take_own_drafter(
     draft = values.get("draft")
     draft = dict(draft) if isinstance(draft, Mapping) else {}
     target, kind = draft.pop("_target_", None), draft.get("kind")
+    named = [f"draft={chosen['draft']}"] if "draft" in chosen else []
     for override in overrides:
         if override.key_or_group == "draft._target_":
             target, override.key_or_group = override.value(), "draft.kind"
-        elif override.key_or_group == "draft.kind":
+        elif override.key_or_group in ("draft", "draft.kind"):
             kind = override.value()
+            named.append(str(override.input_line))
     if target is None:
         return kind if isinstance(kind, str) and "." in kind else None
-    named = [f"draft={chosen['draft']}"] if "draft" in chosen else []
-    named += [str(override.input_line) for override in overrides if override.key_or_group == "draft"]
     if named:
         raise ConfigError(f"draft._target_={target} names the drafter, and so does {named[0]}; leave one of them out.")
     values["draft"] = {**draft, "kind": target}
@@ -261,7 +261,12 @@ def with_draft(schema: type, draft: type) -> type:
     return dataclasses.make_dataclass(schema.__name__, [("draft", DraftConfig, other)], bases=(schema,))
 
 
+def _defaults(schema: type) -> DictConfig:
+    """The defaults of a dataclass. A copy is quicker than reading the types again, and touches what it copies."""
+    with _ONE_AT_A_TIME:
+        return copy.deepcopy(_structured(schema))
+
+
 @functools.lru_cache
 def _structured(schema: type) -> DictConfig:
-    """It is copied for every composition, which is quicker than reading the types again."""
     return cast(DictConfig, OmegaConf.structured(schema))

@@ -46,7 +46,7 @@ def to_config(cfg: DictConfig) -> Config:
     try:
         made: Any = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, cfg, Config, {})) from None
+        raise ConfigError(explain(error, cfg, {})) from None
     config = Config(**{name: getattr(made, name) for name in names})
     config.passes = cast(dict[str, Any], OmegaConf.to_container(cfg.passes, resolve=False))
     if config.draft.num_speculative_tokens_by_load is not None:
