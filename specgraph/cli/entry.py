@@ -79,7 +79,7 @@ def _run(name: str, flags: Mapping[str, str], overrides: Sequence[str]) -> int:
     for point in points:
         cfg = compose(schema, given, point, command.base, folder)
         if "help" in flags:
-            print(help_text(name.partition("_")[0], command, OmegaConf.get_type(cfg), cfg))
+            print(help_text(name.partition("_")[0], command, cfg))
             return 0
         if "cfg" in flags:
             print(_shown(cfg, flags))

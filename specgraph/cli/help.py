@@ -37,12 +37,12 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def help_text(name: str, command: Command, schema: type, cfg: DictConfig) -> str:
+def help_text(name: str, command: Command, cfg: DictConfig) -> str:
     """The text of ``python -m specgraph COMMAND --help``, with the configuration that would run."""
     called = f"python -m specgraph {name}"
     lines = [f"{called}: {command.about}", "", f"usage: {called} {command.usage}", "", "== Examples =="]
     lines += [f"{called} {example}" for example in command.examples]
-    described = describe(schema)
+    described = describe(OmegaConf.get_type(cfg) or command.schema())
     lines += ["", "== Keys =="]
     width = max(map(len, described)) + 2
     for key, text in described.items():

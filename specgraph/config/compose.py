@@ -70,7 +70,7 @@ def compose(
     _take_table(values)
     cfg = _defaults(schema)
     listed = [*([base] if base else []), *({f"override {group}": name} for group, name in chosen.items()), "_self_"]
-    defaults = _defaults_list(_Files(files.files | {GIVEN: {"defaults": listed}}), parsed)
+    defaults = _defaults_list(_Files({**files.files, GIVEN: {"defaults": listed}}), parsed)
     for default in defaults.defaults:
         content = values if default.config_path == GIVEN else files.keys(str(default.config_path))
         _merge(cfg, nested({default.package: content}) if default.package else content)
@@ -119,7 +119,7 @@ def _alone() -> Iterator[None]:
 class _Files(ConfigRepository):
     """The files from which Hydra makes a defaults list, by their paths without ``.yaml``."""
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
+    def __init__(self, files: dict[str, Any]) -> None:
         self.files = files
 
     def keys(self, path: str) -> dict[str, Any]:
