@@ -70,7 +70,7 @@ def _run(name: str, flags: Mapping[str, str], overrides: Sequence[str]) -> int:
     sweep, folder = "multirun" in flags, flags.get("config-dir")
     given, overrides = _from_file(overrides)
     if name == "generate":
-        refuse_arguments([*given, *overrides])
+        refuse_arguments([*map(str, given), *overrides])
     overrides = draft_paths(name, [_literal(item, TEXTS if sweep else TEXTS + PATHS) for item in overrides], sweep)
     name, overrides = choose(name, overrides)
     command, schema = CONFIGURATIONS[name], CONFIGURATIONS[name].schema()
