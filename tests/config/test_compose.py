@@ -22,10 +22,10 @@ from specgraph.config import Config, compose, load_config
 from specgraph.config.compose import jobs
 from specgraph.errors import ConfigError
 
-OVERRIDES = ["draft=eagle3", "verify=block", "draft.num_speculative_tokens=3", "passes.share_weights.chunk_bytes=9"]
+OVERRIDES = ["draft=eagle3", "verify=block", "draft.num_speculative_tokens=3", "passes.lookup_first.match=9"]
 MAPPING: dict[str, Any] = {
     "draft": "eagle3", "verify": "block", "draft.num_speculative_tokens": 3,
-    "passes": {"share_weights": {"chunk_bytes": 9}},
+    "passes": {"lookup_first": {"match": 9}},
 }  # fmt: skip
 
 
