@@ -7,9 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from specgraph.config import Config
+from specgraph.config import Config, compose
 from specgraph.config.groups import group_choices
-from specgraph.config.load import default_config
 from specgraph.drafters.registry import drafter_class
 
 
@@ -27,7 +26,7 @@ def needs_head(draft: str) -> bool:
 
 def with_draft(config: Config, name: str) -> Config:
     """The configuration with the keys of ``conf/draft/<name>.yaml``."""
-    draft: Any = OmegaConf.to_object(default_config(draft=name).draft)
+    draft: Any = OmegaConf.to_object(compose(Config, {"draft": name}).draft)
     return dataclasses.replace(config, draft=draft)
 
 

@@ -20,7 +20,7 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.recurrent import RecurrentCall, prompt_case, step_case
 from specgraph.bench.sizes import Experts, Sizes
 from specgraph.bench.timing import Call, median_seconds, split_maxima
-from specgraph.config.load import drafter_options
+from specgraph.config.drafters import drafter_options
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.ops import Op
 from specgraph.kernels.step import ngram

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specgraph.config import DraftConfig
-from specgraph.config.load import drafter_options
+from specgraph.config.drafters import drafter_options
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.registry import drafter_class
 

@@ -34,7 +34,7 @@ from specgraph.cli.summary import compare_rows, summary_rows
 from specgraph.cli.writers import check_format, check_trace, notes, write_trace, writer
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
-from specgraph.config import Config, DraftConfig, load_config
+from specgraph.config import Config, DraftConfig, to_config
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
@@ -309,8 +309,7 @@ def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
 
 def _compiled_part(cfg: DictConfig) -> Config:
     """The part of a command's configuration that ``compile_speculative`` takes, checked."""
-    shared = [f.name for f in dataclasses.fields(Config)]
-    config = load_config(OmegaConf.masked_copy(cfg, shared))
+    config = to_config(cfg)
     build_passes(config)  # refuses a misspelt option before a model is loaded
     if config.draft.model is not None and is_gguf(config.draft.model):
         said = "the weights of the GGUF file are dequantised to the dtype of the model"

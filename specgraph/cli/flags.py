@@ -1,55 +1,52 @@
-"""Takes keys that are written as flags, such as ``--format jsonl``, for the overrides that they mean."""
+"""Separates flags from overrides, and takes keys that are written as flags for the overrides that they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
 SWITCHES = ("true", "false")
-OF_HYDRA = {
-    "help": False, "hydra-help": False, "version": False, "cfg": True, "resolve": False, "package": True, "run": False,
-    "multirun": False, "shell-completion": False, "config-path": True, "config-name": True, "config-dir": True,
-    "experimental-rerun": True, "info": False,
-}  # fmt: skip
-"""The flags of Hydra itself, and whether each takes a value."""
-SHORT = ("-h", "-m", "-c", "-r", "-p", "-i", "-sc", "-cp", "-cn", "-cd")
-"""Hydra's own short flags."""
+FLAGS = {"help": False, "multirun": False, "resolve": False, "cfg": True, "package": True, "config-dir": True}
+"""The flags that are no keys, by Hydra's names, and whether each takes a value."""
+SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-p": "--package", "-cd": "--config-dir"}
 
 
-def flags_as_keys(arguments: Sequence[str], keys: Collection[str], switches: Collection[str]) -> list[str]:
-    """The arguments with ``--key value`` and ``--key=value`` as ``key=value``; a dash in a key may stand for ``_``.
+def read_flags(arguments: Sequence[str], keys: Callable[[], Mapping[str, bool]]) -> tuple[dict[str, str], list[str]]:
+    """The flags with their values, and the overrides, with ``--key value`` and ``--key=value`` as ``key=value``.
 
     Args:
-        arguments: those of a command. Hydra's own flags stay as they are.
-        keys: its dotted keys.
-        switches: those keys that are true or false. Such a flag needs no value, and is then true.
+        arguments: those of a command.
+        keys: its dotted keys, and whether each is true or false. Such a flag needs no value, and is then true. A dash
+            in a key may stand for ``_``.
 
     Raises:
-        ConfigError: a flag is neither a key nor one of Hydra's, or a key or a value is missing.
+        ConfigError: a flag is neither a key nor one of ours, or a key or a value is missing.
     """
-    rest, read = list(arguments), list[str]()
+    rest, flags, overrides = list(arguments), dict[str, str](), list[str]()
     while rest:
-        argument = rest.pop(0)
+        argument = SHORT.get(rest[0], rest[0])
+        del rest[0]
         name, equals, value = argument.removeprefix("--").partition("=")
         key = name.replace("-", "_")
         if argument.startswith("="):
             raise ConfigError(f"There is no key in front of {argument!r}; write key=value.")
-        if argument.startswith("-") and not argument.startswith("--") and argument not in SHORT:
-            raise ConfigError(f"There is no flag {argument}; --help lists the keys.")
-        if not argument.startswith("--"):
-            read.append(argument)
-        elif name in OF_HYDRA:
-            read += [argument, *([rest.pop(0)] if OF_HYDRA[name] and not equals and rest else [])]
-        elif key not in keys:
-            raise ConfigError(f"There is no flag --{name}{did_you_mean(key, keys)}; --help lists the keys.")
-        elif equals:
-            read.append(f"{key}={value}")
-        elif key in switches and (not rest or rest[0] not in SWITCHES):
-            read.append(f"{key}=true")
-        elif rest:
-            read.append(f"{key}={rest.pop(0)}")
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        known = {key: not FLAGS[name]} if name in FLAGS else keys()
+        if key not in known or not argument.startswith("--"):
+            near = did_you_mean(key, known) if argument.startswith("--") else ""
+            raise ConfigError(f"There is no flag {argument.partition('=')[0]}{near}; --help lists the keys.")
+        if not equals and known[key] and not (name not in FLAGS and rest and rest[0] in SWITCHES):
+            value = "true"
+        elif not equals:
+            if not rest:
+                raise ConfigError(f"--{name} has no value; write {key}=VALUE.")
+            value = rest.pop(0)
+        if name in FLAGS:
+            flags[name] = value
         else:
-            raise ConfigError(f"--{name} has no value; write {key}=VALUE.")
-    return read
+            overrides.append(f"{key}={value}")
+    return flags, overrides

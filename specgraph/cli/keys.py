@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from specgraph.cli.generation import FurtherKeys, GenerationKeys
 from specgraph.config import Config, DraftConfig
-from specgraph.config.draft import DraftKeys
+from specgraph.config.drafters import DraftKeys
 
 
 @dataclass

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from specgraph.errors import ConfigError
@@ -66,77 +65,81 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
     return f"Unknown configuration key {key!r}: valid keys are {', '.join(siblings)}."
 
 
-def wrong_value(key: str, value: object, schema: type) -> str:
-    """The sentence about a value that has the wrong type for a dotted key of a dataclass."""
-    allowed = allowed_at(key, schema)
+def wrong_value(key: str, value: object, config: DictConfig) -> str:
+    """The sentence about a value that has the wrong type for a dotted key of a configuration."""
+    allowed = allowed_at(key, config)
     given = "a group of keys" if isinstance(value, Mapping | DictConfig) else repr(value)
     return f"{key} is {allowed}, not {given}." if allowed else f"{key} cannot be {given}."
 
 
-def allowed_at(key: str, schema: type) -> str | None:
-    """The type of a dotted key of a dataclass, in words; None if the type is not fixed."""
-    at: Any = schema
+def allowed_at(key: str, config: DictConfig) -> str | None:
+    """The type of a dotted key of a configuration, in words; None if the type is not fixed."""
+    node: Any = config
     for name in key.split("."):
-        at = _type_of(at, name) if dataclasses.is_dataclass(at) else None
-    return None if at is None else _words(at)
+        node = node._get_node(name) if isinstance(node, DictConfig) else None
+    if node is None:
+        return None
+    if isinstance(node, DictConfig):
+        return "a group of keys" if key in OPEN else f"a group of keys ({', '.join(map(str, node))})"
+    if isinstance(node, ListConfig):
+        words: str | None = "a list of texts" if node._metadata.element_type is str else "a list"
+    else:
+        words = _TYPES.get(node._metadata.ref_type)
+    return f"{words} or null" if words and node._metadata.optional else words
 
 
-def _type_of(schema: Any, name: str) -> Any:
-    """The type of a field. For a group it is that of the default, which may have more keys than the declared type."""
-    made = next((item.default_factory for item in dataclasses.fields(schema) if item.name == name), None)
-    return made if dataclasses.is_dataclass(made) else typing.get_type_hints(schema).get(name)
-
-
-def _words(hint: Any) -> str | None:
-    if dataclasses.is_dataclass(hint):
-        return f"a group of keys ({', '.join(f.name for f in dataclasses.fields(hint))})"
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join("null" if arg is type(None) else _words(arg) or str(arg) for arg in inner)
-    if origin is list:
-        return "a list of texts" if inner == (str,) else "a list"
-    return "a group of keys" if origin is dict else _TYPES.get(hint)
-
-
-def check_keys(overlay: Mapping[Any, Any], base: DictConfig, schema: type) -> None:
+def check_keys(overlay: Mapping[Any, Any], base: DictConfig) -> None:
     """Refuse keys of ``overlay`` that ``base`` does not have, and plain values for keys that are groups.
 
     Raises:
         ConfigError: names the key, and the nearest valid one or what is allowed there.
     """
-    valid = keys(base)
 
     def visit(given: Mapping[Any, Any], node: DictConfig, prefix: str) -> None:
         for name, value in given.items():
             key = f"{prefix}{name}"
             if name not in list(node):  # for a mandatory value that is not set yet, `in` alone is false
-                raise ConfigError(unknown_key(key, valid))
+                raise ConfigError(unknown_key(key, keys(base)))
             if isinstance(node._get_node(name), DictConfig):
                 if not isinstance(value, Mapping | DictConfig):
-                    raise ConfigError(wrong_value(key, value, schema))
+                    raise ConfigError(wrong_value(key, value, base))
                 if key not in OPEN:
                     visit(value, node[name], f"{key}.")
-            if isinstance(value, list) and allowed_at(key, schema) == "a list of texts":
-                _check_texts(key, value)
+            wrong = [item for item in value if not isinstance(item, str)] if isinstance(value, list) else []
+            if wrong and allowed_at(key, base) == "a list of texts":
+                raise ConfigError(f"{key} is a list of texts; {wrong[0]!r} in it is not one.")
 
     visit(overlay, base, "")
 
 
-def _check_texts(key: str, values: list[Any]) -> None:
-    for value in values:
-        if not isinstance(value, str):
-            raise ConfigError(f"{key} is a list of texts; {value!r} in it is not one.")
-
-
-def explain(error: OmegaConfBaseException, base: DictConfig, schema: type, given: Mapping[str, Any]) -> str:
+def explain(error: OmegaConfBaseException, base: DictConfig, given: Mapping[str, Any]) -> str:
     """One sentence about the reason why OmegaConf refused ``given``."""
     key = str(getattr(error, "full_key", None) or "")
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key:
         return unknown_key(key, keys(base))
-    if key and allowed_at(key, schema):
-        return wrong_value(key, _at(given, key), schema)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{key or 'configuration'}: {reason.rstrip('.')}."
+    if key and allowed_at(key, base):
+        return wrong_value(key, _at(given, key), base)
+    return f"{key or 'configuration'}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, as a sentence."""
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}."
+
+
+def unreadable(error: OverrideParseException) -> str:
+    """The sentence about an override that is not of Hydra's grammar."""
+    reason = str(error.message).strip().splitlines()[0].rstrip(".")
+    return f"Cannot read {error.override!r} ({reason}); write key=value, and key='\"value\"' around , ( ) {{ }} or =."
+
+
+def unknown_choice(error: MissingConfigException) -> str:
+    """The sentence about a file that a group does not have."""
+    group, _, name = str(error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or [])
+    also = "; a checkpoint goes into draft.model" if group == "draft" else ""
+    near = did_you_mean(name, options)
+    return f"There is no {group}={name}{near}; {group} is one of {', '.join(options)}{also}."
 
 
 def _at(given: Mapping[str, Any], key: str) -> Any:

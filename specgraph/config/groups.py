@@ -1,29 +1,40 @@
-"""Reads the YAML files under ``specgraph.conf``: the configuration groups, their choices, and presets by name."""
+"""YAML files of keys: those of ``specgraph.conf``, which are the configuration groups and presets, and a user's own."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from importlib import resources
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import yaml
 
-from specgraph.config.errors import did_you_mean
+from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
+
+
+@functools.cache
+def conf_files() -> dict[str, Any]:
+    """The content of every YAML file under ``conf``, by its path without ``.yaml``."""
+    root = resources.files("specgraph.conf")
+    entries = {entry.name: entry for entry in root.iterdir()}
+    entries |= {f"{name}/{entry.name}": entry for name, group in entries.items() if group.is_dir()
+                for entry in group.iterdir()}  # fmt: skip
+    return {
+        name.removesuffix(".yaml"): yaml.safe_load(entry.read_text(encoding="utf-8")) or {}
+        for name, entry in entries.items() if name.endswith(".yaml")
+    }  # fmt: skip
 
 
 def default_groups() -> dict[str, str]:
     """Every configuration group with the name of its default file, as ``conf/config.yaml`` lists them."""
-    listed = _content("config.yaml")["defaults"]
+    listed = conf_files()["config"]["defaults"]
     return {group: name for entry in listed if isinstance(entry, dict) for group, name in entry.items()}
 
 
-@functools.cache
 def group_choices(group: str) -> tuple[str, ...]:
     """The names of the files of one configuration group, without ``.yaml``."""
-    names = (entry.name for entry in (resources.files("specgraph.conf") / group).iterdir())
-    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
+    return tuple(sorted(name.removeprefix(f"{group}/") for name in conf_files() if name.startswith(f"{group}/")))
 
 
 def presets() -> dict[str, str]:
@@ -33,17 +44,33 @@ def presets() -> dict[str, str]:
     return found
 
 
-def read_group(group: str, name: str) -> dict[str, Any]:
-    """The content of ``conf/<group>/<name>.yaml``."""
-    choices = group_choices(group)
-    if name not in choices:
-        hint = did_you_mean(name, choices)
-        raise ConfigError(f"There is no {group}={name}{hint}; {group} is one of {', '.join(choices)}.")
-    return copy.deepcopy(_content(f"{group}/{name}.yaml"))
+def own_files(folder: str | Path | None) -> dict[str, Any]:
+    """The content of the YAML files below a user's folder, by their paths without ``.yaml``."""
+    if folder is None:
+        return {}
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise ConfigError(f"There is no folder {str(folder)!r}{did_you_mean_path(root)}; give one with YAML files.")
+    return {
+        path.relative_to(root).with_suffix("").as_posix(): read_yaml(path)
+        for path in sorted(root.rglob("*.yaml"))
+    }  # fmt: skip
 
 
-@functools.cache
-def _content(path: str) -> dict[str, Any]:
-    """The content of a file below ``conf``. Every compilation asks for some, and reading YAML takes milliseconds."""
-    text = resources.files("specgraph.conf").joinpath(path).read_text()
-    return cast(dict[str, Any], yaml.safe_load(text) or {})
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The keys of a YAML file; none if it is empty.
+
+    Raises:
+        ConfigError: the file cannot be read, or it is no mapping.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a YAML file of keys.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of keys to values.")
+    return loaded or {}

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
-import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specgraph.config.draft import (
-    LOOKUP_PASS,
-    LOOKUPS,
-    MOST_MATCHED,
-    NUMBERS,
-    DraftConfig,
-    at_least_one,
-    drafter_configs,
-    drafter_kinds,
-    read_table,
-)
-from specgraph.config.errors import check_keys, did_you_mean, explain, keys, nearest
-from specgraph.config.groups import default_groups, presets, read_group
+from specgraph.config.compose import compose
+from specgraph.config.draft import LOOKUP_PASS, LOOKUPS, MOST_MATCHED, at_least_one, read_table
+from specgraph.config.drafters import drafter_kinds, drafter_options
+from specgraph.config.errors import did_you_mean, explain, keys, nearest
+from specgraph.config.groups import presets, read_yaml
 from specgraph.config.paths import did_you_mean_path
 from specgraph.config.schema import LOWERINGS, NUMERICS, Config
 from specgraph.errors import ConfigError
@@ -45,21 +33,24 @@ def load_config(given: ConfigLike = None) -> Config:
         ConfigError: an unknown key (with the nearest valid one), a value of the wrong type or out of range, an unknown
             preset, drafter, rule, lowering or pass.
     """
-    overlay = _read(given)
-    chosen = {group: overlay.pop(group) for group in default_groups() if isinstance(overlay.get(group), str)}
-    base = default_config(**chosen)
-    overlay = _nested(overlay)
-    _take_own_drafter(overlay, base)
-    _obey_given_number(overlay)
-    table = _take_table(overlay)
-    check_keys(overlay, base, Config)
+    return to_config(compose(Config, read_given(given)))
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """The part of a composed configuration that the compiler takes, checked. It may have further keys.
+
+    Raises:
+        ConfigError: a value is out of range, or refers to a key that does not exist.
+    """
+    names = [item.name for item in dataclasses.fields(Config)]
     try:
-        merged = OmegaConf.unsafe_merge(base, overlay)  # which makes no copy of `base`: it is one
-        config = cast(Config, OmegaConf.to_object(merged))
+        made: Any = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, base, Config, overlay)) from None
-    config.passes = cast(dict[str, Any], OmegaConf.to_container(merged.passes, resolve=False))
-    if table is not None:
+        raise ConfigError(explain(error, cfg, {})) from None
+    config = Config(**{name: getattr(made, name) for name in names})
+    config.passes = cast(dict[str, Any], OmegaConf.to_container(cfg.passes, resolve=False))
+    if config.draft.num_speculative_tokens_by_load is not None:
+        table = read_table(config.draft.num_speculative_tokens_by_load)
         config.draft.num_speculative_tokens = max(table.values())
         config.draft.num_speculative_tokens_by_load = table
     validate(config)
@@ -73,7 +64,7 @@ def check_no_keys(function: str, given: Mapping[str, Any]) -> None:
         ConfigError: names the key that was meant, and shows where it goes.
     """
     for name, value in given.items():
-        key = nearest(name, keys(default_config()))
+        key = nearest(name, keys(compose(Config)))
         example = f", such as {function}(model, {{{key!r}: {value!r:.30}}})" if key else ""
         raise ConfigError(
             f"{function} takes a model, a configuration and draft=, but no {name}; keys of the configuration go into "
@@ -81,113 +72,16 @@ def check_no_keys(function: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def _nested(overlay: Mapping[Any, Any]) -> dict[Any, Any]:
-    """``overlay`` with a mapping for every group of a key that is joined by dots.
+def read_given(given: ConfigLike) -> dict[Any, Any]:
+    """What the user gave, as a mapping in which interpolations are not resolved.
 
     Raises:
-        ConfigError: a value is given in both ways.
+        ConfigError: it is no configuration, or a preset or a file that does not exist.
     """
-    dotted = {key: value for key, value in overlay.items() if isinstance(key, str) and "." in key}
-    nested = {key: value for key, value in overlay.items() if key not in dotted}
-    for key, value in dotted.items():
-        node, (*groups, leaf) = nested, key.split(".")
-        for group in groups:
-            inner = node.get(group, {})
-            if not isinstance(inner, Mapping):
-                raise ConfigError(f"{key} is given beside {group}={inner!r}; leave one of them out.")
-            node[group] = node = dict(inner)
-        if leaf in node:
-            raise ConfigError(f"{key} is given twice; leave one of them out.")
-        node[leaf] = value
-    return nested
-
-
-def _take_own_drafter(overlay: dict[str, Any], base: DictConfig) -> None:
-    """Take the keys of ``draft`` from the configuration class of a user's drafter, if ``draft._target_`` names one.
-
-    ``draft.kind`` becomes the full name of the class.
-    """
-    given = overlay.get("draft")
-    if not isinstance(given, Mapping):
-        return
-    name = given.get("_target_") or given.get("kind")
-    if isinstance(name, str) and ("_target_" in given or "." in name):
-        base.draft = OmegaConf.structured(own_drafter(name).Config)
-        overlay["draft"] = {**{key: value for key, value in given.items() if key != "_target_"}, "kind": name}
-
-
-def _obey_given_number(overlay: dict[str, Any]) -> None:
-    """Let a K that the user gave hold for every step, unless ``draft.adaptive`` is given beside it.
-
-    A whole configuration, such as that of the command line, always has both keys.
-    """
-    draft = overlay.get("draft")
-    if isinstance(draft, Mapping) and {*NUMBERS} & {*draft} and "adaptive" not in draft:
-        overlay["draft"] = {**draft, "adaptive": False}
-
-
-def _take_table(overlay: dict[str, Any]) -> dict[int, int] | None:
-    """Take the table of K by load out of ``draft.num_speculative_tokens``, or from the key that is for it alone."""
-    draft = overlay.get("draft")
-    if not isinstance(draft, Mapping):
-        return None
-    by_load, count = "num_speculative_tokens_by_load", "num_speculative_tokens"
-    key = count if isinstance(draft.get(count), Mapping) else by_load
-    if draft.get(key) is None:
-        return None
-    table = read_table(draft[key])
-    overlay["draft"] = {**draft, by_load: None, count: max(table.values())}
-    return table
-
-
-def own_drafter(name: str) -> Any:
-    """The class of a user's drafter, by its full name.
-
-    Raises:
-        ConfigError: there is no such class, or it has no configuration class.
-    """
-    module, _, leaf = name.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module), leaf)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"draft._target_={name}: {' '.join(str(error).split()).rstrip('.')}; give the full name of a class, "
-            "module.Class, whose module can be imported."
-        ) from error
-    config = getattr(cls, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, DraftConfig)):
-        raise ConfigError(
-            f"draft._target_ names {name}, which is not a specgraph Drafter with a Config derived from DraftConfig."
-        )
-    return cls
-
-
-def drafter_options(draft: DraftConfig) -> DraftConfig:
-    """``draft`` as an object of the drafter's own configuration class, which has only the keys of that drafter."""
-    cls = drafter_configs().get(draft.kind, type(draft))
-    return cls(**{item.name: getattr(draft, item.name) for item in dataclasses.fields(cls)})
-
-
-def default_config(**chosen: str) -> DictConfig:
-    """The structured configuration with the default file of every group, or with the files that are ``chosen``."""
-    return copy.deepcopy(_default_config(tuple(sorted(chosen.items()))))
-
-
-@functools.lru_cache(maxsize=64)
-def _default_config(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
-    """It is copied for every caller, which takes 3 ms; reading and merging the files takes 46 ms."""
-    structured = OmegaConf.structured(Config)
-    for group, name in {**default_groups(), **dict(chosen)}.items():
-        structured[group] = OmegaConf.merge(structured[group], read_group(group, name))
-    return cast(DictConfig, structured)
-
-
-def _read(given: ConfigLike) -> dict[str, Any]:
-    """What the user gave, as a mapping in which interpolations are not resolved."""
     if isinstance(given, str | Path):
         return _read_file(given)
     if isinstance(given, DictConfig):
-        return cast(dict[str, Any], OmegaConf.to_container(given, resolve=False))
+        return cast(dict[Any, Any], OmegaConf.to_container(given, resolve=False))
     if isinstance(given, Config):
         return dataclasses.asdict(given)
     if given is None or isinstance(given, Mapping):
@@ -195,28 +89,21 @@ def _read(given: ConfigLike) -> dict[str, Any]:
     raise ConfigError(f"A configuration is a mapping, a YAML path or a preset name, not {type(given).__name__}.")
 
 
-def _read_file(given: str | Path) -> dict[str, Any]:
-    path = Path(given)
-    if path.suffix not in (".yaml", ".yml"):
-        return _read_preset(str(given))
-    if not path.is_file():
-        near = did_you_mean_path(path)
-        raise ConfigError(f"There is no configuration file {str(path)!r}{near}; give a YAML file, or a preset's name.")
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(loaded, dict | None):
-        raise ConfigError(f"{path} holds a {type(loaded).__name__}; a configuration is a mapping of keys to values.")
-    return loaded or {}
-
-
-def _read_preset(name: str) -> dict[str, Any]:
-    known = presets()
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise ConfigError(f"Unknown preset {name!r}{hint}; there are {', '.join(sorted(known))}, or give a .yaml path.")
-    return {known[name]: name}
+def _read_file(given: str | Path) -> dict[Any, Any]:
+    path, known = Path(given).expanduser(), presets()
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            near = did_you_mean_path(path)
+            raise ConfigError(
+                f"There is no configuration file {str(path)!r}{near}; give a YAML file, or a preset's name."
+            )
+        return read_yaml(path)
+    if str(given) not in known:
+        hint = did_you_mean(given, known)
+        raise ConfigError(
+            f"Unknown preset {str(given)!r}{hint}; there are {', '.join(sorted(known))}, or give a .yaml path."
+        )
+    return {known[str(given)]: str(given)}
 
 
 def validate(config: Config) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specgraph.config.draft import DraftConfig, DraftKeys
-from specgraph.config.groups import read_group
+from specgraph.config.draft import DraftConfig
+from specgraph.config.drafters import DraftKeys
+from specgraph.config.groups import conf_files
 
 LOWERINGS = ("auto", "eager", "inductor", "gpu")
 NUMERICS = ("bitwise", "fast")
@@ -55,7 +56,7 @@ class CacheConfig:
 class PipelineConfig:
     """Which passes run, in this order, and what is checked in between."""
 
-    order: list[str] = field(default_factory=lambda: list(read_group("pipeline", "default")["order"]))
+    order: list[str] = field(default_factory=lambda: list(conf_files()["pipeline/default"]["order"]))
     """Names of passes, applied top to bottom."""
     verify: bool = True
     """Check the program after every pass."""

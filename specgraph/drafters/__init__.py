@@ -1,5 +1,5 @@
-"""The drafters: one file each, with its configuration, its checkpoints, its modules and its part of the step graph.
+"""The drafters: one file each, with its checkpoints, its modules and its part of the step graph.
 
-This package imports none of them, so that the command line's help, which lists their keys, does not wait for torch.
-:mod:`specgraph.drafters.registry` finds them.
+This package imports none of them; :mod:`specgraph.drafters.registry` finds them. Their configuration classes stand in
+:mod:`specgraph.config.drafters`.
 """

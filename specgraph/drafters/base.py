@@ -1,6 +1,7 @@
 """What a drafter is, and what its class tells the rest of the compiler.
 
-A drafter is one class in one file, ``specgraph/drafters/<kind>.py``, beside its configuration class. The class is the
+A drafter is one class in one file, ``specgraph/drafters/<kind>.py``. Its configuration class stands in
+``specgraph/config/drafters.py``, or beside a drafter from outside this package. The class of the drafter is the
 registry entry: it recognises and loads the checkpoints that are for it. An instance is bound to one target: it holds
 the traced modules, says what it reads of the target, and writes its nodes into the step graph.
 """

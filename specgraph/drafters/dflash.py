@@ -33,7 +33,8 @@ from transformers import PreTrainedModel
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.loading import check_size, shared_notes
-from specgraph.config import DraftConfig, ParallelDraftConfig
+from specgraph.config import DraftConfig
+from specgraph.config.drafters import DFlashDraftConfig
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
 from specgraph.drafters.dflash_loading import default_features, load_head, read_options
 from specgraph.drafters.dflash_module import BlockMask, DFlash, DFlashConfig
@@ -52,25 +53,6 @@ OTHERS = re.compile("Draft|DSpark|XPress")
 """Matches classes of heads of other kinds with the same layers."""
 RANDOM_LAYERS = 5
 """The number of layers of a random head, which is that of the published heads."""
-
-
-@dataclass
-class DFlashDraftConfig(ParallelDraftConfig):
-    """Keys of ``draft`` for DFlash heads. A value overrides the checkpoint's; null keeps it."""
-
-    kind: str = "dflash"
-    block_rows: int | None = None
-    """the rows of a block that a step runs, the anchor included, from those that K drafts need to those that the head
-    was trained on; null: the latter, and the former if the head is causal."""
-    feature_layers: list[int] | None = None
-    """the indices k of the target's hidden states hs[k] it reads; null takes those of the checkpoint."""
-    rope_theta: float | None = None
-    """the base of the rotary embedding; null: as the checkpoint says, else 10000."""
-    anchored_window: bool | None = None
-    """sliding windows are counted from the anchor for all rows of a block, and not from each row; null: true for the
-    layout of speculators, else false."""
-
-    trains: ClassVar[tuple[str, ...]] = ("dflash",)
 
 
 @dataclass(frozen=True, eq=False)

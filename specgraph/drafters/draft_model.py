@@ -18,20 +18,14 @@ from specgraph.checkpoints.checkpoint import Checkpoint, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.checkpoints.tokenizers import check_same_tokenizer
-from specgraph.config import DraftConfig, ParallelDraftConfig
+from specgraph.config import DraftConfig
+from specgraph.config.drafters import DraftModelConfig
 from specgraph.drafters.base import Draft, DraftHead, Mask, Target
 from specgraph.drafters.chain import BODY, HEAD, ChainDrafter
 from specgraph.errors import ConfigError, UnsupportedModelError
 from specgraph.frontend.shapes_only import without_weights
 from specgraph.frontend.tracing import TracedModel, check_is_causal_lm, check_no_hooks, trace
 from specgraph.ir.model_info import ModelInfo
-
-
-@dataclass
-class DraftModelConfig(ParallelDraftConfig):
-    """Keys of ``draft`` for draft models."""
-
-    kind: str = "draft_model"
 
 
 @dataclass(frozen=True, eq=False)

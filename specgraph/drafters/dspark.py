@@ -30,8 +30,9 @@ from specgraph.checkpoints.checkpoint import Checkpoint, Choice, architectures
 from specgraph.checkpoints.files import Files
 from specgraph.checkpoints.loading import check_size
 from specgraph.config import DraftConfig
+from specgraph.config.drafters import DSparkDraftConfig
 from specgraph.drafters.base import DraftHead
-from specgraph.drafters.dflash import DFlashDraftConfig, DFlashDrafter, export_block
+from specgraph.drafters.dflash import DFlashDrafter, export_block
 from specgraph.drafters.dflash_loading import load_head
 from specgraph.drafters.dflash_module import DFlash, DFlashConfig
 from specgraph.drafters.dspark_loading import check_tokens, read_options, save_head
@@ -46,15 +47,6 @@ MARKOV, CONFIDENCE = "draft_markov", "draft_confidence"
 which drafts of a block will be accepted."""
 RANDOM_RANK = 256
 """The rank of the Markov head of a random head, which is that of the published heads."""
-
-
-@dataclass
-class DSparkDraftConfig(DFlashDraftConfig):
-    """Keys of ``draft`` for DSpark heads. A value overrides the checkpoint's; null keeps it."""
-
-    kind: str = "dspark"
-
-    trains: ClassVar[tuple[str, ...]] = ("dspark",)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,7 @@ from specgraph.checkpoints.reading import Reader
 from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.writing import without_shared, write_checkpoint
 from specgraph.config import DraftConfig
+from specgraph.config.drafters import EagleDraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.plan import HeadPlan
 from specgraph.drafters.shifted import LAYERS, ShiftedDrafter, ShiftedHead, borrow, causal_layers, fill_head
@@ -39,17 +40,6 @@ IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
 """Tensors that are computed and not read."""
 OTHERS = ("hidden_norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")
 """Norms that DFlash heads, EAGLE-3 heads and whole decoders have. An EAGLE head has no norm before its first layer."""
-
-
-@dataclass
-class EagleDraftConfig(DraftConfig):
-    """Keys of ``draft`` for EAGLE heads. A value overrides the checkpoint's; null keeps it."""
-
-    kind: str = "eagle"
-    rope_theta: float | None = None
-    """the base of the rotary embedding; null: as the checkpoint says, else 10000."""
-
-    trains: ClassVar[tuple[str, ...]] = ("eagle",)
 
 
 class Eagle(ShiftedHead):

@@ -27,7 +27,8 @@ from specgraph.checkpoints.loading import HeadLoader, check_size
 from specgraph.checkpoints.reading import Reader
 from specgraph.checkpoints.target import EMBEDDING, PROJECTION, TargetTensors
 from specgraph.checkpoints.vocabulary import read_vocabulary
-from specgraph.config import DraftConfig, ParallelDraftConfig
+from specgraph.config import DraftConfig
+from specgraph.config.drafters import Eagle3DraftConfig
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3_module import Eagle3, Eagle3Config
 from specgraph.drafters.plan import HeadPlan
@@ -42,23 +43,6 @@ IGNORED = re.compile(r"t2d$|d2t$|mask_hidden$|(.*\.)?rotary_emb\.inv_freq$|verif
 RANDOM_VOCAB = 32000
 """How many tokens a random head can draft, which is the number of published EAGLE-3 heads for Llama. With a smaller
 vocabulary, it can draft all tokens."""
-
-
-@dataclass
-class Eagle3DraftConfig(ParallelDraftConfig):
-    """Keys of ``draft`` for EAGLE-3 heads. A value overrides the checkpoint's; null keeps it."""
-
-    kind: str = "eagle3"
-    feature_layers: list[int] | None = None
-    """the indices k of the target's hidden states hs[k] it reads; null takes those of the checkpoint."""
-    norm_before_residual: bool | None = None
-    """the first layer's residual is the normed hidden state; null: as the checkpoint says, else false."""
-    norm_output: bool | None = None
-    """what is fed on has gone through the last norm; null: as the checkpoint says, else false."""
-    rope_theta: float | None = None
-    """the base of the rotary embedding; null: as the checkpoint says, else 10000."""
-
-    trains: ClassVar[tuple[str, ...]] = ("eagle3", "peagle")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint
 from specgraph.checkpoints.files import StoredTensor
 from specgraph.checkpoints.loading import check_size
 from specgraph.config import DraftConfig
-from specgraph.config.load import drafter_options
+from specgraph.config.drafters import drafter_options
 from specgraph.drafters.registry import drafter_class, open_checkpoint
 from specgraph.errors import SpecgraphError
 from specgraph.frontend.shapes_only import info_of, without_weights

@@ -27,6 +27,7 @@ from specgraph.checkpoints.target import TargetTensors
 from specgraph.checkpoints.vocabulary import read_target_ids
 from specgraph.checkpoints.writing import write_checkpoint
 from specgraph.config import DraftConfig
+from specgraph.config.drafters import MedusaDraftConfig
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
 from specgraph.drafters.plan import HeadPlan, random_plan
 from specgraph.drafters.step import DraftStep
@@ -45,15 +46,6 @@ PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
 """The names of the vocabulary projections in the repacked form."""
 TOKEN_MAP = "token_map"
 """The name of a tensor int64 ``[Vd]`` with the target ids of a reduced vocabulary."""
-
-
-@dataclass
-class MedusaDraftConfig(DraftConfig):
-    """Keys of ``draft`` for Medusa heads. They add none to those of all drafters."""
-
-    kind: str = "medusa"
-
-    trains: ClassVar[tuple[str, ...]] = ("medusa",)
 
 
 class ResidualBlock(nn.Module):

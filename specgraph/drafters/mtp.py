@@ -35,7 +35,7 @@ from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files, open_files
 from specgraph.checkpoints.loading import shared_notes
 from specgraph.config import DraftConfig
-from specgraph.config.draft import at_least_one
+from specgraph.config.drafters import MtpDraftConfig
 from specgraph.drafters.base import Draft, Drafter, DraftHead, Target, check_place
 from specgraph.drafters.mtp_graphs import export_all, join, module_info, module_name, part_names
 from specgraph.drafters.mtp_layers import check_plan, make_block
@@ -62,56 +62,6 @@ from specgraph.errors import ConfigError
 from specgraph.ir.model_info import ModelInfo
 from specgraph.kernels import step as functions
 from specgraph.kernels.state import Buffer
-
-
-@dataclass
-class MtpDraftConfig(DraftConfig):
-    """Keys of ``draft`` for MTP modules. A value overrides that of the checkpoint's layout; null keeps it."""
-
-    kind: str = "mtp"
-    num_modules: int | None = None
-    """how many modules are used, from the first one on; null: all that the checkpoint holds."""
-    beyond: str = "continue"
-    """what makes drafts beyond the number of modules: the last module at the rows that follow (continue), or all
-    modules in turns at the last row (turns)."""
-    family: str | None = None
-    """the hidden state that further modules read: chained (the output of the module before) or target."""
-    target_hidden: str | None = None
-    """the target's hidden state behind its final norm (final_norm) or before it (residual)."""
-    fed_hidden: str | None = None
-    """what a module feeds on: its output behind its own final norm (final_norm) or before it (residual)."""
-    order: str | None = None
-    """the first half of the projection's input: embedding or hidden."""
-    rotary_position: str | None = None
-    """the position of rotary embeddings: that of the row (row) or of the token that is read there (token)."""
-    zero_first_embedding: bool | None = None
-    """the embedding at row 0 is replaced by zeros."""
-    layer_type: str | None = None
-    """how the modules' decoder layers attend: one of the target's layer_types."""
-    mlp_type: str | None = None
-    """whether the modules' decoder layers have experts (sparse) or not (dense)."""
-
-    trains: ClassVar[tuple[str, ...]] = ("mtp",)
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for a value that the drafter does not allow."""
-        super().check()
-        at_least_one("draft.num_modules", self.num_modules)
-        hidden = ("final_norm", "residual")
-        allowed = {
-            "beyond": ("continue", "turns"),
-            "family": ("chained", "target"),
-            "target_hidden": hidden,
-            "fed_hidden": hidden,
-            "order": ("embedding", "hidden"),
-            "rotary_position": ("row", "token"),
-            "mlp_type": ("dense", "sparse"),
-        }
-        for name, values in allowed.items():
-            given = getattr(self, name)
-            if given is not None and given not in values:
-                null = "" if name == "beyond" else ", or null"
-                raise ConfigError(f"draft.{name} is {given!r}; it is one of {', '.join(values)}{null}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,30 +11,11 @@ from typing import Any, ClassVar, Self
 from torch import fx
 
 from specgraph.config import DraftConfig
+from specgraph.config.drafters import NGramConfig
 from specgraph.drafters.base import Draft, Target
 from specgraph.drafters.lookup import LookupDrafter
 from specgraph.drafters.step import DraftStep
-from specgraph.errors import ConfigError
 from specgraph.kernels import step as functions
-
-
-@dataclass
-class NGramConfig(DraftConfig):
-    """Keys of ``draft`` that prompt lookup reads."""
-
-    kind: str = "ngram"
-    max_ngram: int = 4
-    """the longest n-gram looked up."""
-    min_ngram: int = 1
-    """the shortest one."""
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for lengths that make no sense."""
-        super().check()
-        if self.min_ngram < 1:
-            raise ConfigError(f"draft.min_ngram must be at least 1, got {self.min_ngram}.")
-        if self.max_ngram < self.min_ngram:
-            raise ConfigError(f"draft.max_ngram ({self.max_ngram}) is below draft.min_ngram.")
 
 
 @dataclass(frozen=True, eq=False)

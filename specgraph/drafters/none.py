@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specgraph.config import DraftConfig
+from specgraph.config.drafters import NoDraftConfig
 from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.step import DraftStep
-
-
-@dataclass
-class NoDraftConfig(DraftConfig):
-    """Keys of ``draft`` for decoding without drafts. It adds none to those of all drafters."""
-
-    kind: str = "none"
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from specgraph.checkpoints.files import open_files
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.checkpoints.unsupported import name_unsupported
 from specgraph.config import Config
-from specgraph.config.draft import LOOKUPS, DraftConfig, drafter_kinds
-from specgraph.config.load import drafter_options, own_drafter
+from specgraph.config.draft import LOOKUPS, DraftConfig
+from specgraph.config.drafters import drafter_kinds, drafter_options, own_drafter
 from specgraph.drafters.base import Draft, Drafter, DraftLike, Target
 from specgraph.errors import ConfigError
 

@@ -17,44 +17,11 @@ from typing import Any, ClassVar, Self
 from torch import fx
 
 from specgraph.config import DraftConfig
+from specgraph.config.drafters import SuffixConfig
 from specgraph.drafters.base import Draft, Target
 from specgraph.drafters.lookup import LookupDrafter
 from specgraph.drafters.step import DraftStep
-from specgraph.errors import ConfigError
 from specgraph.kernels import step as functions
-
-
-@dataclass
-class SuffixConfig(DraftConfig):
-    """Keys of ``draft`` that suffix decoding reads."""
-
-    kind: str = "suffix"
-    max_match: int = 24
-    """the longest match that is told from longer ones, in tokens, at most 127."""
-    min_match: int = 1
-    """the shortest match that may propose, in tokens."""
-    max_spec_factor: float = 8.0
-    """drafts per matched token; a step makes at most K."""
-    max_spec_offset: float = 0.0
-    """drafts in addition to these; may be negative."""
-    min_token_prob: float = 0.1
-    """drafts stop where the estimated probability that all of them are right falls below this."""
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for values that make no sense."""
-        super().check()
-        if not 1 <= self.min_match <= self.max_match <= 127:
-            raise ConfigError(
-                f"draft.min_match and draft.max_match must hold 1 <= min_match <= max_match <= 127, got "
-                f"{self.min_match} and {self.max_match}."
-            )
-        if not 0 <= self.max_spec_factor <= 1e6 or not -1e6 <= self.max_spec_offset <= 1e6:
-            raise ConfigError(
-                "draft.max_spec_factor must be from 0 to 1e6 and draft.max_spec_offset from -1e6 to 1e6, got "
-                f"{self.max_spec_factor} and {self.max_spec_offset}."
-            )
-        if not 0 <= self.min_token_prob <= 1:
-            raise ConfigError(f"draft.min_token_prob is a probability from 0 to 1, got {self.min_token_prob}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,11 +22,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from specgraph.cli import commands, decode_prompts, main
-from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD, describe
+from specgraph.cli.config import COMMANDS, CONFIGURATIONS, TRAIN_HEAD
 from specgraph.cli.decode_prompts import Outcome, PeerOutcome
+from specgraph.cli.help import describe
 from specgraph.cli.summary import compare_rows
 from specgraph.compiler.build_passes import build_passes
-from specgraph.config import Config, default_config, group_choices, load_config
+from specgraph.config import Config, compose, group_choices, load_config
 from specgraph.errors import PassError
 
 QUICK = ["debug.self_check=false", "max_new_tokens=12"]
@@ -79,8 +80,8 @@ def test_help_of_train_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]
 def test_composed_defaults_are_those_of_load_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--cfg", "job"]) == 0
     composed = yaml.safe_load(capsys.readouterr().out)
-    shared = {str(key): composed[key] for key in default_config()}
-    assert shared == OmegaConf.to_container(default_config(), resolve=False)
+    shared = {str(key): composed[key] for key in compose(Config)}
+    assert shared == OmegaConf.to_container(compose(Config), resolve=False)
     assert load_config(shared) == load_config()
 
 
@@ -329,58 +330,67 @@ def test_mistakes_about_a_drafter_of_a_user(
     assert shown.startswith(f"error: {message}") and shown.count("\n") == 1
 
 
-DRAFTS = ", ".join(group_choices("draft"))
-MISTAKES = {
-    "draft=eagl3": f"There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of {DRAFTS}, or the path of a "
-                   "checkpoint.",
-    "draft=./nowhere/eagle3": f"draft=./nowhere/eagle3: there is no such file or folder; draft is one of {DRAFTS}, or "
-                              "the path of a checkpoint (",
-    "draft=.": "There is no config.json; a checkpoint is ",
-    "draft.num_speculative_token=3":
-        "Unknown configuration key 'draft.num_speculative_token': did you mean 'draft.num_speculative_tokens'?",
-    "verify=stric": "There is no verify=stric (did you mean 'strict'?); verify is one of block, ",
-    "foo=1": "Unknown configuration key 'foo': valid keys are draft, ",
-    "+foo=1": "Unknown configuration key 'foo': valid keys are draft, ",
+SENTENCES = {
+    "draft=eagl3": f"There is no draft=eagl3 (did you mean 'eagle3'?); draft is one of "
+                   f"{', '.join(group_choices('draft'))}; a checkpoint goes into draft.model.",
     "promt=x": "Unknown configuration key 'promt': did you mean 'prompt'?",
     "num_beams=4": "num_beams is no key of generate (tokens are chosen greedily or by sampling); leave it out.",
-    "+num_return_sequences=2": "num_return_sequences is no key of generate (every prompt has one answer; a file may ",
-    "~drft": "Unknown configuration key 'drft': did you mean 'draft'?",
-    "draft.num_speculative_tokens=many": "draft.num_speculative_tokens is an integer, not 'many'.",
     "temperature=warm": "temperature is a number or null, not 'warm'.",
-    "cache=3": "cache is a group of keys (block_size, prefill_chunk, pool_tokens, ",
-    "draft.model=[a": "Cannot read 'draft.model=[a' (",
-    "passes.share_weight.x=1": "Unknown pass 'share_weight' (did you mean 'share_weights'?); there are ",
-    "passes.lookup_first.matc=1": "Unknown configuration key 'passes.lookup_first.matc': did you mean "
-                                  "'passes.lookup_first.match'?",
-    "pipeline.order=[insert_drafts]": "Unknown pass 'insert_drafts' (did you mean 'insert_draft'?); there are ",
-    "draft=draft_model": "The draft_model drafter needs a model: ",
-    "debug.dump_dir=/dev/null/graphs": "The graphs cannot be written to /dev/null/graphs: /dev/null is no folder that ",
-    "draft=/dev draft.kind=ngram": "draft=/dev names the draft, and so does draft.kind=ngram; leave one of them out.",
-    "dtype=fp16": "There is no dtype=fp16 (did you mean 'float16'?); it is auto, float32, ",
-    "dtype=float31": "There is no dtype=float31 (did you mean 'float32'?); it is auto, float32, ",
-    "device=gpu": "device=gpu cannot be used: ",
     "batch_size=65": "batch_size must be 1 to max_batch_size (64), got 65.",
-    "prompts=x.txt": 'Give either prompt="some text" or prompts=FILE (.txt or .jsonl), one of the two.',
-    "temperature=-1": "temperature ",
-    "model=./nowhere": "model=./nowhere: there is no such folder.",
-    "model=.": "model=. cannot be loaded as a causal LM: There is no config.json; ",
-    "model=": "model is empty; give the folder or name of a causal LM.",
-    "prompt=": "The tokenizer makes no token of the text ''; give it some text.",
-    "template='{answer}'": "template: there is no field 'answer'; there are question, prompt.",
-    "template='{'": "template: ",
-    "template='Say something.'": "template has no field, so all prompts would be the same; write {question} ",
 }  # fmt: skip
+"""What is said, word by word."""
+MISTAKES = {
+    "draft=./nowhere/eagle3": ("no such file or folder", "the path of a checkpoint"),
+    "draft=.": ("There is no config.json",),
+    "draft.num_speculative_token=3": ("'draft.num_speculative_token'", "'draft.num_speculative_tokens'"),
+    "verify=stric": ("verify=stric", "'strict'", "block, "),
+    "foo=1": ("'foo'", "valid keys are draft, "),
+    "+foo=1": ("'foo'", "valid keys are draft, "),
+    "+num_return_sequences=2": ("num_return_sequences", "leave it out"),
+    "~drft": ("'drft'", "'draft'"),
+    "draft.num_speculative_tokens=many": ("draft.num_speculative_tokens", "an integer", "'many'"),
+    "cache=3": ("cache is a group of keys (block_size, ",),
+    "draft.model=[a": ("Cannot read 'draft.model=[a'", "write key=value"),
+    "passes.share_weight.x=1": ("'share_weight'", "'share_weights'"),
+    "passes.lookup_first.matc=1": ("matc'", "'passes.lookup_first.match'"),
+    "pipeline.order=[insert_drafts]": ("'insert_drafts'", "'insert_draft'"),
+    "draft=draft_model": ("draft_model", "needs a model"),
+    "debug.dump_dir=/dev/null/graphs": ("/dev/null/graphs", "no folder"),
+    "draft=/dev draft.kind=ngram": ("draft=/dev names the draft", "draft.kind=ngram"),
+    "dtype=fp16": ("dtype=fp16", "'float16'"),
+    "dtype=float31": ("dtype=float31", "'float32'"),
+    "device=gpu": ("device=gpu cannot be used",),
+    "prompts=x.txt": ('prompt="some text"', "prompts=FILE"),
+    "temperature=-1": ("temperature ",),
+    "model=./nowhere": ("model=./nowhere", "no such folder"),
+    "model=.": ("model=. cannot be loaded", "There is no config.json"),
+    "model=": ("model is empty",),
+    "prompt=": ("no token of the text ''",),
+    "template='{answer}'": ("'answer'", "question, prompt"),
+    "template='{'": ("template: ",),
+    "template='Say something.'": ("template has no field",),
+}
 
 
-@pytest.mark.parametrize(("override", "message"), MISTAKES.items(), ids=MISTAKES.keys())
-def test_a_mistake_gets_one_sentence(
-    override: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _refused(override: str, model: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What standard error says, which is one line."""
     assert main(["generate", f"model={model}", "prompt=a", "debug.self_check=false", *shlex.split(override)]) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"error: {message}")
-    assert shown.err.count("\n") == 1 and "HYDRA_FULL_ERROR" not in shown.err
-    assert shown.out == ""
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and shown.out == ""
+    return shown.err
+
+
+@pytest.mark.parametrize("override", SENTENCES)
+def test_a_mistake_gets_one_sentence(override: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _refused(override, model, capsys) == f"error: {SENTENCES[override]}\n"
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_names_the_key_and_what_is_allowed(
+    override: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = _refused(override, model, capsys)
+    assert all(word in shown for word in MISTAKES[override])
 
 
 def test_a_file_in_another_encoding(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,14 @@ def test_the_command_line_counts_more(capsys: pytest.CaptureFixture[str]) -> Non
     assert (shown["verify"]["rule"], shown["temperature"], shown["draft"]["max_ngram"]) == ("strict", 0.5, 2)
 
 
+def test_a_file_may_name_a_checkpoint_or_a_preset_may_take_its_place(
+    draft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.yaml").write_text(f"draft: {draft}\n")
+    assert _composed(capsys, "config=mine.yaml")["draft"]["model"] == str(draft)
+    assert _composed(capsys, "config=eagle3")["draft"]["kind"] == "eagle3"
+
+
 def test_a_file_serves_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text("target:\n  optim: {steps: 7}\ndata: a b.jsonl\n")
     assert main(["train", "config=mine.yaml", "--cfg", "job"]) == 0
@@ -63,11 +71,8 @@ def test_a_file_serves_every_command(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "config=mine.yaml cannot be read (No such file or directory); give a YAML file of keys."),
-        (b"a: [", "config=mine.yaml is not YAML: "),
-        (b"- a\n", "config=mine.yaml holds a list; it should be a mapping of keys to values, such as `temperature: "),
-        (b"", "config=mine.yaml holds nothing; it should be"),
-        (b"prompt: zw\xf6lf\n", "config=mine.yaml: not UTF-8 at byte 10; save the file as UTF-8."),
+        (None, "There is no configuration file 'mine.yaml'; give a YAML file, or a preset's name."),
+        (b"num_beams: 4\n", "num_beams is no key of generate"),
         (b"temprature: 1\n", "Unknown configuration key 'temprature': did you mean 'temperature'?"),
         (b"temperature: warm\n", "temperature is a number or null, not "),
         (b"draft: eagl3\n", "There is no draft=eagl3 (did you mean 'eagle3'?); "),

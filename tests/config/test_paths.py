@@ -62,7 +62,7 @@ def test_calls_name_it(name: str) -> None:
 
 
 COMMANDS: dict[str, tuple[list[str], str]] = {
-    "config": (["config=mien.yaml"], "(No such file or directory) (did you mean 'mine.yaml'?); give a YAML file"),
+    "config": (["config=mien.yaml"], "no configuration file 'mien.yaml' (did you mean 'mine.yaml'?); give a YAML file"),
     "draft": (["prompt=a", "model=models/tiny", "draft=models/tiny/haed"],
               "draft=models/tiny/haed: there is no such file or folder (did you mean 'models/tiny/head'?); draft"),
     "model": (["prompt=a", "model=./models/tinny"], "no such folder (did you mean 'models/tiny'?)."),

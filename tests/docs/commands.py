@@ -26,7 +26,7 @@ from specgraph.bench.models import SHAPES
 from specgraph.cli import commands, main
 from specgraph.cli.config import CONFIGURATIONS
 from specgraph.config import Config
-from specgraph.config.draft import trained_by
+from specgraph.config.drafters import trained_by
 from specgraph.training.heads.config import HeadTrainConfig, check_head_config
 from tests.gpu.pieces import PIECES
 from tests.test_examples import NAMES

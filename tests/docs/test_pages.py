@@ -37,7 +37,7 @@ import specgraph.compiler.compile
 import specgraph.dropin.attach
 from specgraph.cli import commands
 from specgraph.config import load_config
-from specgraph.config.draft import drafter_kinds
+from specgraph.config.drafters import drafter_kinds
 from specgraph.kernels.ops import OPS
 from specgraph.kernels.sampling.sample import RULES
 from tests.docs.blocks import Block, blocks_of, commands_of

@@ -41,7 +41,7 @@ from specgraph import SpeculativeDecoder
 from specgraph.bench import run as bench_run
 from specgraph.bench.models import random_head
 from specgraph.cli import main
-from specgraph.config.draft import drafter_kinds
+from specgraph.config.drafters import drafter_kinds
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle import Eagle, EagleDraftConfig, EagleDrafter
 from specgraph.drafters.registry import open_checkpoint

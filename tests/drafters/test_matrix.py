@@ -22,7 +22,8 @@ import specgraph
 from specgraph import SpeculativeDecoder
 from specgraph.bench.models import random_head
 from specgraph.config import load_config
-from specgraph.config.draft import LOOKUPS, drafter_kinds
+from specgraph.config.draft import LOOKUPS
+from specgraph.config.drafters import drafter_kinds
 from specgraph.config.groups import group_choices
 from specgraph.drafters import dflash, dspark
 from specgraph.ir.verifier import verify_program

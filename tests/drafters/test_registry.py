@@ -13,8 +13,9 @@ import yaml
 from torch import Tensor, nn
 
 import specgraph
+from specgraph.cli.help import describe
 from specgraph.config import DraftConfig, load_config
-from specgraph.config.draft import DraftKeys, drafter_configs, drafter_kinds
+from specgraph.config.drafters import DRAFTERS, DraftKeys, drafter_kinds
 from specgraph.drafters.base import Draft, Drafter, Target
 from specgraph.drafters.registry import drafter_class, drafter_classes
 from specgraph.drafters.step import DraftStep
@@ -86,10 +87,7 @@ def _flat(values: Tensor) -> Tensor:
 def test_a_drafter_is_its_file_its_class_and_its_preset(kind: str) -> None:
     cls = drafter_class(kind)
     assert (cls.kind, cls.__module__) == (kind, f"specgraph.drafters.{kind}")
-    light, whole = drafter_configs()[kind], cls.Config
-    assert [(f.name, f.default) for f in dataclasses.fields(light)] == [
-        (f.name, f.default) for f in dataclasses.fields(whole)
-    ]
+    assert cls.Config is DRAFTERS[kind]
     preset = yaml.safe_load((ROOT / "conf" / "draft" / f"{kind}.yaml").read_text())
     assert preset["kind"] == kind and load_config(kind).draft.kind == kind
     assert kind == "none" or f"| `{kind}` | " in (ROOT / "README.md").read_text()
@@ -125,9 +123,9 @@ def test_a_draft_for_another_drafter_than_the_configuration_names_is_refused() -
 
 
 def test_the_keys_of_all_drafters_carry_their_text() -> None:
-    texts = {item.name: item.metadata["text"] for item in dataclasses.fields(DraftKeys) if item.metadata}
+    texts = describe(DraftKeys)
     assert texts["max_ngram"] == "ngram: the longest n-gram looked up."
-    assert all(texts.values())
+    assert all(texts.values()) and texts.keys() == {item.name for item in dataclasses.fields(DraftKeys)}
 
 
 def test_a_drafter_from_outside_decodes_as_the_model_alone() -> None:
@@ -172,10 +170,8 @@ def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("kind", drafter_kinds())
 def test_a_class_that_derives_from_a_drafters_configuration_is_checked_as_it_is(kind: str) -> None:
-    """The class of the file, and the one that is taken from its source to be run alone."""
-    for config in (drafter_class(kind).Config, drafter_configs()[kind]):
-        derived = dataclasses.make_dataclass("Derived", [], bases=(config,))
-        again = dataclasses.make_dataclass("Again", [], bases=(derived,))
-        again(kind=kind).check()
-        with pytest.raises(ConfigError, match=r"num_speculative_tokens must be at least 1, got 0"):
-            again(kind=kind, num_speculative_tokens=0).check()
+    derived = dataclasses.make_dataclass("Derived", [], bases=(DRAFTERS[kind],))
+    again = dataclasses.make_dataclass("Again", [], bases=(derived,))
+    again(kind=kind).check()
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens must be at least 1, got 0"):
+        again(kind=kind, num_speculative_tokens=0).check()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from specgraph.cli import main
-from specgraph.config.draft import trained_by
+from specgraph.config.drafters import trained_by
 from specgraph.drafters.base import DraftHead
 from specgraph.drafters.eagle3 import Eagle3, Eagle3Drafter
 from specgraph.drafters.shifted import chain_mask

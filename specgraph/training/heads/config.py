@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from specgraph.config.draft import trained_by
+from specgraph.config.drafters import trained_by
 from specgraph.errors import ConfigError
 
 from ..config import OptimConfig, RolloutConfig, check_numbers, check_output
