@@ -1,8 +1,8 @@
 """Counts lines of code by folder:  python benchmarks/count_lines.py [FOLDER ...]
 
 A line of code is a physical line that holds at least one token of Python. Blank lines, comments and docstrings are not
-counted. A docstring is a string that is a statement of its own, so the text below a constant or a field is one, too. Any
-other string, such as the source of another program, is counted with all its lines.
+counted. A docstring is a string that is a statement of its own, so the text below a constant or a field is one, too.
+Any other string, such as the source of another program, is counted with all its lines.
 
 Without arguments, the folders of the package are counted and summed, and tests and benchmarks stand apart.
 """

@@ -24,6 +24,7 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
+from specgraph.bench.report import column
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -50,14 +51,14 @@ class CpuRow:
         first_s: the seconds of compiling and of the first prompt.
     """
 
-    threads: int
-    decoder: str
-    tokens_per_second: float
-    to_generate: float
-    to_assisted: float | None
-    tokens_per_step: float | None
-    equal: str | None
-    first_s: float
+    threads: int = column("threads")
+    decoder: str = column("decoder")
+    tokens_per_second: float = column("tokens/s", ".1f")
+    to_generate: float = column("x generate", ".2f")
+    to_assisted: float | None = column("x assisted", ".2f")
+    tokens_per_step: float | None = column("tokens/step", ".2f")
+    equal: str | None = column("equal")
+    first_s: float = column("first s", ".1f")
 
 
 @dataclass

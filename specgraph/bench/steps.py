@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
+from specgraph.bench.report import GB, column
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig
 from specgraph.config.draft import LOOKUPS
@@ -44,21 +45,26 @@ class StepRow:
         peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
 
-    batch: int
-    k: int
-    ms: float
+    batch: int = column("batch")
+    k: int = column("K")
+    ms: float = column("ms/step", ".3f")
     mean_ms: float
-    tokens_per_step: float
-    tokens_per_second: float
-    target_bytes: int
-    draft_bytes: int
-    cache_bytes: int
-    state_bytes: int
-    sequence_bytes: int
-    limit_ms: float
-    ratio: float
-    compile_s: float
-    peak_bytes: int
+    tokens_per_step: float = column("tokens/step", ".2f")
+    tokens_per_second: float = column("tokens/s", ".1f")
+    target_bytes: int = column("target GB", ".3f", GB)
+    draft_bytes: int = column("draft GB", ".3f", GB)
+    cache_bytes: int = column("cache GB", ".3f", GB)
+    state_bytes: int = column("state GB", ".3f", GB)
+    sequence_bytes: int = column("state GB/seq", ".3f", GB)
+    limit_ms: float = column("limit ms", ".3f")
+    ratio: float = column("ms/limit", ".2f")
+    compile_s: float = column("compile s", ".1f")
+    peak_bytes: int = column("peak GB", ".3f", GB)
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"batch {self.batch}, K = {self.k}"
 
 
 @dataclass(frozen=True)
