@@ -13,7 +13,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -85,14 +85,14 @@ class KernelRow:
         library: the fastest library call that computes the same, or a part of it; None if there is none.
     """
 
-    kernel: str = column("kernel")
-    shape: str = column("shape")
-    us: float = column("us", ".2f")
-    bytes: int = column("bytes", ",")
-    limit_us: float = column("limit us", ".2f")
-    ratio: float = column("us/limit", ".2f")
-    library_us: float | None = column("library us", ".2f")
-    library: str | None = column("library")
+    kernel: str = field(metadata=column("kernel"))
+    shape: str = field(metadata=column("shape"))
+    us: float = field(metadata=column("us", ".2f"))
+    bytes: int = field(metadata=column("bytes", ","))
+    limit_us: float = field(metadata=column("limit us", ".2f"))
+    ratio: float = field(metadata=column("us/limit", ".2f"))
+    library_us: float | None = field(metadata=column("library us", ".2f"))
+    library: str | None = field(metadata=column("library"))
 
     @property
     def label(self) -> str:

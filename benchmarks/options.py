@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -49,13 +49,13 @@ class OptionRow:
         steps: the decode steps of each request.
     """
 
-    batch: int = column("batch")
-    k: int = column("K")
-    option: str = column("option")
-    ms: float = column("ms/step", ".3f")
-    over: float | None = column("% over nothing", ".1f")
-    host_ms: float | None = column("host ms", ".3f")
-    steps: int = column("steps")
+    batch: int = field(metadata=column("batch"))
+    k: int = field(metadata=column("K"))
+    option: str = field(metadata=column("option"))
+    ms: float = field(metadata=column("ms/step", ".3f"))
+    over: float | None = field(metadata=column("% over nothing", ".1f"))
+    host_ms: float | None = field(metadata=column("host ms", ".3f"))
+    steps: int = field(metadata=column("steps"))
 
 
 class _Round(NamedTuple):

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,14 @@ class CpuRow:
         first_s: the seconds of compiling and of the first prompt.
     """
 
-    threads: int = column("threads")
-    decoder: str = column("decoder")
-    tokens_per_second: float = column("tokens/s", ".1f")
-    to_generate: float = column("x generate", ".2f")
-    to_assisted: float | None = column("x assisted", ".2f")
-    tokens_per_step: float | None = column("tokens/step", ".2f")
-    equal: str | None = column("equal")
-    first_s: float = column("first s", ".1f")
+    threads: int = field(metadata=column("threads"))
+    decoder: str = field(metadata=column("decoder"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    to_generate: float = field(metadata=column("x generate", ".2f"))
+    to_assisted: float | None = field(metadata=column("x assisted", ".2f"))
+    tokens_per_step: float | None = field(metadata=column("tokens/step", ".2f"))
+    equal: str | None = field(metadata=column("equal"))
+    first_s: float = field(metadata=column("first s", ".1f"))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,15 +40,15 @@ class FirstTokenRow:
         peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
 
-    prompt_length: int = column("prompt")
-    batch: int = column("batch")
-    ms: float = column("ms", ".3f")
-    bytes_ms: float = column("bytes ms", ".3f")
-    flops_ms: float = column("FLOPs ms", ".3f")
+    prompt_length: int = field(metadata=column("prompt"))
+    batch: int = field(metadata=column("batch"))
+    ms: float = field(metadata=column("ms", ".3f"))
+    bytes_ms: float = field(metadata=column("bytes ms", ".3f"))
+    flops_ms: float = field(metadata=column("FLOPs ms", ".3f"))
     limit_ms: float
-    ratio: float = column("ms/limit", ".2f")
-    first_ms: float = column("first call ms", ".3f")
-    peak_bytes: int = column("peak GB", ".3f", GB)
+    ratio: float = field(metadata=column("ms/limit", ".2f"))
+    first_ms: float = field(metadata=column("first call ms", ".3f"))
+    peak_bytes: int = field(metadata=column("peak GB", ".3f", GB))
 
     @property
     def label(self) -> str:

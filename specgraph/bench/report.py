@@ -1,6 +1,6 @@
 """Shows measurements as tables, JSON and plots.
 
-A measurement is an object of a dataclass. A table shows the fields that are made by :func:`column`, and JSON has all.
+A measurement is an object of a dataclass. A table shows the fields whose metadata is a :func:`column`; JSON has all.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ class Limited(Protocol):
         """What was measured."""
 
     @property
-    def time(self) -> str:
-        """The time with its unit."""
-
-    @property
     def ratio(self) -> float:
         """The time over its limit."""
+
+
+class LimitedTime(Limited, Protocol):
+    """The same with the time as text."""
+
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
 
 
 class LimitedMs(Limited, Protocol):
@@ -52,9 +56,9 @@ class LimitedMs(Limited, Protocol):
         """The time that its bytes take."""
 
 
-def column(title: str, spec: str = "", unit: float = 1) -> Any:
-    """A field that tables show below ``title``, in a format of Python's, as a multiple of ``unit``."""
-    return dataclasses.field(metadata={"title": title, "spec": spec, "unit": unit})
+def column(title: str, spec: str = "", unit: float = 1) -> dict[str, Any]:
+    """The metadata of a field that tables show below ``title``, in a format of Python's, as a multiple of ``unit``."""
+    return {"title": title, "spec": spec, "unit": unit}
 
 
 def table(rows: Sequence[Any]) -> str:
@@ -162,7 +166,7 @@ def plot_times(path: str, title: str, rows: Sequence[LimitedMs]) -> None:
     save(figure, path)
 
 
-def plot_ratios(path: str, title: str, rows: Sequence[Limited]) -> None:
+def plot_ratios(path: str, title: str, rows: Sequence[LimitedTime]) -> None:
     """Draw the ratios of times to their limits, where the times differ by orders of magnitude."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()

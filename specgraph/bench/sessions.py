@@ -57,20 +57,20 @@ class SessionRow:
         compile_s: the seconds of ``compile_speculative``, and of a first round that is not measured.
     """
 
-    k: int = column("K")
-    how: str = column("decoded")
-    prompt_steps: int = column("prompt steps")
-    decode_steps: int = column("decode steps")
-    shared_steps: int = column("with prompts")
-    new_tokens: int = column("tokens")
-    acceptance_length: float = column("tokens/step", ".2f")
-    seconds: float = column("s", ".2f")
-    tokens_per_second: float = column("tokens/s", ".1f")
-    speedup: float = column("x batches", ".2f")
-    limit_s: float = column("limit s", ".2f")
-    share: float = column("share of limit", ".2f")
-    differing: int = column("differ")
-    compile_s: float = column("compile s", ".1f")
+    k: int = field(metadata=column("K"))
+    how: str = field(metadata=column("decoded"))
+    prompt_steps: int = field(metadata=column("prompt steps"))
+    decode_steps: int = field(metadata=column("decode steps"))
+    shared_steps: int = field(metadata=column("with prompts"))
+    new_tokens: int = field(metadata=column("tokens"))
+    acceptance_length: float = field(metadata=column("tokens/step", ".2f"))
+    seconds: float = field(metadata=column("s", ".2f"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    speedup: float = field(metadata=column("x batches", ".2f"))
+    limit_s: float = field(metadata=column("limit s", ".2f"))
+    share: float = field(metadata=column("share of limit", ".2f"))
+    differing: int = field(metadata=column("differ"))
+    compile_s: float = field(metadata=column("compile s", ".1f"))
 
     @property
     def label(self) -> str:

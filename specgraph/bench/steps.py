@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,21 +45,21 @@ class StepRow:
         peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
 
-    batch: int = column("batch")
-    k: int = column("K")
-    ms: float = column("ms/step", ".3f")
+    batch: int = field(metadata=column("batch"))
+    k: int = field(metadata=column("K"))
+    ms: float = field(metadata=column("ms/step", ".3f"))
     mean_ms: float
-    tokens_per_step: float = column("tokens/step", ".2f")
-    tokens_per_second: float = column("tokens/s", ".1f")
-    target_bytes: int = column("target GB", ".3f", GB)
-    draft_bytes: int = column("draft GB", ".3f", GB)
-    cache_bytes: int = column("cache GB", ".3f", GB)
-    state_bytes: int = column("state GB", ".3f", GB)
-    sequence_bytes: int = column("state GB/seq", ".3f", GB)
-    limit_ms: float = column("limit ms", ".3f")
-    ratio: float = column("ms/limit", ".2f")
-    compile_s: float = column("compile s", ".1f")
-    peak_bytes: int = column("peak GB", ".3f", GB)
+    tokens_per_step: float = field(metadata=column("tokens/step", ".2f"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    target_bytes: int = field(metadata=column("target GB", ".3f", GB))
+    draft_bytes: int = field(metadata=column("draft GB", ".3f", GB))
+    cache_bytes: int = field(metadata=column("cache GB", ".3f", GB))
+    state_bytes: int = field(metadata=column("state GB", ".3f", GB))
+    sequence_bytes: int = field(metadata=column("state GB/seq", ".3f", GB))
+    limit_ms: float = field(metadata=column("limit ms", ".3f"))
+    ratio: float = field(metadata=column("ms/limit", ".2f"))
+    compile_s: float = field(metadata=column("compile s", ".1f"))
+    peak_bytes: int = field(metadata=column("peak GB", ".3f", GB))
 
     @property
     def label(self) -> str:

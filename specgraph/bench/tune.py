@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,16 +54,16 @@ class TuneRow:
         acceptance: for each draft position, the share of decode steps that accepted it.
     """
 
-    batch: int = column("batch")
-    draft: str = column("draft")
-    rule: str = column("rule")
-    k: int = column("K")
-    tokens_per_step: float = column("tokens/step", ".2f")
-    error: float = column("+-", ".2f")
-    ms: float = column("ms/step", ".3f")
-    limit_ms: float = column("limit ms", ".3f")
-    tokens_per_second: float = column("tokens/s", ".1f")
-    to_plain: float = column("x plain", ".2f")
+    batch: int = field(metadata=column("batch"))
+    draft: str = field(metadata=column("draft"))
+    rule: str = field(metadata=column("rule"))
+    k: int = field(metadata=column("K"))
+    tokens_per_step: float = field(metadata=column("tokens/step", ".2f"))
+    error: float = field(metadata=column("+-", ".2f"))
+    ms: float = field(metadata=column("ms/step", ".3f"))
+    limit_ms: float = field(metadata=column("limit ms", ".3f"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    to_plain: float = field(metadata=column("x plain", ".2f"))
     acceptance: list[float]
 
     @property
