@@ -24,6 +24,7 @@ import specgraph.kernels.linear.concat
 import specgraph.kernels.linear.embedding
 import specgraph.kernels.linear.experts
 import specgraph.kernels.linear.norm  # noqa: F401  (all register ops)
+from specgraph.compat import OpOverload
 from specgraph.errors import ConfigError, PassError
 from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
@@ -366,7 +367,7 @@ def _row_dependent(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _row_wise(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is operator.getitem or str(getattr(target, "__module__", "")).startswith("specgraph.")
     own = ops.find(target)
     if own is not None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from specgraph.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    detect_fake_mode,
+    pytree,
+    statically_known_true,
+)
 from specgraph.ir.graphs import calls, get_attribute
 from specgraph.ir.program import Program
 from specgraph.ir.shapes import LAYOUT
@@ -79,14 +83,14 @@ def dispatched(node: fx.Node) -> list[Any]:
     input of the node has no ``val``, the result is the node's own op.
     """
     inputs = node.all_input_nodes
-    if not isinstance(node.target, torch._ops.OpOverload) or any("val" not in n.meta for n in inputs):
+    if not isinstance(node.target, OpOverload) or any("val" not in n.meta for n in inputs):
         return [node.target]
     mode = detect_fake_mode([n.meta["val"] for n in inputs]) or FakeTensorMode()
 
     def fake(value: Any) -> Any:
         return mode.from_tensor(value) if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tree_map(fake, n.meta["val"]))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: pytree.tree_map(fake, n.meta["val"]))
     with torch.no_grad(), _Dispatched() as noted:
         node.target(*args, **kwargs)
     found: list[Any] = noted.ops

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}
 """The packages whose name on the index is not the name that is imported."""
-OURS = {"specgraph", "tests"}
+OURS = {"benchmarks", "specgraph", "tests"}
 UNDECLARED = {"speculators"}
 """What `make install` installs by itself, since its own pins do not fit ours, and the tests do without."""
 

@@ -12,7 +12,7 @@ from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot
 
-KINDS = ("steps", "kernels", "linears", "first_token", "sessions", "options", "soak", "cpu", "tune")
+KINDS = ("steps", "first_token", "sessions", "cpu", "tune")
 
 
 @dataclass
@@ -20,26 +20,19 @@ class BenchConfig(Config):
     """Keys of ``bench``. A drafter that is named without a checkpoint, as in ``draft=eagle3``, gets a random head."""
 
     what: str = "steps"
-    """steps: whole decode steps; kernels: each kernel alone, beside what a library offers for the same; linears: each
-    linear of a step in our form and in the library's, to find from how many rows on the library's is faster;
-    first_token: whole requests for one token; sessions: many prompts at once, and in batches of max_batch_size;
-    options: decode steps of requests with penalties, a regex, logits and a Python processor, beside plain ones; soak:
-    very many short requests in one session, of which nothing may stay behind; cpu: whole answers, one prompt at a time,
-    beside transformers' generate and its assisted generation; tune: acceptance and step times of several drafts, rules
-    and K on a file of prompts, and which of them to take for each number of sequences.
+    """steps: whole decode steps; first_token: whole requests for one token; sessions: many prompts at once, and in
+    batches of max_batch_size; cpu: whole answers, one prompt at a time, beside transformers' generate and its assisted
+    generation; tune: acceptance and step times of several drafts, rules and K on a file of prompts, and which of them
+    to take for each number of sequences.
     """
     target: str = MISSING
     """llama-3-8b-shape, llama-3.2-1b-shape, qwen3-30b-a3b-shape, qwen3.5-9b-shape, qwen3.5-small-shape or tiny-shape
     (random weights), or the folder or name of a model.
     """
     batch_sizes: list[int] | None = None
-    """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token and
-    options.
-    """
+    """Numbers of sequences that are decoded together; each is measured. null: [1,8,32], and [1,8] for first_token."""
     num_speculative_tokens: list[int] = field(default_factory=lambda: [3, 7])
     """Values of K; each is measured. They take the place of draft.num_speculative_tokens."""
-    rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
-    """linears: numbers of rows; each is measured."""
     prompt_lengths: list[int] = field(default_factory=lambda: [128, 2048, 8000])
     """first_token: lengths of the random prompts; each is measured."""
     num_prompts: int = 256
@@ -50,14 +43,12 @@ class BenchConfig(Config):
     """sessions: the fewest and the most tokens that a random prompt adds. One of a file ends at its EOS, and adds the
     most of these at the latest.
     """
-    num_requests: int = 20000
-    """soak: how many requests are submitted."""
     prompt_length: int = 128
-    """The length of the random prompt of every sequence; for kernels, the length of the context."""
+    """The length of the random prompt of every sequence."""
     steps: int = 50
-    """How many decode steps, or repetitions of a kernel, are measured; the result is the median."""
+    """How many decode steps are measured; the result is the median."""
     warmup: int = 5
-    """How many decode steps, or repetitions, run before those that are measured."""
+    """How many decode steps run before those that are measured."""
     drafts: list[str] = field(default_factory=lambda: ["none", "ngram"])
     """cpu, tune: what drafts, each by the folder of a checkpoint or by the name of a drafter. For cpu, a head that is
     named without a checkpoint is random, and verify.rule, by default synthetic, decides about its drafts; all others
@@ -76,9 +67,9 @@ class BenchConfig(Config):
     limit: int | None = None
     """cpu, tune: how many prompts are decoded; null: 4 for cpu and 32 for tune."""
     new_tokens: int = 96
-    """cpu, options, tune: the most tokens that are added to a prompt."""
+    """cpu, tune: the most tokens that are added to a prompt."""
     rounds: int = 5
-    """sessions, cpu, options: how often everything is decoded; the best time counts, and for options the median."""
+    """sessions, cpu: how often everything is decoded; the best time counts."""
     dtype: str = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, bfloat16 or the checkpoint's own elsewhere."""
     device: str = "auto"
@@ -98,7 +89,7 @@ class BenchConfig(Config):
     @property
     def batches(self) -> list[int]:
         """The numbers of sequences that are measured."""
-        return self.batch_sizes or ([1, 8] if self.what in ("first_token", "options") else [1, 8, 32])
+        return self.batch_sizes or ([1, 8] if self.what == "first_token" else [1, 8, 32])
 
 
 def check_bench_config(config: BenchConfig) -> None:
@@ -129,7 +120,7 @@ def check_kind(what: str) -> None:
 
 
 def _check_numbers(config: BenchConfig) -> None:
-    for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "rows", "threads"):
+    for key in ("batch_sizes", "prompt_lengths", "num_speculative_tokens", "threads"):
         values = config.batches if getattr(config, key) is None else getattr(config, key)
         if not values or min(values) < 1:
             raise ConfigError(f"{key} is a list of numbers from 1 up, such as [1,8], got {values}.")
@@ -137,12 +128,9 @@ def _check_numbers(config: BenchConfig) -> None:
         values = getattr(config, key)
         if len(values) != 2 or not 1 <= values[0] <= values[1]:
             raise ConfigError(f"{key} is the least and the most, such as [16,512], got {values}.")
-    least = {"warmup": 0, "num_requests": 5}
-    for key in (
-        "prompt_length", "steps", "warmup", "num_prompts", "num_requests", "limit", "new_tokens", "rounds",
-    ):  # fmt: skip
-        value = getattr(config, key)
-        if value is not None and value < (low := least.get(key, 1)):
+    for key in ("prompt_length", "steps", "warmup", "num_prompts", "limit", "new_tokens", "rounds"):
+        value, low = getattr(config, key), 0 if key == "warmup" else 1
+        if value is not None and value < low:
             raise ConfigError(f"{key} must be at least {low}, got {value}.")
 
 
@@ -151,8 +139,6 @@ def _check_files(config: BenchConfig) -> None:
         raise ConfigError(f"json={config.json}: there is no folder for that file; create it first.")
     if config.plot is None:
         return
-    if config.what in ("cpu", "options"):
-        raise ConfigError(
-            f"plot={config.plot}: bench {config.what} has no limits to draw; leave plot out, or write json=FILE."
-        )
+    if config.what == "cpu":
+        raise ConfigError(f"plot={config.plot}: bench cpu has no limits to draw; leave plot out, or write json=FILE.")
     check_plot(config.plot)

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
+from specgraph.bench.report import column
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -50,14 +51,14 @@ class CpuRow:
         first_s: the seconds of compiling and of the first prompt.
     """
 
-    threads: int
-    decoder: str
-    tokens_per_second: float
-    to_generate: float
-    to_assisted: float | None
-    tokens_per_step: float | None
-    equal: str | None
-    first_s: float
+    threads: int = field(metadata=column("threads"))
+    decoder: str = field(metadata=column("decoder"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    to_generate: float = field(metadata=column("x generate", ".2f"))
+    to_assisted: float | None = field(metadata=column("x assisted", ".2f"))
+    tokens_per_step: float | None = field(metadata=column("tokens/step", ".2f"))
+    equal: str | None = field(metadata=column("equal"))
+    first_s: float = field(metadata=column("first s", ".1f"))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.arithmetic import prompt_flops
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.report import GB, column
 from specgraph.bench.steps import head_of, random_prompts, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -31,23 +32,33 @@ class FirstTokenRow:
     Attributes:
         prompt_length, batch: the length of every prompt, and their number.
         ms: the time of ``generate`` for one token, from the call to its return; the fastest of three.
-        first_ms: the time of the first such call, which compiles kernels and captures CUDA graphs.
         bytes_ms: the time that reading the weights of the target takes at the measured bandwidth.
         flops_ms: the time that the operations of the prompts take at the measured rate of a large product
             (:mod:`specgraph.bench.arithmetic`).
         limit_ms: the longer of the two; ``ratio`` is ``ms / limit_ms``.
+        first_ms: the time of the first such call, which compiles kernels and captures CUDA graphs.
         peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
 
-    prompt_length: int
-    batch: int
-    ms: float
-    first_ms: float
-    bytes_ms: float
-    flops_ms: float
+    prompt_length: int = field(metadata=column("prompt"))
+    batch: int = field(metadata=column("batch"))
+    ms: float = field(metadata=column("ms", ".3f"))
+    bytes_ms: float = field(metadata=column("bytes ms", ".3f"))
+    flops_ms: float = field(metadata=column("FLOPs ms", ".3f"))
     limit_ms: float
-    ratio: float
-    peak_bytes: int
+    ratio: float = field(metadata=column("ms/limit", ".2f"))
+    first_ms: float = field(metadata=column("first call ms", ".3f"))
+    peak_bytes: int = field(metadata=column("peak GB", ".3f", GB))
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"{self.prompt_length} tokens x {self.batch}"
+
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
+        return f"{self.ms:.3g} ms"
 
 
 def bench_first_token(
@@ -93,7 +104,7 @@ def _measure(decoder: SpeculativeDecoder, length: int, batch: int, bandwidth: fl
     flops_ms = 1e3 * batch * prompt_flops(program, length) / rate
     limit = max(bytes_ms, flops_ms)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return FirstTokenRow(length, batch, min(times), first, bytes_ms, flops_ms, limit, min(times) / limit, peak)
+    return FirstTokenRow(length, batch, min(times), bytes_ms, flops_ms, limit, min(times) / limit, first, peak)
 
 
 def _request_ms(decoder: SpeculativeDecoder, length: int, batch: int, seed: int) -> float:

@@ -1,127 +1,154 @@
-"""Writes measurements as tables, JSON and plots."""
+"""Shows measurements as tables, JSON and plots.
+
+A measurement is an object of a dataclass. A table shows the fields whose metadata is a :func:`column`; JSON has all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar
 
-from specgraph.bench.cpu import CpuRow
-from specgraph.bench.first_token import FirstTokenRow
-from specgraph.bench.kernels import KernelRow
-from specgraph.bench.options import OPTION_COLUMNS, OptionRow
-from specgraph.bench.sessions import SESSION_COLUMNS, SessionRow
-from specgraph.bench.steps import StepRow
-from specgraph.bench.tune import TUNE_COLUMNS, TuneRow
-from specgraph.plots import draw_acceptance, draw_times, new_figure, save
+import torch
+
+from specgraph.bench.config import BenchConfig
+from specgraph.config import Config
+from specgraph.drafters.registry import drafter_class
+from specgraph.errors import ConfigError
+from specgraph.plots import draw_times, new_figure, save
 from specgraph.tables import text_table
 
-LimitedRow = StepRow | KernelRow | FirstTokenRow | SessionRow | TuneRow
-"""A measurement beside the time that its bytes take."""
-Limited = Sequence[StepRow] | Sequence[KernelRow] | Sequence[FirstTokenRow] | Sequence[SessionRow] | Sequence[TuneRow]
-Row = LimitedRow | CpuRow | OptionRow
-Rows = Limited | Sequence[CpuRow] | Sequence[OptionRow]
-
-STEP_COLUMNS = {
-    "batch": "batch",
-    "k": "K",
-    "ms": "ms/step",
-    "tokens_per_step": "tokens/step",
-    "tokens_per_second": "tokens/s",
-    "target_bytes": "target GB",
-    "draft_bytes": "draft GB",
-    "cache_bytes": "cache GB",
-    "state_bytes": "state GB",
-    "sequence_bytes": "state GB/seq",
-    "limit_ms": "limit ms",
-    "ratio": "ms/limit",
-    "compile_s": "compile s",
-    "peak_bytes": "peak GB",
-}
-FIRST_TOKEN_COLUMNS = {
-    "prompt_length": "prompt",
-    "batch": "batch",
-    "ms": "ms",
-    "bytes_ms": "bytes ms",
-    "flops_ms": "FLOPs ms",
-    "ratio": "ms/limit",
-    "first_ms": "first call ms",
-    "peak_bytes": "peak GB",
-}
-KERNEL_COLUMNS = {
-    "kernel": "kernel",
-    "shape": "shape",
-    "us": "us",
-    "bytes": "bytes",
-    "limit_us": "limit us",
-    "ratio": "us/limit",
-    "library_us": "library us",
-    "library": "library",
-}
-CPU_COLUMNS = {
-    "threads": "threads",
-    "decoder": "decoder",
-    "tokens_per_second": "tokens/s",
-    "to_generate": "x generate",
-    "to_assisted": "x assisted",
-    "tokens_per_step": "tokens/step",
-    "equal": "equal",
-    "first_s": "first s",
-}
-_DIGITS = {
-    "tokens_per_step": 2,
-    "tokens_per_second": 1,
-    "ratio": 2,
-    "compile_s": 1,
-    "first_s": 1,
-    "to_generate": 2,
-    "to_assisted": 2,
-    "us": 2,
-    "limit_us": 2,
-    "library_us": 2,
-    "acceptance_length": 2,
-    "seconds": 2,
-    "speedup": 2,
-    "limit_s": 2,
-    "share": 2,
-    "over": 1,
-    "error": 2,
-    "to_plain": 2,
-}
+GB = 1e9
+Row = TypeVar("Row")
 
 
-def columns_of(row: Row) -> Mapping[str, str]:
-    """The fields of a row that a table shows, with the names of their columns."""
-    if isinstance(row, CpuRow):
-        return CPU_COLUMNS
-    if isinstance(row, OptionRow):
-        return OPTION_COLUMNS
-    if isinstance(row, SessionRow):
-        return SESSION_COLUMNS
-    if isinstance(row, FirstTokenRow):
-        return FIRST_TOKEN_COLUMNS
-    if isinstance(row, TuneRow):
-        return TUNE_COLUMNS
-    return STEP_COLUMNS if isinstance(row, StepRow) else KERNEL_COLUMNS
+class Limited(Protocol):
+    """A measured time beside the time that its bytes take."""
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+
+    @property
+    def ratio(self) -> float:
+        """The time over its limit."""
 
 
-def table(rows: Rows) -> str:
-    """A table with a line for every row, below the names of the columns."""
-    columns = columns_of(rows[0])
-    cells = [[_cell(name, getattr(row, name)) for name in columns] for row in rows]
-    return text_table(cells, list(columns.values()), align="right")
+class LimitedTime(Limited, Protocol):
+    """The same with the time as text."""
+
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
 
 
-def _cell(name: str, value: Any) -> str:
+class LimitedMs(Limited, Protocol):
+    """The same in milliseconds."""
+
+    @property
+    def ms(self) -> float:
+        """The time."""
+
+    @property
+    def limit_ms(self) -> float:
+        """The time that its bytes take."""
+
+
+def column(title: str, spec: str = "", unit: float = 1) -> dict[str, Any]:
+    """The metadata of a field that tables show below ``title``, in a format of Python's, as a multiple of ``unit``."""
+    return {"title": title, "spec": spec, "unit": unit}
+
+
+def table(rows: Sequence[Any]) -> str:
+    """A table with a line for every row, below the titles of the columns."""
+    shown = [field for field in dataclasses.fields(rows[0]) if field.metadata]
+    cells = [[_cell(getattr(row, field.name), **field.metadata) for field in shown] for row in rows]
+    return text_table(cells, titles(rows[0]), align="right")
+
+
+def titles(row: Any) -> list[str]:
+    """The titles of the columns of a row, or of a class of rows."""
+    return [field.metadata["title"] for field in dataclasses.fields(row) if field.metadata]
+
+
+def _cell(value: Any, title: str, spec: str, unit: float) -> str:
     if value is None:
         return "-"
-    if isinstance(value, float):
-        return f"{value:.{_DIGITS.get(name, 3)}f}"
-    if name.endswith("_bytes"):
-        return f"{value / 1e9:.3f}"
-    return f"{value:,}" if name == "bytes" else str(value)
+    return format(value if unit == 1 else value / unit, spec)
+
+
+def gather(rows: Iterable[Row], line: Callable[[Row], str]) -> list[Row]:
+    """All rows. A line about each is printed as soon as it has been measured."""
+    found: list[Row] = []
+    for row in rows:
+        found.append(row)
+        print(line(row), flush=True)
+    return found
+
+
+def about_run(
+    options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float | None = None
+) -> dict[str, Any]:
+    """What every measurement says of itself."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "what": options.what,
+        "target": options.target,
+        "device": name,
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        **({} if bandwidth is None else {"bandwidth_gb_per_s": bandwidth / GB}),
+    }
+
+
+def about_repeats(options: BenchConfig) -> dict[str, Any]:
+    """How often something was measured, and behind how many tokens."""
+    return {"prompt_length": options.prompt_length, "steps": options.steps}
+
+
+def about_decoder(config: Config) -> dict[str, Any]:
+    """What decides the steps of a decoder."""
+    return {
+        "draft": draft_name(config),
+        "verify": config.verify.rule,
+        "acceptance_rate": config.verify.acceptance_rate,
+        "lowering": config.lowering.name,
+        "numerics": config.numerics,
+    }
+
+
+def draft_name(config: Config) -> str:
+    """The checkpoint of a draft, or the name of the drafter."""
+    if config.draft.model is not None:
+        return config.draft.model
+    drafter = drafter_class(config.draft.kind)
+    name = drafter.called(bool(getattr(config.draft, "parallel", None)))
+    return name if drafter.head is None else f"{name} (random)"
+
+
+def finish(
+    options: BenchConfig, about: Mapping[str, Any], rows: Sequence[Row],
+    plot: Callable[[str, str, Sequence[Row]], None] | None = None,
+) -> None:  # fmt: skip
+    """Print what was measured and the table, and write the JSON and the plot if they were asked for.
+
+    The configuration refuses plots where there is no ``plot``.
+    """
+    print("\n" + heading(about))
+    if not rows:
+        raise ConfigError("None of the kernels is installed; install specgraph again.")
+    print("\n" + table(rows))
+    if options.json is not None:
+        write_json(options.json, about, rows)
+    if options.plot is not None and plot is not None:
+        plot(options.plot, f"{about['target']}, {about['dtype']}, {about['device']}", rows)
+
+
+def heading(about: Mapping[str, Any]) -> str:
+    """What was measured on what, as text."""
+    return text_table([(name, f"{value:,.1f}" if "_per_s" in name else str(value)) for name, value in about.items()])
 
 
 def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Any]) -> None:
@@ -130,61 +157,27 @@ def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Any]) -> None
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
 
 
-def plot(path: str, title: str, rows: Limited) -> None:
-    """Draw the measured times beside the limit of each.
-
-    Steps are drawn in milliseconds, and the acceptance of several drafts beside them. Others are drawn as the ratio to
-    their limits, since they differ by orders of magnitude.
-    """
-    if isinstance(rows[0], TuneRow):
-        _plot_tuning(path, title, cast(Sequence[TuneRow], rows))
-        return
+def plot_times(path: str, title: str, rows: Sequence[LimitedMs]) -> None:
+    """Draw the measured times beside the limit of each, in milliseconds."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()
-    if isinstance(rows[0], StepRow):
-        steps = cast(Sequence[StepRow], rows)
-        draw_times(axes, [_label(row) for row in steps], [row.ms for row in steps], [row.limit_ms for row in steps])
-    else:
-        _draw_ratios(axes, rows)
+    draw_times(axes, [row.label for row in rows], [row.ms for row in rows], [row.limit_ms for row in rows])
     axes.set(title=title)
     save(figure, path)
 
 
-def _draw_ratios(axes: Any, rows: Limited) -> None:
+def plot_ratios(path: str, title: str, rows: Sequence[LimitedTime]) -> None:
+    """Draw the ratios of times to their limits, where the times differ by orders of magnitude."""
+    figure = new_figure(7, 1 + 0.3 * len(rows))
+    axes = figure.subplots()
     places = range(len(rows))
     axes.barh(places, [row.ratio for row in rows], color="tab:blue")
     axes.axvline(1.0, color="tab:red", linestyle="--")
     for place in places:
-        axes.text(rows[place].ratio, place, f" {_time(rows[place])}", va="center")
+        axes.text(rows[place].ratio, place, f" {rows[place].time}", va="center")
     axes.set(xlabel="time over its limit", yticks=places)
-    axes.set_yticklabels([_label(row) for row in rows])
+    axes.set_yticklabels([row.label for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
-
-
-def _plot_tuning(path: str, title: str, rows: Sequence[TuneRow]) -> None:
-    """Acceptance by position for each draft and rule at the largest K, and the step times of everything."""
-    figure = new_figure(12, max(4, 1 + 0.25 * len(rows)))
-    left, right = figure.subplots(1, 2)
-    longest = sorted((row for row in rows if row.k), key=lambda row: row.k)
-    names = {f"{Path(row.draft).name}, {row.rule}": row.acceptance for row in longest}
-    draw_acceptance(left, dict(sorted(names.items())))
-    draw_times(right, [_label(row) for row in rows], [row.ms for row in rows], [row.limit_ms for row in rows])
-    figure.suptitle(title)
+    axes.set(title=title)
     save(figure, path)
-
-
-def _label(row: LimitedRow) -> str:
-    if isinstance(row, TuneRow):
-        return f"batch {row.batch}, {Path(row.draft).name}" + (f", K = {row.k}, {row.rule}" if row.k else "")
-    if isinstance(row, SessionRow):
-        return f"{row.how}, K = {row.k}"
-    if isinstance(row, FirstTokenRow):
-        return f"{row.prompt_length} tokens x {row.batch}"
-    return f"batch {row.batch}, K = {row.k}" if isinstance(row, StepRow) else f"{row.kernel}, {row.shape}"
-
-
-def _time(row: LimitedRow) -> str:
-    if isinstance(row, SessionRow):
-        return f"{row.seconds:.3g} s"
-    return f"{row.us:.3g} us" if isinstance(row, KernelRow) else f"{row.ms:.3g} ms"

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.report import column
 from specgraph.bench.steps import counts_of, head_of, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -32,22 +33,6 @@ from specgraph.runtime.outputs import StreamChunk
 
 Call = dict[str, Any]
 """The arguments of ``generate`` or ``stream``."""
-SESSION_COLUMNS = {
-    "k": "K",
-    "how": "decoded",
-    "prompt_steps": "prompt steps",
-    "decode_steps": "decode steps",
-    "shared_steps": "with prompts",
-    "new_tokens": "tokens",
-    "acceptance_length": "tokens/step",
-    "seconds": "s",
-    "tokens_per_second": "tokens/s",
-    "speedup": "x batches",
-    "limit_s": "limit s",
-    "share": "share of limit",
-    "differing": "differ",
-    "compile_s": "compile s",
-}
 BATCHES, SESSION = "in batches", "as a session"
 
 
@@ -72,20 +57,30 @@ class SessionRow:
         compile_s: the seconds of ``compile_speculative``, and of a first round that is not measured.
     """
 
-    k: int
-    how: str
-    prompt_steps: int
-    decode_steps: int
-    shared_steps: int
-    new_tokens: int
-    acceptance_length: float
-    seconds: float
-    tokens_per_second: float
-    speedup: float
-    limit_s: float
-    share: float
-    differing: int
-    compile_s: float
+    k: int = field(metadata=column("K"))
+    how: str = field(metadata=column("decoded"))
+    prompt_steps: int = field(metadata=column("prompt steps"))
+    decode_steps: int = field(metadata=column("decode steps"))
+    shared_steps: int = field(metadata=column("with prompts"))
+    new_tokens: int = field(metadata=column("tokens"))
+    acceptance_length: float = field(metadata=column("tokens/step", ".2f"))
+    seconds: float = field(metadata=column("s", ".2f"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    speedup: float = field(metadata=column("x batches", ".2f"))
+    limit_s: float = field(metadata=column("limit s", ".2f"))
+    share: float = field(metadata=column("share of limit", ".2f"))
+    differing: int = field(metadata=column("differ"))
+    compile_s: float = field(metadata=column("compile s", ".1f"))
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"{self.how}, K = {self.k}"
+
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
+        return f"{self.seconds:.3g} s"
 
     @property
     def ratio(self) -> float:

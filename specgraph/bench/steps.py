@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.models import random_head
+from specgraph.bench.report import GB, column
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig
 from specgraph.config.draft import LOOKUPS
@@ -44,21 +45,26 @@ class StepRow:
         peak_bytes: the most memory that was in use on a GPU; 0 on a CPU.
     """
 
-    batch: int
-    k: int
-    ms: float
+    batch: int = field(metadata=column("batch"))
+    k: int = field(metadata=column("K"))
+    ms: float = field(metadata=column("ms/step", ".3f"))
     mean_ms: float
-    tokens_per_step: float
-    tokens_per_second: float
-    target_bytes: int
-    draft_bytes: int
-    cache_bytes: int
-    state_bytes: int
-    sequence_bytes: int
-    limit_ms: float
-    ratio: float
-    compile_s: float
-    peak_bytes: int
+    tokens_per_step: float = field(metadata=column("tokens/step", ".2f"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    target_bytes: int = field(metadata=column("target GB", ".3f", GB))
+    draft_bytes: int = field(metadata=column("draft GB", ".3f", GB))
+    cache_bytes: int = field(metadata=column("cache GB", ".3f", GB))
+    state_bytes: int = field(metadata=column("state GB", ".3f", GB))
+    sequence_bytes: int = field(metadata=column("state GB/seq", ".3f", GB))
+    limit_ms: float = field(metadata=column("limit ms", ".3f"))
+    ratio: float = field(metadata=column("ms/limit", ".2f"))
+    compile_s: float = field(metadata=column("compile s", ".1f"))
+    peak_bytes: int = field(metadata=column("peak GB", ".3f", GB))
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"batch {self.batch}, K = {self.k}"
 
 
 @dataclass(frozen=True)

@@ -40,26 +40,6 @@ def sweep(values: Tensor) -> Tensor:
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _maxima_kernel(rows, maxima, width, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the maximum of one split of one row. The grid is (splits, rows)."""
-    row, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    place = split * SPLIT + tl.arange(0, SPLIT)
-    values = tl.load(rows + row * width + place, mask=place < width, other=-float("inf"))
-    tl.store(maxima + row * tl.num_programs(0) + split, tl.max(values.to(tl.float32), 0))
-
-
-def split_maxima(rows: Tensor, split: int, num_warps: int) -> Tensor:
-    """The maxima ``[R, ceil(V / split)]`` of the splits of rows ``[R, V]``, in float32.
-
-    Nothing that reads all logits can compute less.
-    """
-    count, width = rows.shape
-    maxima = rows.new_empty((count, triton.cdiv(width, split)), dtype=torch.float32)
-    _maxima_kernel[(maxima.shape[1], count)](rows, maxima, width, SPLIT=split, num_warps=num_warps)
-    return maxima
-
-
 def measure_bandwidth(device: torch.device, size: int | None = None) -> float:
     """Bytes per second, measured on a GPU by reading and on a CPU by copying, where read and written bytes count."""
     if device.type == "cuda":

@@ -13,7 +13,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,29 +22,19 @@ from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
+from specgraph.bench.report import column
 from specgraph.bench.steps import check_positions, needed_length, time_steps, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.ir.traffic import STAGE, step_traffic
+from specgraph.plots import draw_acceptance, draw_times, new_figure, save
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Stats
 
 PLAIN = "none"
 CLOSE = 0.02
 """Speeds that differ by less than this share are called equally good: step times vary by as much from run to run."""
-TUNE_COLUMNS = {
-    "batch": "batch",
-    "draft": "draft",
-    "rule": "rule",
-    "k": "K",
-    "tokens_per_step": "tokens/step",
-    "error": "+-",
-    "ms": "ms/step",
-    "limit_ms": "limit ms",
-    "tokens_per_second": "tokens/s",
-    "to_plain": "x plain",
-}
 
 
 @dataclass(frozen=True)
@@ -63,17 +54,22 @@ class TuneRow:
         acceptance: for each draft position, the share of decode steps that accepted it.
     """
 
-    batch: int
-    draft: str
-    rule: str
-    k: int
-    tokens_per_step: float
-    error: float
-    ms: float
-    limit_ms: float
-    tokens_per_second: float
-    to_plain: float
+    batch: int = field(metadata=column("batch"))
+    draft: str = field(metadata=column("draft"))
+    rule: str = field(metadata=column("rule"))
+    k: int = field(metadata=column("K"))
+    tokens_per_step: float = field(metadata=column("tokens/step", ".2f"))
+    error: float = field(metadata=column("+-", ".2f"))
+    ms: float = field(metadata=column("ms/step", ".3f"))
+    limit_ms: float = field(metadata=column("limit ms", ".3f"))
+    tokens_per_second: float = field(metadata=column("tokens/s", ".1f"))
+    to_plain: float = field(metadata=column("x plain", ".2f"))
     acceptance: list[float]
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"batch {self.batch}, {Path(self.draft).name}" + (f", K = {self.k}, {self.rule}" if self.k else "")
 
     @property
     def ratio(self) -> float:
@@ -266,3 +262,15 @@ def _choice(row: TuneRow) -> _Choice:
 
 def _speed(row: TuneRow) -> float:
     return row.tokens_per_second
+
+
+def plot_tuning(path: str, title: str, rows: Sequence[TuneRow]) -> None:
+    """Draw acceptance by position for each draft and rule at the largest K, and the step times of everything."""
+    figure = new_figure(12, max(4, 1 + 0.25 * len(rows)))
+    left, right = figure.subplots(1, 2)
+    longest = sorted((row for row in rows if row.k), key=lambda row: row.k)
+    names = {f"{Path(row.draft).name}, {row.rule}": row.acceptance for row in longest}
+    draw_acceptance(left, dict(sorted(names.items())))
+    draw_times(right, [row.label for row in rows], [row.ms for row in rows], [row.limit_ms for row in rows])
+    figure.suptitle(title)
+    save(figure, path)

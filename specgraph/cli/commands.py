@@ -177,12 +177,10 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 
 
 def bench(cfg: DictConfig) -> dict[str, str]:
-    """Time steps, kernels, linears, the first token, sessions, options or whole answers, compare drafts, or soak a
-    session. Print what was measured, and a table."""
+    """Time steps, the first token, sessions or whole answers, or compare drafts. Print what was measured."""
     from specgraph.bench import run
     from specgraph.bench.config import BenchConfig, check_bench_config, check_kind
     from specgraph.bench.models import SHAPES
-    from specgraph.bench.options import describe
 
     check_kind(cfg.what)
     if OmegaConf.is_missing(cfg, "target"):
@@ -199,23 +197,14 @@ def bench(cfg: DictConfig) -> dict[str, str]:
         return _bench_cpu(options, config, device, dtype)
     if options.what == "tune":
         return _bench_tune(options, config, device, dtype)
-    rows: Limited
-    if options.what == "kernels":
-        rows = run.run_kernels(options, torch.device(device))
-    elif options.what == "linears":
-        rows = run.run_linears(options, torch.device(device))
+    prompts, model = _file_prompts(options), _bench_model(options, device, dtype)
+    rows: Sequence[Limited]
+    if options.what == "sessions":
+        rows = run.run_sessions(model, prompts, options, config)
+    elif options.what == "first_token":
+        rows = run.run_first_token(model, options, config)
     else:
-        prompts, model = _file_prompts(options), _bench_model(options, device, dtype)
-        if options.what == "soak":
-            return {"requests": str(sum(row.requests for row in run.run_soak(model, options, config)))}
-        if options.what == "options":
-            return dict(describe(run.run_options(model, options, config)))
-        if options.what == "sessions":
-            rows = run.run_sessions(model, prompts, options, config)
-        elif options.what == "first_token":
-            rows = run.run_first_token(model, options, config)
-        else:
-            rows = run.run_steps(model, options, config)
+        rows = run.run_steps(model, options, config)
     return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
 
 

@@ -98,10 +98,9 @@ COMMANDS = {
         ("path",),
     ),
     "bench": Command(
-        "time steps, kernels, first tokens, sessions and more, or find the best draft for some prompts",
+        "time steps, first tokens, sessions and more, or find the best draft for some prompts",
         _bench_config,
-        "[kernels|linears|first_token|sessions|options|soak|cpu|tune] target=SHAPE|MODEL [draft=NAME|PATH] "
-        "[KEY=VALUE ...]",
+        "[first_token|sessions|cpu|tune] target=SHAPE|MODEL [draft=NAME|PATH] [KEY=VALUE ...]",
         (
             "target=tiny-shape draft=eagle3 batch_sizes=[1,8]",
             "tune target=path/of/a/model drafts=[ngram,path/of/a/draft] prompts=questions.jsonl batch_sizes=[1,8]",

@@ -186,7 +186,7 @@ def _requirements() -> tuple[_Requirement, ...]:
         lines = metadata.requires("specgraph") or []
     except metadata.PackageNotFoundError:
         lines = []
-    matches = [re.match(r"([\w.-]+)(?:\[.*?\])?\s*(?:>=\s*([\w.]+))?[^;]*(?:;.*extra\s*==\s*[\"'](\w+))?", line)
+    matches = [re.match(r"([\w.-]+)(?:\[.*?\])?(?:[^;]*?>=\s*([\w.]+))?[^;]*(?:;.*extra\s*==\s*[\"'](\w+))?", line)
                for line in lines]  # fmt: skip
     return tuple(_Requirement(match[1], match[2] or "", match[3]) for match in matches if match is not None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specgraph.compat import pytree
 from specgraph.errors import NumericsError
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, random_window
@@ -49,7 +50,7 @@ def check_drafts(program: Program) -> None:
     with torch.no_grad():
         results = probe.executable()(window=window, **example_state(probe, window.shape[1]))
     for node, result in zip(own, results if isinstance(results, tuple) else (results,), strict=True):
-        tensors = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, Tensor)]
+        tensors = [value for value in pytree.tree_leaves(result) if isinstance(value, Tensor)]
         if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in tensors):
             raise NumericsError(
                 f"The draft computes NaN from random tokens: its module {node.target} gives it, and no weight holds "

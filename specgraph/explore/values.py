@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from specgraph.compat import pytree
 from specgraph.compiler.numerics import ROUNDING
 from specgraph.dump import LoadedStage, load_stage
 from specgraph.errors import ConfigError

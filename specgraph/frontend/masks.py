@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from specgraph.compat import DisableTorchFunctionSubclass
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.exporting import own_copy
 
@@ -59,7 +60,7 @@ class BuiltMask(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` on plain tensors, and return the mask itself if the result has all of its elements."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if not args or not isinstance(args[0], BuiltMask) or not isinstance(result, Tensor):
                 return result

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils import output_capturing
 
 import specgraph.kernels.attention.attention  # noqa: F401  (registers the op)
+from specgraph.compat import output_capturing
 from specgraph.errors import UnsupportedModelError
 from specgraph.frontend.experts import HOOK, hook_experts
 from specgraph.frontend.masks import AttentionCall, attention_calls, check_masks, mask_hook, note_attention

@@ -13,10 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from specgraph import kernels
+from specgraph.compat import CustomGraphPass, LazyGraphModule, get_hash_for_files, symbolic_shapes_config
 from specgraph.ir.regions import cut_at_layers
 
 MOST_LAYOUTS = 256
@@ -64,8 +63,7 @@ def start_compiler() -> None:
     """
     # What the thread needs is imported here, because two threads that import modules which import each other may see
     # unfinished ones. The first request would import it otherwise.
-    from torch._inductor import compile_fx  # noqa: F401
-    from torch._inductor.async_compile import AsyncCompile
+    from specgraph.compat import AsyncCompile, compile_fx  # noqa: F401
 
     def compile_small_kernel() -> None:
         with contextlib.suppress(Exception):
@@ -112,7 +110,7 @@ class Compiled(nn.Module):
         """The last ``num_weights`` inputs of every call are weights."""
         super().__init__()
         if isinstance(module, fx.GraphModule):
-            _LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
+            LazyGraphModule.force_recompile(module)  # Dynamo cannot trace a forward that generates its own code
         self._num_weights = num_weights
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         self._checked = torch.compile(module, backend=_inductor, dynamic=True, options=options)
@@ -132,7 +130,7 @@ class Compiled(nn.Module):
         if direct is not None:
             return direct(inputs)
         # Two sizes that are equal by chance, such as those of a batch and of a cache, stay two sizes.
-        sizes: Any = torch.fx.experimental._config
+        sizes: Any = symbolic_shapes_config
         with _CHECKED, sizes.patch(use_duck_shape=False), _noting() as noted:
             results = self._checked(*args, **kwargs)
         direct = _direct_call(inputs, noted, results)
@@ -213,7 +211,7 @@ def _noting() -> Iterator[list[_Noted]]:
 
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
     """Inductor as a backend of Dynamo, whose functions note their calls."""
-    from torch._inductor.compile_fx import compile_fx  # takes a second
+    from specgraph.compat import compile_fx  # takes a second
 
     function: Any = compile_fx(graph, inputs, config_patches={"post_grad_custom_pre_pass": _OurOps()})
 

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import _symbolic_trace, proxy
 
+from specgraph.compat import Patcher, proxy
 from specgraph.ir.origins import ModelFrames
 
 _EXPORTING = threading.RLock()
@@ -39,16 +39,15 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def exporting() -> Iterator[None]:
     """For as long as the context lasts, this thread may export, and no other thread notices."""
     # This import takes a second, and torch.export makes it anyway.
-    from torch._dynamo.convert_frame import compile_lock
+    from specgraph.compat import compile_lock, dynamo_config
 
     with _EXPORTING, compile_lock, contextlib.ExitStack() as stack:
-        patcher = _symbolic_trace._Patcher
-        stack.enter_context(replaced(patcher, "patch_method", _patching_here(patcher.patch_method)))
+        stack.enter_context(replaced(Patcher, "patch_method", _patching_here(Patcher.patch_method)))
         for name in ("is_compiling", "is_exporting"):
             here = _only_here(getattr(torch.compiler, name), lambda: False)
             stack.enter_context(replaced(torch.compiler, name, here))
         # Symbolic shapes are seldom the same, so that a quarter of an export went to noting what is not asked for.
-        stack.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
+        stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
         for name, method in (("__enter__", _enter_no_grad), ("__exit__", _exit_no_grad)):
             stack.enter_context(replaced_here(torch.no_grad, name, method))
         if hasattr(proxy, "CapturedTraceback"):

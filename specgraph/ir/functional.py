@@ -6,7 +6,8 @@ import operator
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+
+from specgraph.compat import DispatchKey, OpOverload, pytree
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -24,12 +25,12 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _replace(node: fx.Node) -> bool:
     """Let an op return its result instead of writing it, if nobody else could see what it writes."""
-    assert isinstance(node.target, torch._ops.OpOverload)  # only these are mutable
+    assert isinstance(node.target, OpOverload)  # only these are mutable
     twin, written = _twin(node.target), node.args[0] if node.args else None
     if twin is None or not isinstance(written, fx.Node) or not _is_alone(written, node):
         return False
@@ -38,7 +39,7 @@ def _replace(node: fx.Node) -> bool:
     return True
 
 
-def _twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _twin(op: OpOverload) -> OpOverload | None:
     """The op that returns what ``op`` writes into its first argument, such as ``div.Tensor`` for ``div_.Tensor``."""
     arguments, returns = op._schema.arguments, op._schema.returns
     writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
@@ -71,9 +72,9 @@ def _tells_aliases(node: fx.Node) -> bool:
     A composite op whose schema names no view may still return its argument, as dropout does that is off, where the fake
     tensors say that it does not.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
-    composite = node.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    composite = node.target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     return not composite or any(one.alias_info is not None for one in node.target._schema.returns)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
 
+from specgraph.compat import LazyGraphModule, OpOverload, pytree
 from specgraph.errors import UnsupportedModelError
 from specgraph.ir.exporting import exporting, own_copy
 from specgraph.ir.functional import functional
@@ -56,7 +55,7 @@ def new_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
 def _impure_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
     # Every pass gets a copy of every module, and few of the copies are ever called. This class generates the Python
     # code of its graph when it is first called or read, and not when it is made.
-    module = _LazyGraphModule(root, graph, name)
+    module = LazyGraphModule(root, graph, name)
     module._is_impure = True  # type: ignore[assignment]
     return module.eval()
 
@@ -100,7 +99,7 @@ def written_by(node: fx.Node, declared: Mapping[Callable[..., object], tuple[str
     ``declared`` names them for every function that writes any; the schema of an op says it by itself.
     """
     names: tuple[str, ...] = ()
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         parameters = node.target._schema.arguments
         names = tuple(a.name for a in parameters if a.alias_info is not None and a.alias_info.is_write)
     elif callable(node.target):
@@ -116,7 +115,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     Raises:
         TypeError: the call does not fit the function.
     """
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         parameters = node.target._schema.arguments
         defaults = {a.name: a.default_value for a in parameters if a.has_default_value()}
         given = {a.name: value for a, value in zip(parameters, node.args, strict=False)}

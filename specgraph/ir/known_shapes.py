@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from specgraph.compat import pytree
 from specgraph.ir.graphs import get_attribute
 
 MOST = 512

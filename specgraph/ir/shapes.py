@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
+from specgraph.compat import FakeTensorMode, OpOverload, ShapeEnv, pytree
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute, written_by
 from specgraph.ir.known_shapes import (
@@ -369,7 +367,7 @@ def _check_written(node: fx.Node, written: Sequence[fx.Node]) -> None:
 def called(node: fx.Node) -> str:
     """What a node calls, as a message says it."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else str(target)
+    return str(node.target) if isinstance(node.target, OpOverload) else str(target)
 
 
 def _reason(error: Exception) -> str:

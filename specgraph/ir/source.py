@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import _get_qualified_name
 
+from specgraph.compat import HigherOrderOperator, OpOverload, OpOverloadPacket, qualified_name
 from specgraph.errors import ConfigError, VerificationError
 from specgraph.ir.origins import model_line
 from specgraph.ir.shapes import LAYOUT, called, describe_bytes, items_of, propagate, shape_of
@@ -147,12 +147,12 @@ class _Source:
 
     def _import(self, function: Any) -> str:
         """The expression that names a function; an import is added if it needs one."""
-        if isinstance(function, torch._ops.HigherOrderOperator):
+        if isinstance(function, HigherOrderOperator):
             return f"torch.ops.higher_order.{function}"
-        if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(function, OpOverload | OpOverloadPacket):
             return f"torch.ops.{function}"
         if _root(function):
-            return _get_qualified_name(function).removeprefix("_")
+            return qualified_name(function).removeprefix("_")
         module, name = _home(function), function.__qualname__
         if not name.isidentifier():
             self._missing.append(self._unique(function.__name__))
@@ -280,7 +280,7 @@ def _home(function: Any) -> str:
 
 def _root(function: Any) -> str:
     """The package before a function's name, as in ``math.floor``; empty if the function itself is imported."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+    if isinstance(function, OpOverload | OpOverloadPacket | HigherOrderOperator):
         return "torch"
     module = getattr(function, "__module__", None) or "torch"
     root = module.partition(".")[0]

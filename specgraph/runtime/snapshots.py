@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specgraph.compat import foreach_copy
 from specgraph.ir.state import HasInputs, State, each_buffer
 from specgraph.kernels.state import Buffer, buffers_of
 
@@ -157,4 +158,4 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each first tensor into the second; all have one dtype, so that few launches do it on a GPU."""
     if pairs:
         sources, targets = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        foreach_copy(targets, sources, non_blocking=True)

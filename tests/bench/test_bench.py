@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -13,11 +12,9 @@ import torch
 
 from specgraph.bench import steps
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import cases
-from specgraph.bench.models import SHAPES, random_head, random_target, shape_config
-from specgraph.bench.report import KERNEL_COLUMNS, STEP_COLUMNS
-from specgraph.bench.sizes import Experts, Sizes
-from specgraph.bench.timing import measure_bandwidth, median_seconds, split_maxima, sweep
+from specgraph.bench.models import SHAPES, random_head, random_target
+from specgraph.bench.report import titles
+from specgraph.bench.timing import measure_bandwidth, median_seconds, sweep
 from specgraph.cli import main
 from specgraph.drafters.eagle3 import RANDOM_VOCAB, Eagle3DraftConfig
 from specgraph.ir.traffic import step_traffic
@@ -91,13 +88,6 @@ def test_of_experts_those_count_that_rows_meet(batch: int, k: int, met: float) -
     assert step_traffic(program, batch, 0.0, k).target_weights == every - round(2 * per_layer * (1 - met))
 
 
-def test_the_limit_of_the_8b_shape_is_that_of_the_design() -> None:
-    """15.01 GB of weights, and 0.75 GB per draft call with 0.10 GB of fc: known beforehand."""
-    sizes = Sizes.of(shape_config("llama-3-8b-shape"))
-    layer = sum(inputs * outputs for name, (inputs, outputs) in sizes.linears.items() if name != "lm_head")
-    assert 2 * (32 * layer + sizes.hidden * sizes.vocab) == pytest.approx(15.01e9, rel=1e-3)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_can_be_built(name: str) -> None:
     with torch.device("meta"):
@@ -143,12 +133,6 @@ def test_bandwidth_and_times_are_positive() -> None:
     assert median_seconds(torch.device("cpu"), [lambda: torch.ones(3), lambda: torch.ones(4)], 3, 1) > 0
 
 
-def test_maxima_of_splits() -> None:
-    rows = torch.randn(3, 300, device="cuda" if torch.cuda.is_available() else "cpu")
-    expected = torch.stack([part.amax(-1) for part in rows.split(128, -1)], -1)
-    assert torch.equal(split_maxima(rows, 128, 4), expected)
-
-
 def test_the_sweep_reads_every_value() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     values = torch.randn(2 * 8 * 4096, device=device)
@@ -161,7 +145,7 @@ def test_table_json_and_plot_of_steps(tmp_path: Path, capsys: pytest.CaptureFixt
     given = ["target=tiny-shape", "batch_sizes=[1,2]", *QUICK, f"json={written}", f"plot={drawn}"]
     assert main(["bench", *given]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown.splitlines()[-3] for name in STEP_COLUMNS.values())
+    assert all(title in shown.splitlines()[-3] for title in titles(steps.StepRow))
     assert "draft               eagle3 (random)" in shown and "bandwidth_gb_per_s  1.0" in shown
     found = json.loads(written.read_text())
     assert [(row["batch"], row["k"]) for row in found["rows"]] == [(1, 2), (2, 2)]
@@ -184,76 +168,10 @@ def test_a_model_and_its_draft_by_path(tmp_path: Path, capsys: pytest.CaptureFix
     assert shown.splitlines()[-1].split()[:2] == ["2", "2"]
 
 
-def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written = tmp_path / "kernels.json"
-    given = ["target=tiny-shape", "batch_sizes=[2]", *QUICK, f"json={written}"]
-    assert main(["bench", "kernels", *given]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in KERNEL_COLUMNS.values())
-    found = json.loads(written.read_text())["rows"]
-    assert {row["kernel"] for row in found} == {
-        "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
-    }  # fmt: skip
-    assert all(row["us"] > 0 and row["library_us"] > 0 for row in found)
-    rows = {(row["kernel"], row["shape"]): row["bytes"] for row in found}
-    assert rows["linear", "qkv 128x64, 6 rows"] == 4 * (128 * 64 + 6 * 64 + 6 * 128)
-    assert rows["linear", "qkv with norm, 128x64, 2 rows"] == 4 * (128 * 64 + 2 * 64 + 2 * 128)
-    assert rows["linear", "gate_up with norm, silu, 384x64, 2 rows"] == 4 * (384 * 64 + 2 * 64 + 2 * 192)
-    assert rows["linear", "down with residual, next norm, 64x192, 2 rows"] == 4 * (64 * 192 + 2 * 192 + 64 + 3 * 2 * 64)
-    assert rows["rms_norm", "64 wide, 2 rows"] == 4 * (2 * 2 * 64 + 64)
-    for how in ("greedy", "temperature 0.8", "temperature 0.8, top-p 0.9"):
-        assert rows["verify", f"batch 2, K = 2, 512 tokens, {how}"] == 4 * 2 * 3 * 512
-    attended = 2 * 2 * 2 * 16 * (9 + 2 * 3) + 2 * 2 * 3 * 64
-    assert rows["paged_attention", "batch 2, 3 rows, context 9"] == 4 * attended
-    assert rows["record_tokens", "batch 2, 4 tokens"] == 8 * 2 * 4 * 3
-    for name in ("ngram_lookup", "suffix_lookup"):
-        assert rows[name, "batch 2, K = 2, 9 tokens"] == 8 * 2 * (9 + 2)
-
-
-def small_options() -> BenchConfig:
-    options = BenchConfig(target="x", batch_sizes=[2], num_speculative_tokens=[2], prompt_length=9)
-    options.cache.prefill_chunk = 16
-    return options
-
-
-TINY_EXPERTS = dataclasses.replace(Sizes.of(shape_config("tiny-shape")), experts=Experts(8, 2, 24))
-
-
-def test_experts_are_in_the_place_of_the_feed_forward_part() -> None:
-    sizes = Sizes.of(shape_config("qwen3-30b-a3b-shape"))
-    assert sizes.experts == Experts(128, 8, 768)
-    layer = 128 * 3 * 768 * 2048 + sum(i * o for name, (i, o) in sizes.linears.items() if name != "lm_head")
-    assert 48 * layer + 2 * sizes.hidden * sizes.vocab == pytest.approx(30.5e9, rel=2e-3)
-    found = {case.kernel for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)}
-    assert "expert_linear" in found
-
-
-def test_only_experts_that_are_met_count() -> None:
-    found = [
-        case for case in cases(TINY_EXPERTS, small_options(), torch.device("cpu"), torch.float32)
-        if case.kernel == "expert_linear"
-    ]  # fmt: skip
-    assert found[0].shape == "gate_up 48x64, 2 rows, 2 of 8 experts, 2 met"
-    assert found[0].bytes == 4 * (2 * 48 * 64 + 4 * 64 + 4 * 48)
-
-
-@pytest.mark.parametrize("sizes", [Sizes.of(shape_config("tiny-shape")), TINY_EXPERTS], ids=["dense", "experts"])
-def test_what_is_compared_with_a_library_is_the_same(sizes: Sizes) -> None:
-    for case in cases(sizes, small_options(), torch.device("cpu"), torch.float32):
-        ours, libraries = case.make()
-        if case.kernel in ("linear", "rms_norm", "expert_linear"):
-            for call in libraries.values():
-                assert torch.allclose(ours(), call(), atol=1e-4), case.shape  # type: ignore[arg-type]
-        if case.kernel in ("ngram_lookup", "suffix_lookup"):
-            assert all(torch.equal(ours(), call()) for call in libraries.values())  # type: ignore[arg-type]
-        if case.kernel == "verify":
-            assert bool((ours()[1] >= 1).all())  # type: ignore[index]
-
-
 MISTAKES = {
     "target=llama-3-8-shape": "There is no target=llama-3-8-shape (did you mean 'llama-3-8b-shape'?); shapes are ",
     "target=./nowhere": "target=./nowhere: there is no such folder.",
-    "what=kernel": "There is no bench kernel (did you mean 'kernels'?); it is steps, kernels, linears, first_token, ",
+    "what=session": "There is no bench session (did you mean 'sessions'?); it is steps, first_token, sessions, cpu or ",
     "batch_sizes=[0,4]": "batch_sizes is a list of numbers from 1 up, such as [1,8], got [0, 4].",
     "batch_sizes=4": "batch_sizes is a list or null, not '4'.",
     "num_speculative_tokens=[]": "num_speculative_tokens is a list of numbers from 1 up, such as [1,8], got [].",
@@ -291,8 +209,8 @@ def test_missing_target(capsys: pytest.CaptureFixture[str]) -> None:
         "qwen3.5-small-shape|tiny-shape, "
         "or the folder or name of a model.\n"
     )
-    assert main(["bench", "kernel"]) == 2
-    assert capsys.readouterr().err.startswith("error: There is no bench kernel (did you mean 'kernels'?)")
+    assert main(["bench", "session"]) == 2
+    assert capsys.readouterr().err.startswith("error: There is no bench session (did you mean 'sessions'?)")
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

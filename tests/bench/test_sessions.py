@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.report import table
+from specgraph.bench.report import table, titles
 from specgraph.bench.sessions import (
     BATCHES,
     SESSION,
-    SESSION_COLUMNS,
+    SessionRow,
     Work,
     Workload,
     file_workload,
@@ -91,7 +91,7 @@ def test_batches_wait_for_their_longest_sequence_and_a_session_does_not() -> Non
     assert batches.speedup == 1
     assert session.speedup == pytest.approx(batches.seconds / session.seconds)
     assert session.limit_s < batches.limit_s
-    assert all(name in table([batches, session]).splitlines()[0] for name in SESSION_COLUMNS.values())
+    assert all(title in table([batches, session]).splitlines()[0] for title in titles(SessionRow))
 
 
 def test_table_json_and_plot_of_random_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

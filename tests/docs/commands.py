@@ -21,6 +21,9 @@ from typing import cast
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.command import read_options
+from benchmarks.linears import LinearOptions
+from benchmarks.soak import SoakOptions
 from specgraph.bench.config import BenchConfig, check_bench_config
 from specgraph.bench.models import SHAPES
 from specgraph.cli import commands, main
@@ -176,7 +179,8 @@ def _pytest(words: list[str]) -> str:
     return ""
 
 
-BENCHMARKS = ("fetch_models", "real_models", "markdown")
+BENCHMARKS = ("count_lines", "fetch_models", "real_models", "markdown")
+TIMED = ("kernels", "linears", "options", "soak")
 
 
 def _benchmark(name: str, words: list[str]) -> str:
@@ -185,6 +189,17 @@ def _benchmark(name: str, words: list[str]) -> str:
     unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in text]
     if unknown:
         raise CommandError(f"benchmarks/{name}.py has no option {', '.join(unknown)}")
+    return ""
+
+
+def _timed(name: str, words: list[str]) -> str:
+    """A script that times something on a GPU, or for a long time: its keys must exist, and so must what they name."""
+    options = {"linears": LinearOptions, "soak": SoakOptions}.get(name, BenchConfig)
+    config, given = read_options(words, options, {})
+    check_bench_config(given)
+    for path in (given.target, config.draft.model):
+        if path is not None and path not in SHAPES and not Path(path).exists():
+            raise CommandError(f"{path} does not exist in the folder of the test")
     return ""
 
 
@@ -208,6 +223,7 @@ CHECKS = cast(
         ("bash", "tests/gpu/run_offline.sh"): _on_a_gpu,
         ("bash", "benchmarks/train_head.sh"): _trained_head,
         **{("python", f"benchmarks/{name}.py"): functools.partial(_benchmark, name) for name in BENCHMARKS},
+        **{("python", "-m", f"benchmarks.{name}"): functools.partial(_timed, name) for name in TIMED},
         ("python",): _example,
     },
 )

@@ -1,4 +1,4 @@
-"""The bench command runs on a GPU; what it measures is not judged here."""
+"""The bench command and the scripts for developers run on a GPU; what they measure is not judged here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import kernels, linears
 from specgraph.bench.timing import measure_bandwidth, median_seconds
 from specgraph.cli import main
 
@@ -47,21 +48,18 @@ def test_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(row["ms"] > row["limit_ms"] / 2 > 0 and row["peak_bytes"] > 2e9 for row in rows)
 
 
-def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["target=llama-3.2-1b-shape", "rows=[1,300]", "steps=3", "warmup=1", f"json={tmp_path / 'a.json'}"]
-    assert main(["bench", "linears", *given]) == 0, capsys.readouterr().err
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert len(rows) == 10 and all(row["us"] > 0 and row["library_us"] > 0 for row in rows)
+def test_linears(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = linears.main(["target=llama-3.2-1b-shape", "rows=[1,300]", "steps=3", "warmup=1"])
+    assert len(rows) == 10 and all(row.us > 0 and row.library_us for row in rows)
     assert "    linear={(3072, 2048): (" in capsys.readouterr().out
 
 
-def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", *SMALL, f"json={tmp_path / 'a.json'}"]) == 0, capsys.readouterr().err
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert {row["kernel"] for row in rows} == {
+def test_kernels() -> None:
+    rows = kernels.main(SMALL)
+    assert {row.kernel for row in rows} == {
         "linear", "rms_norm", "paged_attention", "verify", "record_tokens", "ngram_lookup", "suffix_lookup"
     }  # fmt: skip
-    assert all(row["us"] > 0 and row["library_us"] for row in rows)
+    assert all(row.us > 0 and row.library_us for row in rows)
 
 
 def test_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """Times decode steps of requests that ask for more than tokens: processors, structure, scores.
 
+    python -m benchmarks.options target=llama-3-8b-shape draft=eagle3 [new_tokens=80] [rounds=5] [json=FILE]
+
 The options take turns in every round, so that a clock that drifts slows all of them down alike.
 """
 
@@ -9,16 +11,19 @@ import dataclasses
 import gc
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.command import read_options, target_of
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.report import about_decoder, about_run, column, finish, gather
 from specgraph.bench.steps import check_positions, counts_of, head_of, random_prompts, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
@@ -27,15 +32,6 @@ from specgraph.runtime.decoder import SpeculativeDecoder
 
 Asked = dict[str, Any]
 """Arguments of ``generate``."""
-OPTION_COLUMNS = {
-    "batch": "batch",
-    "k": "K",
-    "option": "option",
-    "ms": "ms/step",
-    "over": "% over nothing",
-    "host_ms": "host ms",
-    "steps": "steps",
-}
 NOTHING, THESE, HOST = "nothing", "these four", "a Python processor that does nothing"
 
 
@@ -53,13 +49,13 @@ class OptionRow:
         steps: the decode steps of each request.
     """
 
-    batch: int
-    k: int
-    option: str
-    ms: float
-    over: float | None
-    host_ms: float | None
-    steps: int
+    batch: int = field(metadata=column("batch"))
+    k: int = field(metadata=column("K"))
+    option: str = field(metadata=column("option"))
+    ms: float = field(metadata=column("ms/step", ".3f"))
+    over: float | None = field(metadata=column("% over nothing", ".1f"))
+    host_ms: float | None = field(metadata=column("host ms", ".3f"))
+    steps: int = field(metadata=column("steps"))
 
 
 class _Round(NamedTuple):
@@ -203,6 +199,19 @@ def _range(rows: Sequence[OptionRow]) -> str:
     return " to ".join(dict.fromkeys((shown[0], shown[-1]))) if shown else ""
 
 
-def describe(rows: Sequence[OptionRow]) -> Mapping[str, str]:
-    """What was measured, by name, for the comparison of a sweep's jobs."""
-    return {f"{row.option}, batch {row.batch}, K = {row.k}": f"{row.ms:.3f}" for row in rows}
+def main(words: Sequence[str]) -> list[OptionRow]:
+    """Measure and print decode steps with each option, and a table in Markdown."""
+    given = {"what": "options", "draft": "eagle3", "verify": "synthetic", "batch_sizes": [1, 8]}
+    config, options = read_options(words, BenchConfig, {**given, "debug.self_check": False})
+    model = target_of(options)
+    rows = bench_options(model, options, config)
+    found = gather(rows, lambda row: f"batch {row.batch}, K = {row.k}, {row.option}: {row.ms:.3f} ms per step")
+    about = about_run(options, model.device, model.dtype) | about_decoder(config)
+    about |= {name: getattr(options, name) for name in ("prompt_length", "new_tokens", "rounds")}
+    finish(options, about, found)
+    print("\n" + "\n".join(option_lines(found)))
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,20 +1,18 @@
-"""Both forms of linears are timed, and the tables follow from the times."""
+"""The linears in both forms: what is timed, and the tables that follow from the times."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from specgraph.bench.case import Product
-from specgraph.bench.kernels import LIBRARY_FORM, step_products
-from specgraph.bench.linears import LinearRow, changes, crossovers, describe_crossovers
+from benchmarks.case import Product
+from benchmarks.kernels import LIBRARY_FORM, step_products
+from benchmarks.linears import LinearRow, changes, crossovers, describe_crossovers, main
+from benchmarks.sizes import Experts, Sizes
 from specgraph.bench.models import shape_config
-from specgraph.bench.sizes import Experts, Sizes
-from specgraph.cli import main
 
 SIZES = Sizes.of(shape_config("tiny-shape"))
 SPARSE = Sizes(64, 192, 4, 2, 16, 512, Experts(8, 2, 24))
@@ -40,7 +38,7 @@ def test_the_library_is_taken_between_numbers_at_which_it_is_faster(
 
 
 def row(us: float, library_us: float | None, product: Product) -> LinearRow:
-    return LinearRow("linear", f"w, {product.rows} rows", us, 8, 1.0, us, LIBRARY_FORM, library_us, product)
+    return LinearRow("linear", f"w, {product.rows} rows", us, 8, 1.0, us, library_us, LIBRARY_FORM, product)
 
 
 def test_tables_follow_from_times() -> None:
@@ -76,18 +74,12 @@ def test_both_forms_compute_the_same(sizes: Sizes) -> None:
     assert kinds == ({"linear", "experts"} if sizes.experts else {"linear", "gated"})
 
 
-def test_the_command_names_both_times_and_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_names_both_times_and_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "linears.json"
     given = ["target=tiny-shape", "rows=[2,1,2]", "device=cpu", "dtype=bfloat16", "steps=2", "warmup=0"]
-    assert main(["bench", "linears", *given, f"json={written}"]) == 0
+    found = main([*given, f"json={written}"])
+    assert [row.product.rows for row in found] == [1] * 5 + [2] * 5
+    assert {row.library for row in found} == {LIBRARY_FORM}
+    assert [row["product"]["rows"] for row in json.loads(written.read_text())["rows"]] == [1] * 5 + [2] * 5
     shown = capsys.readouterr().out
-    found: list[dict[str, Any]] = json.loads(written.read_text())["rows"]
-    assert [entry["product"]["rows"] for entry in found] == [1] * 5 + [2] * 5
-    assert {entry["library"] for entry in found} == {"library form"}
-    assert all(entry["us"] > 0 and entry["library_us"] > 0 for entry in found)
     assert "    linear={(128, 64): " in shown and "    gated={(384, 64): " in shown
-
-
-def test_rows_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "linears", "target=tiny-shape", "rows=[0]"]) == 2
-    assert "rows is a list of numbers from 1 up, such as [1,8], got [0]." in capsys.readouterr().err

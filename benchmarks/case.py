@@ -1,4 +1,4 @@
-"""A kernel at one shape, as ``bench kernels`` measures it, and the random inputs that it is measured on."""
+"""A kernel at one shape, as ``kernels.py`` measures it, and the random inputs that it is measured on."""
 
 from __future__ import annotations
 

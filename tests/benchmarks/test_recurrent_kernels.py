@@ -1,10 +1,8 @@
-"""``bench kernels`` on targets with recurrent layers: which ops are found, the bytes they move, and that they run."""
+"""The kernels of targets with recurrent layers: which ops are found, the bytes they move, and that they run."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, MambaConfig
 
-from specgraph.bench.case import Case
+from benchmarks.kernels import main
+from benchmarks.recurrent import CACHED, KINDS, RecurrentCall, prompt_case, recurrent_calls, step_case
+from benchmarks.sizes import Sizes
 from specgraph.bench.models import shape_config
-from specgraph.bench.recurrent import CACHED, KINDS, RecurrentCall, prompt_case, recurrent_calls, step_case
-from specgraph.bench.sizes import Sizes
-from specgraph.cli import main
-from specgraph.ir.traffic import STAGE
 from specgraph.kernels.ops import find
 from specgraph.kernels.recurrent.arguments import CHUNK
-from specgraph.kernels.state import RECURRENT, buffers_of
-from tests.decoding import compiled
-from tests.models import BASE, HYBRIDS, shared_model
+from specgraph.kernels.state import RECURRENT
+from tests.models import BASE, HYBRIDS
 
 CPU = torch.device("cpu")
 DELTA, CONV, SCAN = "anchored_delta_rule", "cached_conv", "anchored_scan"
@@ -40,10 +35,6 @@ WORDS = {
 def calls_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[RecurrentCall, ...]:
     config = AutoConfig.for_model(architecture, **{**BASE, **HYBRIDS[architecture]})
     return tuple(recurrent_calls(config, dtype))
-
-
-def made(architecture: str, batch: int, rows: int) -> dict[str, Case]:
-    return {case.kernel: case for case in (step_case(call, batch, rows, CPU) for call in calls_of(architecture))}
 
 
 def test_every_recurrent_op_has_cases() -> None:
@@ -67,19 +58,6 @@ def test_a_target_without_recurrent_layers_has_none() -> None:
     assert recurrent_calls(shape_config("tiny-shape"), torch.float32) == []
 
 
-@pytest.mark.parametrize("architecture", ["olmo_hybrid", "kimi_linear"])
-def test_buffers_are_those_of_a_compiled_step(architecture: str) -> None:
-    """The first buffer of a step is what all layers share."""
-    program = compiled(shared_model(architecture), "ngram", 3).stages[STAGE]
-    wanted = buffers_of(program.inputs["target_states"])[1:]
-    found = [RECURRENT[call.op].buffers(_given(call), 3) for call in calls_of(architecture)]
-    assert tuple(buffer for buffers in found for buffer in buffers) == wanted
-
-
-def _given(call: RecurrentCall) -> Sequence[Tensor]:
-    return [x for x in call.operands if x is not None]
-
-
 STATE = 4 * 8 * 8
 ROW = 4 * 8 + 4 * 8 + 4 + 4 * CHUNK
 """Elements of the states of four heads, and of a cached row: key, error, gate and row of the inverse."""
@@ -95,22 +73,6 @@ def test_bytes_of_the_delta_rule() -> None:
     prompt = prompt_case(call, 40, CPU)
     assert prompt.shape == "4 heads of 8x8, batch 1, 40 rows of a prompt"
     assert prompt.bytes == 4 * (2 * STATE + ROW * CHUNK + 40 * inputs)
-
-
-def test_bytes_of_gates_per_channel() -> None:
-    assert made("kimi_linear", 2, 3)[DELTA].bytes == 4 * 2 * (
-        STATE + (ROW + 4 * 7) * (CACHED + 3) + 3 * (4 * 4 * 8 + 4 * 8 + 4)
-    )
-
-
-def test_bytes_of_the_other_ops() -> None:
-    """A convolution reads its weights and the last inputs, Mamba's scan its decay rates; Mamba-2 has no rates."""
-    conv, delta = (made("mamba2", 2, 3)[name] for name in (CONV, DELTA))
-    assert conv.bytes == 4 * (2 * 128 * (3 + 3) + 2 * 2 * 3 * 128 + 5 * 128)
-    cached = 2 * 16 + 8 * 8 + 8 + 8 * CHUNK
-    assert delta.bytes == 4 * 2 * (8 * 16 * 8 + cached * (CACHED + 3) + 3 * (2 * 2 * 16 + 2 * 8 * 8 + 8))
-    scan = made("mamba", 2, 3)[SCAN]
-    assert scan.bytes == 4 * (48 * 8 + 2 * (48 * 8 + (2 * 48 + 8) * (CACHED + 3) + 3 * (3 * 48 + 2 * 8)))
 
 
 @pytest.mark.parametrize("architecture", WORDS)
@@ -130,21 +92,18 @@ def test_of_a_target_without_attention_only_the_vocabulary_is_a_known_linear() -
     assert sizes.linears == {"lm_head": (32, 101)}
 
 
-def test_table_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written = tmp_path / "kernels.json"
+def test_the_script_times_recurrent_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = MambaConfig(hidden_size=32, vocab_size=101, num_hidden_layers=1, state_size=8)
     config.save_pretrained(tmp_path / "model")
     given = [f"target={tmp_path / 'model'}", "device=cpu", "dtype=float32", "steps=3", "warmup=1", "prompt_length=9"]
-    sizes = ["batch_sizes=[2]", "num_speculative_tokens=[2]", "cache.prefill_chunk=32"]
-    assert main(["bench", "kernels", *given, *sizes, f"json={written}"]) == 0
+    rows = main([*given, "batch_sizes=[2]", "num_speculative_tokens=[2]", "cache.prefill_chunk=32"])
     assert f"{SCAN}, 64 channels of 8, batch 2, 3 rows, 7 behind a boundary: " in capsys.readouterr().out
-    rows = json.loads(written.read_text())["rows"]
-    found = [row for row in rows if row["kernel"] == SCAN]
-    assert [row["shape"] for row in found] == [
+    found = [row for row in rows if row.kernel == SCAN]
+    assert [row.shape for row in found] == [
         f"64 channels of 8, batch {where}"
         for where in ("2, 1 rows, 7 behind a boundary", "2, 3 rows, 7 behind a boundary", "1, 32 rows of a prompt")
     ]
-    assert all(row["us"] > 0 and row["library"] is None for row in found)
-    assert all(row["limit_us"] == pytest.approx(row["bytes"] / 1e3) for row in found)
-    assert {row["kernel"] for row in rows} >= {SCAN, CONV, "linear", "rms_norm", "verify"}
-    assert "paged_attention" not in {row["kernel"] for row in rows}
+    assert all(row.us > 0 and row.library is None for row in found)
+    assert all(row.limit_us == pytest.approx(row.bytes / 1e3) for row in found)
+    assert {row.kernel for row in rows} >= {SCAN, CONV, "linear", "rms_norm", "verify"}
+    assert "paged_attention" not in {row.kernel for row in rows}

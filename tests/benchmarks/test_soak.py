@@ -1,4 +1,4 @@
-"""``bench soak`` on the CPU, and leaks that it must find."""
+"""The soak on the CPU, and leaks that it must find."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.soak import MOST, Growth, Held, Requests, Sample, main, soak, soak_text
 from specgraph import SpeculativeDecoder
-from specgraph.bench.soak import MOST, Growth, Held, Requests, Sample, soak, soak_text
-from specgraph.cli import main
+from specgraph.errors import SpecgraphError
 from specgraph.runtime.engine import Engine
 from specgraph.runtime.pages import PagePool, Reservation
 from tests.decoding import compiled
@@ -62,7 +62,7 @@ def test_pages_that_stay_and_other_tokens_are_found(
         give_back(self, Reservation(reserved.pages[lost:], epoch=reserved.epoch))
 
     monkeypatch.setattr(PagePool, "give_back", lose)
-    monkeypatch.setattr("specgraph.bench.soak._alone", lambda decoder, request: [7] * (MOST + 1))
+    monkeypatch.setattr("benchmarks.soak._alone", lambda decoder, request: [7] * (MOST + 1))
     faults = soak(decoder, 3, 20).faults()
     assert "3 of 3 rows and 23 of 24 pages are free" in faults
     assert any(fault.endswith("requests got other tokens than alone") for fault in faults)
@@ -88,15 +88,14 @@ def test_requests_repeat_and_a_sample_holds_their_tokens() -> None:
     assert not sample.differs(9, [6, 7]) and sample.differs(9, [7, 6])
 
 
-def test_the_command_prints_and_writes_what_it_found(
+def test_the_script_prints_and_writes_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["target=tiny-shape", "device=cpu", "dtype=float64", "draft=none", "max_batch_size=2", "num_requests=6"]
-    given += ["debug.self_check=false", f"json={tmp_path / 'a.json'}"]
-    assert main(["bench", "soak", *given]) == 0
+    (row,) = main([*given, f"json={tmp_path / 'a.json'}"])
     assert "free rows                2 of 2" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert row["requests"] == 6 and row["room"]["free_pages"] == row["room"]["pages"] == 4
-    monkeypatch.setattr("specgraph.bench.soak._alone", lambda decoder, request: [7] * (MOST + 1))
-    assert main(["bench", "soak", *given]) == 2
-    assert capsys.readouterr().err.startswith("error: The soak of 6 requests failed: ")
+    (written,) = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert row.requests == written["requests"] == 6 and row.room.free_pages == row.room.pages == 4
+    monkeypatch.setattr("benchmarks.soak._alone", lambda decoder, request: [7] * (MOST + 1))
+    with pytest.raises(SpecgraphError, match="soak of 6 requests failed"):
+        main(given)

@@ -1,4 +1,9 @@
-"""Times single kernels with the shapes of a target, and the functions of libraries that compute the same."""
+"""Times single kernels with the shapes of a target, and the functions of libraries that compute the same.
+
+    python -m benchmarks.kernels target=llama-3-8b-shape [cache.prefill_chunk=512] [json=FILE] [plot=FILE]
+
+``prompt_length`` is the length of the context, and ``steps`` are repetitions.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,26 @@ import contextlib
 import functools
 import importlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from specgraph.bench.case import Case, Place, Product
+from benchmarks.case import Case, Place, Product
+from benchmarks.command import model_config_of, place_of, read_options
+from benchmarks.recurrent import RecurrentCall, prompt_case, recurrent_calls, step_case
+from benchmarks.sizes import Experts, Sizes
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.recurrent import RecurrentCall, prompt_case, step_case
-from specgraph.bench.sizes import Experts, Sizes
-from specgraph.bench.timing import Call, median_seconds, split_maxima
+from specgraph.bench.report import about_repeats, about_run, column, finish, gather, plot_ratios
+from specgraph.bench.run import dtype_on
+from specgraph.bench.timing import Call, measure_bandwidth, median_seconds
 from specgraph.config.drafters import drafter_options
 from specgraph.kernels import catalogue  # noqa: F401  (registers the ops)
 from specgraph.kernels.ops import Op
@@ -35,9 +46,29 @@ LIBRARY_FORM = "library form"
 """The name in tables of an op's variant ``library``, which ``numerics: fast`` takes where that is faster."""
 AFTER_NORM = ("qkv", "delta_rule_in", "gate_up")
 BEFORE_NORM = ("o", "delta_rule_out", "down")
-"""The names of the linears (:attr:`~specgraph.bench.sizes.Sizes.linears`) that lowering joins with a norm."""
+"""The names of the linears (:attr:`~benchmarks.sizes.Sizes.linears`) that lowering joins with a norm."""
 _VERIFIED = ((0.0, None), (0.8, None), (0.8, 0.9))
 """The pairs of temperature and top-p with which ``verify`` is timed."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _maxima_kernel(rows, maxima, width, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute the maximum of one split of one row. The grid is (splits, rows)."""
+    row, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    place = split * SPLIT + tl.arange(0, SPLIT)
+    values = tl.load(rows + row * width + place, mask=place < width, other=-float("inf"))
+    tl.store(maxima + row * tl.num_programs(0) + split, tl.max(values.to(tl.float32), 0))
+
+
+def split_maxima(rows: Tensor, split: int, num_warps: int) -> Tensor:
+    """The maxima ``[R, ceil(V / split)]`` of the splits of rows ``[R, V]``, in float32.
+
+    Nothing that reads all logits can compute less.
+    """
+    count, width = rows.shape
+    maxima = rows.new_empty((count, triton.cdiv(width, split)), dtype=torch.float32)
+    _maxima_kernel[(maxima.shape[1], count)](rows, maxima, width, SPLIT=split, num_warps=num_warps)
+    return maxima
 
 
 @dataclass(frozen=True)
@@ -50,18 +81,28 @@ class KernelRow:
         us: the median time of a call, in microseconds.
         bytes: the bytes that it must read and write.
         limit_us: the time that moving these bytes takes at the measured bandwidth; ``ratio`` is ``us / limit_us``.
-        library: the fastest library call that computes the same, or a part of it; None if there is none.
         library_us: the time of the library call, in microseconds.
+        library: the fastest library call that computes the same, or a part of it; None if there is none.
     """
 
-    kernel: str
-    shape: str
-    us: float
-    bytes: int
-    limit_us: float
-    ratio: float
-    library: str | None
-    library_us: float | None
+    kernel: str = field(metadata=column("kernel"))
+    shape: str = field(metadata=column("shape"))
+    us: float = field(metadata=column("us", ".2f"))
+    bytes: int = field(metadata=column("bytes", ","))
+    limit_us: float = field(metadata=column("limit us", ".2f"))
+    ratio: float = field(metadata=column("us/limit", ".2f"))
+    library_us: float | None = field(metadata=column("library us", ".2f"))
+    library: str | None = field(metadata=column("library"))
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"{self.kernel}, {self.shape}"
+
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
+        return f"{self.us:.3g} us"
 
 
 def bench_kernels(
@@ -87,8 +128,8 @@ def measure(
             libraries[name] = time_of([others[name] for _, others in made])
     best = min(libraries, key=libraries.__getitem__, default=None)
     limit = case.bytes / bandwidth
-    return KernelRow(case.kernel, case.shape, 1e6 * ours, case.bytes, 1e6 * limit, ours / limit, best,
-                     None if best is None else 1e6 * libraries[best])  # fmt: skip
+    return KernelRow(case.kernel, case.shape, 1e6 * ours, case.bytes, 1e6 * limit, ours / limit,
+                     None if best is None else 1e6 * libraries[best], best)  # fmt: skip
 
 
 def cases(
@@ -356,3 +397,19 @@ def _flashinfer(place: Place) -> Any:
         return importlib.import_module("flashinfer")
     except ImportError:
         return None
+
+
+def main(words: Sequence[str]) -> list[KernelRow]:
+    """Measure and print every kernel."""
+    _, options = read_options(words, BenchConfig, {"what": "kernels"})
+    config, (device, name) = model_config_of(options), place_of(options)
+    dtype = dtype_on(name, device)
+    recurrent, bandwidth = recurrent_calls(config, dtype), measure_bandwidth(device)
+    rows = bench_kernels(Sizes.of(config), options, device, dtype, bandwidth, recurrent)
+    found = gather(rows, lambda row: f"{row.label}: {row.us:.2f} us")
+    finish(options, about_run(options, device, dtype, bandwidth) | about_repeats(options), found, plot_ratios)
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -14,12 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from specgraph.bench.case import Case
+from benchmarks.case import Case
 from specgraph.bench.timing import Call
+from specgraph.compat import FakeTensorMode, TorchDispatchMode
 from specgraph.frontend.recurrent import HOOKS, hooked_recurrence
 from specgraph.frontend.tracing import hooked
 from specgraph.kernels.ops import find

@@ -1,25 +1,39 @@
 """Times the linears of a target in our kernels and in a library's, and finds for how many rows each is faster.
 
+    python -m benchmarks.linears target=llama-3-8b-shape [rows=[1,8,64]] [json=FILE]
+
 Each linear of a step is timed with everything that lowering joins to it (the norms, the activation, the residual).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from specgraph.bench.case import Kind, Product, Shape
+from benchmarks.case import Kind, Product, Shape
+from benchmarks.command import model_config_of, place_of, read_options
+from benchmarks.kernels import LIBRARY_FORM, KernelRow, measure, step_products
+from benchmarks.sizes import Sizes
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.kernels import LIBRARY_FORM, KernelRow, measure, step_products
-from specgraph.bench.sizes import Sizes
+from specgraph.bench.report import about_repeats, about_run, finish, gather, plot_ratios
+from specgraph.bench.run import dtype_on
+from specgraph.bench.timing import measure_bandwidth
 
 MARGIN = 0.03
 """The share by which the library must be faster to count. The linears are timed by themselves, and in a step our
 kernels gain more, because they overlap with their neighbours."""
 Table = dict[Shape, tuple[int, ...]]
+
+
+@dataclass
+class LinearOptions(BenchConfig):
+    """The numbers of rows that are measured, beside what other scripts take."""
+
+    rows: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class LinearRow(KernelRow):
 
 
 def bench_linears(
-    sizes: Sizes, options: BenchConfig, device: torch.device, dtype: torch.dtype, bandwidth: float
+    sizes: Sizes, options: LinearOptions, device: torch.device, dtype: torch.dtype, bandwidth: float
 ) -> Iterator[LinearRow]:
     """Measure every linear of a step, including the experts', for every number of ``options.rows``."""
     for rows in sorted(set(options.rows)):
@@ -93,3 +107,19 @@ def describe_crossovers(rows: Sequence[LinearRow]) -> Iterator[str]:
     yield f"by these times the library's form is faster by more than {MARGIN:.0%} where these tables say so:"
     for kind, table in crossovers(rows).items():
         yield f"    {kind}={table},"
+
+
+def main(words: Sequence[str]) -> list[LinearRow]:
+    """Measure and print the linears of a target in both forms, and the tables that follow."""
+    _, options = read_options(words, LinearOptions, {"what": "linears"})
+    device, name = place_of(options)
+    dtype, bandwidth = dtype_on(name, device), measure_bandwidth(device)
+    rows = bench_linears(Sizes.of(model_config_of(options)), options, device, dtype, bandwidth)
+    found = gather(rows, lambda row: f"{row.label}: {row.times}")
+    finish(options, about_run(options, device, dtype, bandwidth) | about_repeats(options), found, plot_ratios)
+    print("\n" + "\n".join(describe_crossovers(found)))
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,5 +1,7 @@
 """Decodes very many short requests in one session, and checks that nothing of them stays behind.
 
+    python -m benchmarks.soak target=path/of/a/model draft=path/of/a/head [num_requests=20000] [max_batch_size=64]
+
 Requests arrive at random, in bursts and with pauses. They differ in their lengths, sampling options and EOS ids; some
 are cancelled while they wait, run their prompt or decode, and some are refused because they are too large. After the
 first fifth of them, and at the end, the session is drained. Then every row and page must be free, and the process must
@@ -23,11 +25,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.command import read_options, target_of
 from specgraph.bench.config import BenchConfig
+from specgraph.bench.report import about_decoder, about_run, heading, write_json
 from specgraph.bench.steps import counts_of, head_of, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
-from specgraph.errors import InputError
+from specgraph.errors import InputError, SpecgraphError
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.outputs import Room
@@ -65,6 +69,13 @@ MORE_RESIDENT = 1 << 10, 16 << 20
 that depend on the order of requests."""
 MORE_DEVICE = 64, 1 << 20
 """Bytes of tensors on a GPU, per request and in any case. The smallest tensor takes 512."""
+
+
+@dataclass
+class SoakOptions(BenchConfig):
+    """How many requests are submitted, beside what other scripts take."""
+
+    num_requests: int = 20000
 
 
 @dataclass(frozen=True)
@@ -306,7 +317,7 @@ def soak_text(row: SoakRow) -> str:
     return text_table(counts.items()) + "\n\n" + text_table(held, columns, align="right")
 
 
-def bench_soak(model: PreTrainedModel, options: BenchConfig, config: Config) -> Iterator[SoakRow]:
+def bench_soak(model: PreTrainedModel, options: SoakOptions, config: Config) -> Iterator[SoakRow]:
     """Soak one session for every K; a decoder is compiled for each."""
     pool = config.cache.pool_tokens or POOL_TOKENS * config.max_batch_size
     cache = dataclasses.replace(config.cache, pool_tokens=pool)
@@ -369,3 +380,31 @@ def _with_eos(decoder: SpeculativeDecoder, requests: Requests) -> Requests:
     """Take the most frequent tokens of some requests for EOS ids, so that many sequences meet one."""
     emitted = Counter(token for number in range(-16, 0) for token in _alone(decoder, requests.get(number)))
     return dataclasses.replace(requests, eos_ids=[token for token, _ in emitted.most_common(6)])
+
+
+def main(words: Sequence[str]) -> list[SoakRow]:
+    """Soak sessions, and print what was found.
+
+    Raises:
+        SpecgraphError: something stayed behind, or a request got other tokens than alone.
+    """
+    defaults = {"what": "soak", "draft": "eagle3", "verify": "strict", "debug.self_check": False}
+    config, options = read_options(words, SoakOptions, defaults)
+    model = target_of(options)
+    about = about_run(options, model.device, model.dtype) | about_decoder(config)
+    about |= {"max_batch_size": config.max_batch_size}
+    print(heading(about))
+    found: list[SoakRow] = []
+    for row in bench_soak(model, options, config):
+        found.append(row)
+        print("\n" + soak_text(row), flush=True)
+    if options.json is not None:
+        write_json(options.json, about, found)
+    faults = [fault for row in found for fault in row.faults()]
+    if faults:
+        raise SpecgraphError(f"The soak of {options.num_requests} requests failed: {'; '.join(faults)}.")
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
