@@ -242,4 +242,4 @@ def test_it_runs_without_the_packages_that_other_commands_need() -> None:
     other = script.replace("'doctor', 'decode=false'", "'generate'")
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: hydra is missing; python -m specgraph doctor says what to do.\n"
+    assert done.stderr == "error: omegaconf is missing; python -m specgraph doctor says what to do.\n"
