@@ -65,7 +65,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specgraph.kernels.processor import is_intel
+from specgraph.kernels.cpu_info import is_intel
 
 MKL_IS_FAST: bool = is_intel() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 """Whether the library has kernels for this CPU."""

@@ -23,8 +23,8 @@ from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
 from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.detokenizer import Pieces
 from specgraph.runtime.outputs import Stats, Stream, StreamChunk
-from specgraph.runtime.pieces import Pieces
 from specgraph.runtime.requests import hash_seed
 from specgraph.runtime.text import encode_texts
 from specgraph.runtime.trace import Trace

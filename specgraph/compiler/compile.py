@@ -35,9 +35,9 @@ from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.defaults import read_generation_config
+from specgraph.runtime.model_guard import Watch
 from specgraph.runtime.modes import current
 from specgraph.runtime.requests import Limits
-from specgraph.runtime.watch import Watch
 
 FALLBACK_MAX_LENGTH = 4096
 

@@ -22,8 +22,9 @@ from specgraph.runtime.arguments import CHAT, OWN, TAKEN, check_names
 from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.collect import Collector
 from specgraph.runtime.defaults import LiveDefaults
-from specgraph.runtime.engines import Engines
+from specgraph.runtime.engine_factory import Engines
 from specgraph.runtime.grammar import Grammars
+from specgraph.runtime.model_guard import Watch
 from specgraph.runtime.modes import plain_mode
 from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
 from specgraph.runtime.pause import HostTime
@@ -35,13 +36,12 @@ from specgraph.runtime.score import Cuts, ScoreOutput, Scoring, read_scoring
 from specgraph.runtime.session import Giving, Session
 from specgraph.runtime.stages import Stages
 from specgraph.runtime.state import sizes_for
+from specgraph.runtime.step_cache import Variants
 from specgraph.runtime.steps import Step
 from specgraph.runtime.stopping import Criterion, Stopping
 from specgraph.runtime.streaming import Columns
 from specgraph.runtime.text import Tokenizers, check_text_options, encode_texts
 from specgraph.runtime.values import PerSequence, read_bound, read_flag, refuse_others
-from specgraph.runtime.variants import Variants
-from specgraph.runtime.watch import Watch
 
 Criteria = Criterion | Sequence[Criterion] | None
 

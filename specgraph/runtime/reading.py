@@ -18,6 +18,7 @@ from specgraph.runtime.arguments import STRUCTURE, check_names
 from specgraph.runtime.defaults import FLAGS, GenerationDefaults, LiveDefaults
 from specgraph.runtime.grammar import Grammars, are_structured
 from specgraph.runtime.host import Allowed, HostProcessor, PythonProcessors, read_processors
+from specgraph.runtime.model_guard import Watch
 from specgraph.runtime.processing import ARGUMENTS
 from specgraph.runtime.processing_options import (
     Sequences,
@@ -44,7 +45,6 @@ from specgraph.runtime.scores import Recorder, Wanted
 from specgraph.runtime.stopping import Criterion, read_criteria, read_stop_strings, stop_criteria
 from specgraph.runtime.text import Tokenizers, check_tokenizer
 from specgraph.runtime.values import PerSequence, check_function, is_number, per_sequence, read_flag, whole
-from specgraph.runtime.watch import Watch
 
 
 @dataclass(frozen=True)

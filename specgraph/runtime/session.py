@@ -14,10 +14,10 @@ from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
 from specgraph.runtime.arguments import STRUCTURE
+from specgraph.runtime.detokenizer import Pieces
 from specgraph.runtime.engine import Engine
 from specgraph.runtime.following import Followers
 from specgraph.runtime.outputs import Room, SessionStats
-from specgraph.runtime.pieces import Pieces
 from specgraph.runtime.reading import Call, Reader
 from specgraph.runtime.requests import EosIds
 from specgraph.runtime.steps import Output, Step
@@ -40,7 +40,7 @@ class Event:
         finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
             what was asked), ``stop``, ``cancelled`` or ``error``. Nothing comes after it.
         error: what went wrong, for ``error``; the other sequences are not concerned.
-        text: the text that can be shown now (see :class:`~specgraph.runtime.pieces.Pieces`); None if the session gives
+        text: the text that can be shown now (see :class:`~specgraph.runtime.detokenizer.Pieces`); None if the session gives
             none.
     """
 

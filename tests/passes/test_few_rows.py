@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgraph.frontend.tracing import trace
 from specgraph.ir.graphs import calls
+from specgraph.kernels.cpu_info import is_intel
 from specgraph.kernels.linear import few_rows
 from specgraph.kernels.linear.few_rows import (
     BY_ONEDNN,
@@ -24,7 +25,6 @@ from specgraph.kernels.linear.few_rows import (
     TRANSPOSED_BY_MKL,
     few_rows_linear,
 )
-from specgraph.kernels.processor import is_intel
 from specgraph.passes.few_rows import LINEAR, FewRows
 from tests.compiler.test_pipeline import first, last
 from tests.models import make_model

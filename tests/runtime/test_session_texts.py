@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specgraph import BusyError, Event, InputError, Session, SpeculativeDecoder
+from specgraph.runtime.detokenizer import Pieces
 from specgraph.runtime.grammar import Matching
-from specgraph.runtime.pieces import Pieces
 from specgraph.runtime.stopping import stop_criteria
 from tests.decoding import compiled
 from tests.dropin.test_attach import word_tokenizer
