@@ -32,7 +32,7 @@ from specgraph.passes.base import Pass, PassResult
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Entering, Entrance, load_chunk, sizes_for
+from specgraph.runtime.state import Admission, SlotInitializer, load_chunk, sizes_for
 from tests.decoding import CONFIG
 from tests.recurrent_drafts import poison_unsettled_rows, recurrent_state
 
@@ -350,8 +350,8 @@ def begun(program: Program, requests: Sequence[Request]) -> tuple[State, Prefill
     sizes = sizes_for(requests, len(requests), program.block_size)
     state, pages = allocate(program, sizes, torch.device("cpu")), PagePool(sizes["N"], program.block_size)
     reserved = [pages.reserve(request.prompt, request.limit) for request in requests]
-    entering = [Entering(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]
-    Entrance(program, state).admit(entering)
+    entering = [Admission(row, requests[row], own.pages) for row, own in enumerate(reserved) if own]
+    SlotInitializer(program, state).admit(entering)
     prefill = Prefill(program.drafter.num_speculative_tokens + 1, len(requests), OVERHEAD)
     for row, request in enumerate(requests):
         if request.has_room:

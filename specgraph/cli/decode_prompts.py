@@ -23,7 +23,7 @@ from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
 from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.detokenizer import Pieces
+from specgraph.runtime.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.outputs import Stats, Stream, StreamChunk
 from specgraph.runtime.requests import hash_seed
 from specgraph.runtime.text import encode_texts
@@ -254,7 +254,7 @@ def _one(
     print(heading(prompt.source, len(outcome.tokens)))
     begin = time.perf_counter()
     tokens: list[int] = []
-    pieces = Pieces(tokenizer)
+    pieces = IncrementalDetokenizer(tokenizer)
     stream = decoder.stream([prompt.ids], **sampling)
     for chunk in stream:
         tokens += chunk.tokens[0]

@@ -35,7 +35,7 @@ from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
 from specgraph.runtime.defaults import read_generation_config
-from specgraph.runtime.model_guard import Watch
+from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.modes import current
 from specgraph.runtime.requests import Limits
 
@@ -123,8 +123,8 @@ def compile_speculative(
         indexed, index_reports = run_passes(list(stages.values())[-1], [IndexRows()], callbacks)
         stages[IndexRows.name] = indexed[IndexRows.name]
     watching = callbacks[1:]  # without the first, which shows the progress of compiling
-    watch = Watch(_given(given, draft), stages["trace"], indexed[IndexRows.name])
-    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, given, limits, watch, notes, watching)
+    guard = ModelGuard(_given(given, draft), stages["trace"], indexed[IndexRows.name])
+    decoder = SpeculativeDecoder(stages, [*reports, *index_reports], config, given, limits, guard, notes, watching)
     if config.debug.dump_dir is not None:
         decoder.dump(config.debug.dump_dir)
     return decoder

@@ -100,8 +100,8 @@ class Compiled(nn.Module):
 
     Dynamo checks every input of every call, which costs as much as the work of a small layer. A call whose inputs have
     the layout of an earlier call therefore goes straight to the function that Inductor made for that one. Weights are
-    not checked then: :class:`~specgraph.runtime.model_guard.Watch` has done so for the model, and no pass changes a module
-    that runs.
+    not checked then: :class:`~specgraph.runtime.model_guard.ModelGuard` has done so for the model, and no pass changes
+    a module that runs.
     """
 
     _is_impure = True  # it may write a cache, as the module does, so dead-code elimination keeps its calls

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specgraph.errors import SpecgraphError
 from specgraph.runtime.outputs import GenerateOutput, Stats, StreamChunk
-from specgraph.runtime.reading import Call
+from specgraph.runtime.reading import GenerateCall
 from specgraph.runtime.requests import Batch
 from specgraph.runtime.scores import recorded_logits, recorded_scores
 from specgraph.runtime.steps import Output, Step
@@ -26,7 +26,7 @@ class Collector:
         trace: what happened to drafts, if the call asks for it.
     """
 
-    def __init__(self, call: Call, stats: Stats, about: dict[str, Any]) -> None:
+    def __init__(self, call: GenerateCall, stats: Stats, about: dict[str, Any]) -> None:
         """``about`` says what the decoder is, for a trace."""
         self.stats = stats
         batch = self._batch = call.batch

@@ -22,24 +22,24 @@ from specgraph.runtime.arguments import CHAT, OWN, TAKEN, check_names
 from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.collect import Collector
 from specgraph.runtime.defaults import LiveDefaults
-from specgraph.runtime.engine_factory import Engines
+from specgraph.runtime.engine_factory import EngineFactory
 from specgraph.runtime.grammar import Grammars
-from specgraph.runtime.model_guard import Watch
+from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.modes import plain_mode
 from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
 from specgraph.runtime.pause import HostTime
 from specgraph.runtime.prompt_shapes import Overhead
-from specgraph.runtime.reading import Call, Reader
+from specgraph.runtime.reading import GenerateCall, RequestParser
 from specgraph.runtime.requests import Batch, EosIds, Limits, Request, read_logprobs
-from specgraph.runtime.runner import Runners
-from specgraph.runtime.score import Cuts, ScoreOutput, Scoring, read_scoring
-from specgraph.runtime.session import Giving, Session
+from specgraph.runtime.runner import RunnerPool
+from specgraph.runtime.score import ScoreLimits, ScoreOutput, Scoring, read_scoring
+from specgraph.runtime.session import Session, SessionOptions
 from specgraph.runtime.stages import Stages
 from specgraph.runtime.state import sizes_for
-from specgraph.runtime.step_cache import Variants
+from specgraph.runtime.step_cache import StepCache
 from specgraph.runtime.steps import Step
 from specgraph.runtime.stopping import Criterion, Stopping
-from specgraph.runtime.streaming import Columns
+from specgraph.runtime.streaming import StreamerAdapter
 from specgraph.runtime.text import Tokenizers, check_text_options, encode_texts
 from specgraph.runtime.values import PerSequence, read_bound, read_flag, refuse_others
 
@@ -68,7 +68,7 @@ class SpeculativeDecoder:
         config: Config,
         model: PreTrainedModel,
         limits: Limits,
-        watch: Watch,
+        guard: ModelGuard,
         notes: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -80,14 +80,14 @@ class SpeculativeDecoder:
         token_types = "token_type_ids" in inspect.signature(model.forward).parameters
         tokenizers, grammars = Tokenizers(model), Grammars(limits.vocab_size)
         draws = config.verify.rule == "synthetic"
-        self._reader = Reader(LiveDefaults(model), limits, watch, tokenizers, grammars, token_types, draws)
-        self._variants = Variants(self._program, self.stages, self._reports, list(callbacks))
+        self._reader = RequestParser(LiveDefaults(model), limits, guard, tokenizers, grammars, token_types, draws)
+        self._step_cache = StepCache(self._program, self.stages, self._reports, list(callbacks))
         self._host_time = HostTime()
         num_parameters = sum(tensor.numel() for tensor in self._program.tensors())
         self._overhead = Overhead.of(num_parameters, self._program.target.device.type)
-        self._runners = Runners(self._program, config.max_batch_size, config.cache)
-        self._engines = Engines(
-            self._program, config, self._runners, self._variants.step, self._overhead, self._host_time
+        self._runners = RunnerPool(self._program, config.max_batch_size, config.cache)
+        self._engines = EngineFactory(
+            self._program, config, self._runners, self._step_cache.step, self._overhead, self._host_time
         )
 
     @property
@@ -272,7 +272,7 @@ class SpeculativeDecoder:
         logprobs = read_logprobs(return_logprobs)
         texts = bool(read_flag("return_text", return_text))
         own = self._reader.tokenizers.get(tokenizer) if texts or tokenizer is not None else None
-        giving = Giving(logprobs != "none", texts, own, read_bound("max_waiting", max_waiting))
+        giving = SessionOptions(logprobs != "none", texts, own, read_bound("max_waiting", max_waiting))
         stack = contextlib.ExitStack()
         sizes = self._engines.session_sizes(self.max_length, len(self._reader.read_defaults().eos_ids))
         engine = stack.enter_context(self._engines.engine(sizes, logprobs, fair=True))
@@ -307,9 +307,9 @@ class SpeculativeDecoder:
         refuse_others("score", others, f"it takes start, logprobs, {', '.join(sampling)}")
         requests, starts, pass_ = read_scoring(self._reader, sequences, attention_mask, start, logprobs, **sampling)
         sizes = sizes_for(requests, self.config.max_batch_size, self._runners.block_size)
-        cuts = Cuts(self._overhead.prompt, self.config.cache.prefill_chunk, self._program.target.vocab_size)
+        cuts = ScoreLimits(self._overhead.prompt, self.config.cache.prefill_chunk, self._program.target.vocab_size)
         with self._plain_mode(), self._runners.lend(sizes) as runner:
-            return Scoring(runner, self._variants.scoring(pass_), cuts).run(requests, starts)
+            return Scoring(runner, self._step_cache.scoring(pass_), cuts).run(requests, starts)
 
     def forget_prefixes(self) -> None:
         """Share no page any more that an earlier call of ``generate`` or ``stream`` has filled.
@@ -340,7 +340,7 @@ class SpeculativeDecoder:
             "where a decoder is needed; threads can share one."
         )
 
-    def _collector(self, call: Call) -> Collector:
+    def _collector(self, call: GenerateCall) -> Collector:
         batch, drafter = len(call.batch.requests), self._program.drafter
         steps: list[list[int]] = [[] for _ in range(batch)]
         says = CONFIDENCE in self._program.inputs
@@ -353,7 +353,7 @@ class SpeculativeDecoder:
         }  # fmt: skip
         return Collector(call, Stats(count, steps, confidence=confidence), about)
 
-    def _collected(self, call: Call) -> GenerateOutput:
+    def _collected(self, call: GenerateCall) -> GenerateOutput:
         """Decode a call. An error of a sequence is raised when all others have ended, and brings what they have."""
         collector = self._collector(call)
         # The mode is entered once, and not for every step.
@@ -372,7 +372,7 @@ class SpeculativeDecoder:
         texts = [tokenizer.decode(new, skip_special_tokens=True) for new in new_tokens]
         return texts[0] if alone and len(texts) == 1 else texts
 
-    def _chunks(self, call: Call, collector: Collector) -> Generator[StreamChunk, None, None]:
+    def _chunks(self, call: GenerateCall, collector: Collector) -> Generator[StreamChunk, None, None]:
         with contextlib.closing(self._run(call, show=False)) as steps:  # so that the state is free when this is closed
             for step in steps:
                 chunk = collector.chunk(step)
@@ -382,7 +382,7 @@ class SpeculativeDecoder:
         if error is not None:
             raise error
 
-    def _run(self, call: Call, show: bool | None, *, alone: bool = False) -> Generator[Step, None, None]:
+    def _run(self, call: GenerateCall, show: bool | None, *, alone: bool = False) -> Generator[Step, None, None]:
         """Decode all sequences of a call, by their places in it, as many at a time as there is room for.
 
         ``show``: whether to show how many prompt tokens were run; None does so on a terminal. ``alone``: whether no
@@ -390,9 +390,9 @@ class SpeculativeDecoder:
         """
         alone = alone and not call.criteria and call.streamer is None
         with contextlib.closing(self._decode(call, show, alone=alone)) as steps:
-            yield from steps if call.streamer is None else Columns(call.streamer, call.batch).watch(steps)
+            yield from steps if call.streamer is None else StreamerAdapter(call.streamer, call.batch).watch(steps)
 
-    def _decode(self, call: Call, show: bool | None, *, alone: bool) -> Generator[Step, None, None]:
+    def _decode(self, call: GenerateCall, show: bool | None, *, alone: bool) -> Generator[Step, None, None]:
         requests = call.batch.requests
         if not any(request.has_room for request in requests):
             return

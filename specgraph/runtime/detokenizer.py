@@ -13,7 +13,7 @@ _MOST = 3
 """The most bytes of a character that is not whole, so the most tokens that can be the beginning of one."""
 
 
-class Pieces:
+class IncrementalDetokenizer:
     """The text of one sequence, without special tokens, up to the first stop string.
 
     Together the pieces are what the tokenizer makes of all tokens, cut in front of the first stop string. A piece holds

@@ -28,9 +28,9 @@ from specgraph.runtime.prefill import Prefill
 from specgraph.runtime.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, group_size, rows_beside
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Runner, StepModule
-from specgraph.runtime.sequences import Running, UnderWay, not_a_number
-from specgraph.runtime.state import Entering, stop
-from specgraph.runtime.steps import Output, Step, Told
+from specgraph.runtime.sequences import ActiveSequence, InFlightStep, not_a_number
+from specgraph.runtime.state import Admission, stop
+from specgraph.runtime.steps import DraftTraceView, Output, Step
 from specgraph.runtime.workspace import Mode
 
 
@@ -54,16 +54,16 @@ class Engine:
         self.pages = runner.pages
         self._host_time = host_time or HostTime()
         self._free_rows = list(range(runner.sizes["B"]))
-        self._waiting: deque[Running] = deque()
+        self._waiting: deque[ActiveSequence] = deque()
         self._cancelled: deque[int] = deque()
         self._ended: list[Output] = []
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, ActiveSequence] = {}
         """By row."""
-        self._decoding: set[Running] = set()
+        self._decoding: set[ActiveSequence] = set()
         self._overhead = overhead
         self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt, within=self.pages.within)
         self._num_ended = self._num_decode_steps = 0
-        self._under_way: deque[UnderWay] = deque()
+        self._under_way: deque[InFlightStep] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
         self._last_was_wide = False
@@ -87,7 +87,7 @@ class Engine:
                     f"{len(self._waiting)} sequences wait already, and this session lets {max_waiting} wait for a row; "
                     "try again later, or open it with a larger max_waiting."
                 )
-            self._waiting.append(Running(number, request))
+            self._waiting.append(ActiveSequence(number, request))
 
     def cancel(self, number: int) -> None:
         """End a sequence before its time; nothing happens if it has ended, or never was."""
@@ -182,7 +182,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Let sequences in from the front of the queue, as long as there are rows and pages for them."""
-        entering: list[Running] = []
+        entering: list[ActiveSequence] = []
         with self._lock:
             if self._decoding and not self._policy.fair:  # nobody watches, so all together is what counts
                 ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
@@ -198,7 +198,7 @@ class Engine:
         if entering:
             self._begin_with(entering)
 
-    def _seat(self, sequence: Running) -> bool:
+    def _seat(self, sequence: ActiveSequence) -> bool:
         """Give a sequence a row and pages, unless it ends at once; False if it has to wait for them."""
         if not sequence.request.has_room:
             self._ended.append(Output(sequence.number, finish_reason=sequence.request.limit_reason))
@@ -210,12 +210,12 @@ class Engine:
         self._running[sequence.row] = sequence
         return True
 
-    def _begin_with(self, entering: list[Running]) -> None:
+    def _begin_with(self, entering: list[ActiveSequence]) -> None:
         self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
         begins = [s.reserved.num_shared * self.pages.block_size for s in entering]
         with self._runner.active():
             new = [
-                Entering(s.row, s.request, s.reserved.pages, n, s.reserved.snapshot)
+                Admission(s.row, s.request, s.reserved.pages, n, s.reserved.snapshot)
                 for s, n in zip(entering, begins, strict=True)
             ]
             self._runner.admit(new)
@@ -228,7 +228,7 @@ class Engine:
         unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
         self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
 
-    def _choose_mode(self, drafts: int | None, waiting: Sequence[Running], *, packed: bool = False) -> None:
+    def _choose_mode(self, drafts: int | None, waiting: Sequence[ActiveSequence], *, packed: bool = False) -> None:
         """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
         paused = any(sequence.request.host for sequence in waiting)
         ahead = self._policy.worth is not None
@@ -244,7 +244,7 @@ class Engine:
         draws = self._always_draws or request.sampling.temperature > 0
         return request.unused() | (frozenset() if draws else {"seeds"})
 
-    def _enqueue(self, going: list[Running]) -> UnderWay:
+    def _enqueue(self, going: list[ActiveSequence]) -> InFlightStep:
         """One more step: over what the last ones laid out for those ``going`` on, and over prompts that are pending."""
         policy, wide = self._policy, bool(self._prefill.pending())
         if wide and going and not policy.joint:
@@ -264,9 +264,9 @@ class Engine:
             seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
             policy.worth.costs.add(self._kind(), len(going) * results.width, seconds)
         verified = results.width - 1 if drafts is None else drafts
-        return UnderWay(results, going, pause=pause, drafts=verified)
+        return InFlightStep(results, going, pause=pause, drafts=verified)
 
-    def _drafts_of(self, going: Sequence[Running]) -> int | None:
+    def _drafts_of(self, going: Sequence[ActiveSequence]) -> int | None:
         """K for the next step of sequences that decode; None for the drafter's own."""
         worth, rows = self._policy.worth, [s.row for s in going]
         if worth is None:
@@ -280,7 +280,7 @@ class Engine:
         return self._logprobs, self._unused
 
     def _pause(
-        self, sequences: Sequence[Running], forced: Sequence[int] = (), going_on: Container[Running] = ()
+        self, sequences: Sequence[ActiveSequence], forced: Sequence[int] = (), going_on: Container[ActiveSequence] = ()
     ) -> Pause | None:
         """What the host has to do in a step over these entries, of which the first are ``forced`` if it has prompts."""
         own = [(entry, s) for entry, s in enumerate(sequences) if s.request.host and s not in going_on]
@@ -294,14 +294,14 @@ class Engine:
             [Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts], self._host_time
         )
 
-    def _going(self) -> list[Running]:
+    def _going(self) -> list[ActiveSequence]:
         """The sequences of a decode step, by their rows.
 
         A step gives each of them a token at least. So one whose room will be filled by steps under way is left out.
         """
         return sorted([s for s in self._decoding if s.room > 0], key=_row)
 
-    def _enqueue_prompts(self, going: list[Running]) -> UnderWay:
+    def _enqueue_prompts(self, going: list[ActiveSequence]) -> InFlightStep:
         drafts = self._drafts_of(going) if going else None
         width = self._prefill.width if drafts is None else drafts + 1
         chunk = self._prefill.fill(self._policy.chunk, self._budget(going, width), [s.row for s in going], width)
@@ -322,9 +322,9 @@ class Engine:
             sequence.started = True
             sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
             self.pages.offer(sequence.reserved, sequence.request.prompt)
-        return UnderWay(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
+        return InFlightStep(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
 
-    def _budget(self, going: list[Running], width: int) -> int:
+    def _budget(self, going: list[ActiveSequence], width: int) -> int:
         """The most prompt rows of a step in which those ``going`` on take part, with ``width`` rows each.
 
         Where nobody waits for single tokens, large steps are better, unless nearly all sequences decode and have so few
@@ -348,7 +348,7 @@ class Engine:
         self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
         self._halt([s for s in found if s.row >= 0])
 
-    def _halt(self, sequences: list[Running]) -> None:
+    def _halt(self, sequences: list[ActiveSequence]) -> None:
         """Stop sequences that could go on, on the device, too."""
         if sequences:
             with self._runner.active():
@@ -356,7 +356,7 @@ class Engine:
         for sequence in sequences:
             self._leave(sequence)
 
-    def _leave(self, sequence: Running) -> None:
+    def _leave(self, sequence: ActiveSequence) -> None:
         """Free the row and the pages of a sequence that has ended."""
         sequence.ended = True
         self._num_ended += 1
@@ -368,13 +368,13 @@ class Engine:
         del self._running[sequence.row]
         bisect.insort(self._free_rows, sequence.row)
 
-    def _read(self, under_way: UnderWay) -> Step:
+    def _read(self, under_way: InFlightStep) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
         count = len(under_way.sequences)
         read = under_way.results.read(count, logprobs=self._logprobs != "none")
         told = under_way.results.trace(count) if self._traced else None
         pause, going_on = under_way.pause, under_way.going_on
-        outputs, broken, failed = [], [], list[Running]()
+        outputs, broken, failed = [], [], list[ActiveSequence]()
         forced = [*under_way.forced, *[None] * (count - len(under_way.forced))]
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
         for place, sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
@@ -408,7 +408,7 @@ class Engine:
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
             decoding = given is None and len(tokens) > 0
-            traced = None if told is None else Told(told, place, max(left - 1, 0))
+            traced = None if told is None else DraftTraceView(told, place, max(left - 1, 0))
             outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, error, traced))
         self._halt([*broken, *failed])
         if broken:

@@ -18,7 +18,7 @@ from specgraph.runtime.pages import num_pages
 from specgraph.runtime.pause import HostTime
 from specgraph.runtime.policy import Policy
 from specgraph.runtime.prompt_shapes import Overhead
-from specgraph.runtime.runner import Runners, StepModule
+from specgraph.runtime.runner import RunnerPool, StepModule
 from specgraph.runtime.steps import Step
 from specgraph.runtime.workspace import Mode
 from specgraph.runtime.worth import Worth, choices
@@ -30,7 +30,7 @@ SESSION_BIAS_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineFactory:
     """What all engines of a decoder share.
 
     Attributes:
@@ -46,7 +46,7 @@ class Engines:
 
     program: Program
     config: Config
-    runners: Runners
+    runners: RunnerPool
     make_step: Callable[[Mode], StepModule]
     overhead: Overhead
     host_time: HostTime

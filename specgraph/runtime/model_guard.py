@@ -29,7 +29,7 @@ _ADVICE = (
 )
 
 
-class Watch:
+class ModelGuard:
     """What compiled models consisted of: their modules, and the tensors that were traced."""
 
     def __init__(self, models: Mapping[str, nn.Module], traced: Program, last: Program) -> None:

@@ -18,7 +18,7 @@ from specgraph.runtime.arguments import STRUCTURE, check_names
 from specgraph.runtime.defaults import FLAGS, GenerationDefaults, LiveDefaults
 from specgraph.runtime.grammar import Grammars, are_structured
 from specgraph.runtime.host import Allowed, HostProcessor, PythonProcessors, read_processors
-from specgraph.runtime.model_guard import Watch
+from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.processing import ARGUMENTS
 from specgraph.runtime.processing_options import (
     Sequences,
@@ -48,7 +48,7 @@ from specgraph.runtime.values import PerSequence, check_function, is_number, per
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """What a call of ``generate`` or ``stream`` asks for.
 
     Attributes:
@@ -67,13 +67,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Reader:
+class RequestParser:
     """What holds where a caller says nothing, what a decoder can take, and whether it can run at all.
 
     Attributes:
         read_defaults: the model's, as they are when it is called.
         limits: the decoder's.
-        watch: says whether the model is still the one that was compiled.
+        guard: says whether the model is still the one that was compiled.
         tokenizers: the model's.
         grammars: what compiles them.
         reads_token_types: whether the model's forward pass takes ``token_type_ids``, which the compiled one does not.
@@ -83,7 +83,7 @@ class Reader:
 
     read_defaults: LiveDefaults
     limits: Limits
-    watch: Watch
+    guard: ModelGuard
     tokenizers: Tokenizers
     grammars: Grammars
     reads_token_types: bool = False
@@ -94,7 +94,7 @@ class Reader:
         eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
         stopping_criteria: Any = None, trace: bool = False, seeded: bool = True, as_transformers: bool = False,
         **sampling: PerSequence,
-    ) -> Call:  # fmt: skip
+    ) -> GenerateCall:  # fmt: skip
         """A checked call of ``generate``; ``others`` are transformers' arguments. ``seeded`` says whether the seed is
         the caller's, who is then warned where it has no effect.
 
@@ -104,7 +104,7 @@ class Reader:
             InputError: an argument is out of range, unknown or not supported, or the model was changed since it was
                 compiled; the message says what is allowed.
         """
-        self.watch.check()
+        self.guard.check()
         input_ids, attention_mask, others = unpack(input_ids, attention_mask, others)
         check_names(others)
         if input_ids is None:
@@ -156,9 +156,9 @@ class Reader:
                       bool(read_flag("trace", trace)))  # fmt: skip
         strings = _stop_strings(others, defaults)
         criteria = [*read_criteria(stopping_criteria), *_criteria(strings, others, defaults)]
-        return Call(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults), strings)
+        return GenerateCall(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults), strings)
 
-    def stream(self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], **options: Any) -> Call:
+    def stream(self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], **options: Any) -> GenerateCall:
         """A checked call of ``stream``, whose chunks have no scores; see :meth:`call`."""
         for name in ("output_scores", "output_logits"):
             if others.get(name):
@@ -173,7 +173,7 @@ class Reader:
         self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
         temperature: float | None = None, top_k: int | None = None, top_p: float | None = None,
         min_p: float | None = None, seed: int | None = None, **others: Any,
-    ) -> Call:  # fmt: skip
+    ) -> GenerateCall:  # fmt: skip
         """A checked call of ``submit``, whose seed is used as it is.
 
         ``others`` is what changes logits or ends the sequence, or the structure.

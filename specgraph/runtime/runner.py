@@ -40,8 +40,8 @@ from specgraph.runtime.pause import Pause
 from specgraph.runtime.prefill import Chunk
 from specgraph.runtime.prompt_shapes import captured_width, entries, padded_rows
 from specgraph.runtime.snapshots import SnapshotPool, Snapshots, boundaries, snapshot_bytes, snapshots_of
-from specgraph.runtime.state import Entering, Entrance, load_block, load_chunk, padded_block, staged, uploaded
-from specgraph.runtime.workspace import PATIENCE, Captured, Kept, Mode, Shape, Workspace, bucket, room
+from specgraph.runtime.state import Admission, SlotInitializer, load_block, load_chunk, padded_block, staged, uploaded
+from specgraph.runtime.workspace import PATIENCE, Captured, Mode, PausedValues, Shape, Workspace, bucket, room
 
 StepModule = fx.GraphModule | PausedStep
 """A step, or one that pauses for the host."""
@@ -61,12 +61,12 @@ class Runner:
     lag = 0
 
     def __init__(
-        self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Entering]], None],
+        self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Admission]], None],
         footprint: Footprint, counters: Tensor | None = None, least: int = 1, snapshots: Snapshots | None = None,
     ) -> None:  # fmt: skip
-        """``admit`` begins sequences in ``state``, as :meth:`Entrance.admit` does. ``least`` is the smallest number of
-        sequences in a call; inactive ones make up for what is missing. ``snapshots`` and ``footprint`` are those of
-        ``state``."""
+        """``admit`` begins sequences in ``state``, as :meth:`SlotInitializer.admit` does. ``least`` is the smallest
+        number of sequences in a call; inactive ones make up for what is missing. ``snapshots`` and ``footprint`` are
+        those of ``state``."""
         self._step: StepModule | None = None
         self._mode = Mode()
         self._least = least
@@ -94,7 +94,7 @@ class Runner:
         with own_counters(self._counters), torch.cuda.stream(self._stream):
             yield
 
-    def admit(self, entering: Sequence[Entering]) -> None:
+    def admit(self, entering: Sequence[Admission]) -> None:
         """Begin sequences, each in its row, with the state that it shares."""
         self._begin(entering)
         if self.snapshots is not None:
@@ -282,7 +282,7 @@ class GraphRunner(Runner):
         if not isinstance(self._step, PausedStep):
             return self._call(rows, window, room=shape.room)
         values = self._step.begin(**self._given(rows, window, shape.room))
-        self.space.kept[shape] = Kept(rows, window, values)
+        self.space.kept[shape] = PausedValues(rows, window, values)
         logits: Tensor = values["for_host"]
         return logits
 
@@ -314,7 +314,7 @@ ReadInput = Callable[[GraphRunner, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
-class Runners:
+class RunnerPool:
     """Hands out a runner to every session, of which a ``generate`` call is one.
 
     One workspace is kept for the next, because with it goes a whole KV cache; sessions side by side have one each. It
@@ -356,7 +356,7 @@ class Runners:
             # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
             least = 2 if self.program.compiled and sizes["B"] > 1 else 1
             state = allocate(self.program, sizes, self.program.target.device)
-            pages, admit = self._pages(sizes), Entrance(self.program, state).admit
+            pages, admit = self._pages(sizes), SlotInitializer(self.program, state).admit
             snapshots = snapshots_of(self.program, state, pages.snapshots)
             footprint = Footprint.of(self.program, state, pages)
             return Runner(state, sizes, pages, admit, footprint, least=least, snapshots=snapshots)

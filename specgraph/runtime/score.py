@@ -29,10 +29,10 @@ from specgraph.runtime.outputs import GenerateOutput
 from specgraph.runtime.pages import Reservation
 from specgraph.runtime.prefill import Chunk, Prefill
 from specgraph.runtime.prompt_shapes import MOST_ROWS
-from specgraph.runtime.reading import Reader
+from specgraph.runtime.reading import RequestParser
 from specgraph.runtime.requests import Request
 from specgraph.runtime.runner import Runner
-from specgraph.runtime.state import Entering, stop, uploaded
+from specgraph.runtime.state import Admission, stop, uploaded
 from specgraph.runtime.values import PerSequence, per_sequence, whole
 
 MOST_LOGITS = 1 << 27
@@ -71,7 +71,12 @@ class Asked(NamedTuple):
 
 
 def read_scoring(
-    reader: Reader, sequences: Any, attention_mask: Any, start: PerSequence, logprobs: Any, **sampling: PerSequence
+    reader: RequestParser,
+    sequences: Any,
+    attention_mask: Any,
+    start: PerSequence,
+    logprobs: Any,
+    **sampling: PerSequence,
 ) -> Asked:
     """A checked call of ``score``.
 
@@ -135,7 +140,7 @@ def _read_starts(requests: Sequence[Request], start: PerSequence) -> list[int]:
     return starts
 
 
-class Cuts(NamedTuple):
+class ScoreLimits(NamedTuple):
     """How sequences are cut into steps.
 
     Attributes:
@@ -173,7 +178,7 @@ class _Place:
 class Scoring:
     """One call of ``score``: sequences that wait, those in rows of a runner's state, and what steps said of them."""
 
-    def __init__(self, runner: Runner, step: fx.GraphModule, cuts: Cuts) -> None:
+    def __init__(self, runner: Runner, step: fx.GraphModule, cuts: ScoreLimits) -> None:
         """``step`` is one that :class:`~specgraph.passes.score_rows.ScoreRows` has made."""
         self._runner, self._step, self._chunk = runner, step, max(2, min(cuts.chunk, cuts.most_rows))
         self._prefill = Prefill(2, runner.sizes["B"], cuts.overhead, cuts.most_rows, within=runner.pages.within)
@@ -221,7 +226,7 @@ class Scoring:
             self._running[row] = _Place(number, request.prompt, reserved, begin, own)
             filling.update(own.values())
             self._prefill.add(row, request.prompt, begin, request.limit, reserved.boundaries)
-            entering.append(Entering(row, request, reserved.pages, begin, reserved.snapshot))
+            entering.append(Admission(row, request, reserved.pages, begin, reserved.snapshot))
         if entering:
             self._runner.admit(entering)
 

@@ -13,7 +13,7 @@ from specgraph.runtime.requests import Request
 
 
 @dataclass(eq=False)
-class Running:
+class ActiveSequence:
     """A sequence on its way: waiting without a row, then in one, then ended."""
 
     number: int
@@ -30,7 +30,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class InFlightStep:
     """A step that the device may still be running.
 
     Attributes:
@@ -43,9 +43,9 @@ class UnderWay:
     """
 
     results: Results
-    sequences: list[Running]
+    sequences: list[ActiveSequence]
     forced: list[int] = field(default_factory=list)
-    going_on: frozenset[Running] = frozenset()
+    going_on: frozenset[ActiveSequence] = frozenset()
     prompt_tokens: int = 0
     pause: Pause | None = None
     drafts: int = 0
@@ -73,7 +73,7 @@ def not_a_number(number: int) -> NumericsError:
     )
 
 
-def no_token(sequence: Running, count: int) -> SpecgraphError:
+def no_token(sequence: ActiveSequence, count: int) -> SpecgraphError:
     """The error of a sequence that has no token to go on with, ``count`` tokens behind what it has emitted."""
     new = len(sequence.new_tokens) + count
     names = sequence.request.forbidding(new)

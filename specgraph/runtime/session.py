@@ -14,11 +14,11 @@ from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
 from specgraph.runtime.arguments import STRUCTURE
-from specgraph.runtime.detokenizer import Pieces
+from specgraph.runtime.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.engine import Engine
 from specgraph.runtime.following import Followers
 from specgraph.runtime.outputs import Room, SessionStats
-from specgraph.runtime.reading import Call, Reader
+from specgraph.runtime.reading import GenerateCall, RequestParser
 from specgraph.runtime.requests import EosIds
 from specgraph.runtime.steps import Output, Step
 from specgraph.runtime.stopping import Stopping
@@ -40,8 +40,8 @@ class Event:
         finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
             what was asked), ``stop``, ``cancelled`` or ``error``. Nothing comes after it.
         error: what went wrong, for ``error``; the other sequences are not concerned.
-        text: the text that can be shown now (see :class:`~specgraph.runtime.detokenizer.Pieces`); None if the session gives
-            none.
+        text: the text that can be shown now (see :class:`~specgraph.runtime.detokenizer.IncrementalDetokenizer`); None
+            if the session gives none.
     """
 
     id: int
@@ -53,7 +53,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Giving:
+class SessionOptions:
     """What a session gives, and to how many.
 
     Attributes:
@@ -89,13 +89,13 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, reader: Reader, step: Callable[[Engine], Step | None],
-        release: Callable[[], None], giving: Giving,
+        self, engine: Engine, reader: RequestParser, step: Callable[[Engine], Step | None],
+        release: Callable[[], None], giving: SessionOptions,
     ) -> None:  # fmt: skip
         self.stats = SessionStats()
         self._engine, self._reader, self._run, self._release = engine, reader, step, release
         self._giving, self._stopping = giving, Stopping(engine)
-        self._texts: dict[int, Pieces] = {}
+        self._texts: dict[int, IncrementalDetokenizer] = {}
         self._followers: Followers[Event] = Followers(self.__aiter__, self.cancel)
         self._numbers = 0
         self._stepping = threading.RLock()
@@ -267,14 +267,14 @@ class Session:
         if self._closed:
             raise InputError("The session is closed; open another one with decoder.session().")
 
-    def _read(self, prompt: Tensor | Sequence[int], **options: Any) -> Call:
+    def _read(self, prompt: Tensor | Sequence[int], **options: Any) -> GenerateCall:
         """Check what :meth:`submit` was given, and prepare what follows the sequence. May run in any thread."""
         self._check_open()
         if options.get("tokenizer") is None:
             options["tokenizer"] = self._giving.tokenizer
         return self._reader.one(prompt, **options)
 
-    def _add(self, call: Call) -> int:
+    def _add(self, call: GenerateCall) -> int:
         """Give a sequence to the engine, and return its id."""
         self._check_open()
         with self._news:
@@ -283,12 +283,12 @@ class Session:
         self._wake()
         return number
 
-    def _submit(self, number: int, call: Call) -> None:
+    def _submit(self, number: int, call: GenerateCall) -> None:
         """What its events need is there before the first of them can be."""
         (request,) = call.batch.requests
         self._stopping.add(number, request, call.criteria)
         if self._giving.texts:
-            self._texts[number] = Pieces(self._giving.tokenizer, call.stop_strings)
+            self._texts[number] = IncrementalDetokenizer(self._giving.tokenizer, call.stop_strings)
         try:
             self._engine.submit(number, request, self._giving.max_waiting)
         except SpecgraphError:

@@ -38,7 +38,7 @@ def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[s
     }
 
 
-class Entering(NamedTuple):
+class Admission(NamedTuple):
     """A sequence that begins in ``row``, with these pages. The first ``begin`` tokens of its prompt are in them.
 
     ``snapshot`` is the one with the state of the target's recurrent layers behind these tokens.
@@ -51,7 +51,7 @@ class Entering(NamedTuple):
     snapshot: int | None = None
 
 
-class Entrance:
+class SlotInitializer:
     """Begins sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
 
     What requests say is one block of bytes, so that one copy takes it to the device. What puts it in its places,
@@ -70,12 +70,12 @@ class Entrance:
         self._blocks: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
         """By the number of sequences, a block on the host, and the parts of it as tables."""
 
-    def admit(self, entering: Sequence[Entering]) -> None:
+    def admit(self, entering: Sequence[Admission]) -> None:
         """Begin these sequences, each in its row."""
         self.load(uploaded(self.block(entering, len(entering)), self._device), len(entering))
         self.write_tokens(entering)
 
-    def block(self, entering: Sequence[Entering], count: int) -> Tensor:
+    def block(self, entering: Sequence[Admission], count: int) -> Tensor:
         """What these requests say, for ``count`` sequences, uint8 ``[bytes]`` on the host.
 
         The next call writes over it. If there are fewer, the last is said again: to begin a sequence twice is to begin
@@ -104,7 +104,7 @@ class Entrance:
             there.index_fill_(0, index, buffer.fill)
         return index
 
-    def write_tokens(self, entering: Sequence[Entering]) -> None:
+    def write_tokens(self, entering: Sequence[Admission]) -> None:
         """The tokens that no step will run, since their rows are there already, where somebody will read them."""
         if self._only_processors:
             entering = [new for new in entering if new.request.processing.used()]
@@ -153,7 +153,7 @@ def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]
     return found
 
 
-KNOWN: dict[str, Callable[[Entering], Sequence[float]]] = {
+KNOWN: dict[str, Callable[[Admission], Sequence[float]]] = {
     "start": lambda new: [new.begin],
     "block_table": lambda new: new.pages,
     "max_length": lambda new: [new.request.limit],

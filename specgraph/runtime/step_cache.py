@@ -21,7 +21,7 @@ from specgraph.passes.trace_step import TraceStep
 from specgraph.runtime.workspace import Mode
 
 
-class Variants:
+class StepCache:
     """Makes each variant once, from whichever thread.
 
     A variant is a stage like the others: verified, reported and dumped.

@@ -10,7 +10,7 @@ from specgraph.errors import SpecgraphError
 from specgraph.runtime.cuda_graphs import TracedRow, TracedRows
 
 
-class Told(NamedTuple):
+class DraftTraceView(NamedTuple):
     """What a step says of the drafts of one sequence, not read yet.
 
     Attributes:
@@ -49,7 +49,7 @@ class Output(NamedTuple):
     confidence: Sequence[float] = ()
     finish_reason: str | None = None
     error: SpecgraphError | None = None
-    traced: Told | None = None
+    traced: DraftTraceView | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from specgraph.runtime.requests import Batch
 from specgraph.runtime.steps import Step
 
 
-class Columns:
+class StreamerAdapter:
     """A batch's tokens for a streamer, as transformers gives them: the prompts, then one token of every sequence.
 
     A column is given when every sequence has its token, or has ended; those that have ended are padded.

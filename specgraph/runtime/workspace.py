@@ -23,7 +23,7 @@ from specgraph.runtime.memory import Footprint
 from specgraph.runtime.pages import PagePool
 from specgraph.runtime.prompt_shapes import entries, power_of_two
 from specgraph.runtime.snapshots import snapshots_of
-from specgraph.runtime.state import Entering, Entrance, padded_block, staged, uploaded
+from specgraph.runtime.state import Admission, SlotInitializer, padded_block, staged, uploaded
 
 
 class Mode(NamedTuple):
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
         return padded_block(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
 
 
-class Kept(NamedTuple):
+class PausedValues(NamedTuple):
     """What the first half of a step leaves for the second: its row index, its window, and the values of its graph."""
 
     rows: Tensor
@@ -114,15 +114,15 @@ class Workspace:
         self.state = allocate(program, sizes, device)
         self.snapshots = snapshots_of(program, self.state, pages.snapshots)
         self.footprint = Footprint.of(program, self.state, pages)
-        self._entrance = Entrance(program, self.state)
+        self._initializer = SlotInitializer(program, self.state)
         self.counters = new_counters(device)
         width = self.state["next_window"].shape[1]
         columns = num_columns(width, self.state.get(CONFIDENCE)) + num_traced(width)
         self.mailbox = Mailbox(sizes["B"], width, columns, device)
         self._pool = pool
         self._graphs: dict[Shape, Captured] = {}
-        self.kept: dict[Shape, Kept] = {}
-        self._entrances: dict[int, Captured] = {}
+        self.kept: dict[Shape, PausedValues] = {}
+        self._initializers: dict[int, Captured] = {}
         """By the number of sequences that begin."""
         self._weights: dict[int, Tensor] = {}
         """By address. Graphs know addresses alone, and another decoder of this model may move its parameters to other
@@ -153,16 +153,16 @@ class Workspace:
             self._graphs[shape] = self._capture(shape.idle_input(), function)
         return self._graphs[shape]
 
-    def admit(self, entering: Sequence[Entering]) -> None:
+    def admit(self, entering: Sequence[Admission]) -> None:
         """Begin sequences, each in its row, by a graph for the next larger number of them."""
         count = entries(len(entering), self.sizes["B"])
-        block = self._entrance.block(entering, count)
-        if count not in self._entrances:  # capturing begins them, too, and to do so again changes nothing
-            self._entrances[count] = self._capture(block, lambda given: self._entrance.load(given, count))
-        graph = self._entrances[count]
+        block = self._initializer.block(entering, count)
+        if count not in self._initializers:  # capturing begins them, too, and to do so again changes nothing
+            self._initializers[count] = self._capture(block, lambda given: self._initializer.load(given, count))
+        graph = self._initializers[count]
         graph.given.copy_(staged(block, graph.given.device), non_blocking=True)
         graph.replay()
-        self._entrance.write_tokens(entering)
+        self._initializer.write_tokens(entering)
 
     def _capture(self, block: Tensor, function: Callable[[Tensor], Tensor]) -> Captured:
         given = uploaded(block, self.state["num_rows"].device)

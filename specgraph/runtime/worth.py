@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 
 from specgraph.runtime.costs import StepCosts
 from specgraph.runtime.outlook import FIRST, SHARED, Outlook, Survival
-from specgraph.runtime.sequences import Running
+from specgraph.runtime.sequences import ActiveSequence
 
 FEW = 2
 """The number of drafts of the variant between none and all."""
@@ -43,7 +43,7 @@ class Worth:
         self.choices = choices(most)
         self._shared = Survival([FIRST ** (place + 1) for place in range(most)], SHARED)
 
-    def choose(self, kind: Hashable, sequences: Sequence[Running], drafts: Sequence[Sequence[int]]) -> int:
+    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> int:
         """K for a step of ``kind`` over sequences that have these drafts."""
         outlooks = [self._outlook(sequence) for sequence in sequences]
         for sequence, outlook, own in zip(sequences, outlooks, drafts, strict=True):
@@ -62,7 +62,7 @@ class Worth:
         self._chosen[best] += 1
         return best
 
-    def _outlook(self, sequence: Running) -> Outlook:
+    def _outlook(self, sequence: ActiveSequence) -> Outlook:
         if sequence.outlook is None:
             sequence.outlook = Outlook.beginning(self._shared)
         return sequence.outlook

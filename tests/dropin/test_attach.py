@@ -166,7 +166,7 @@ def test_a_call_can_switch_off_what_the_models_configuration_asks_for(pair: tupl
         own.generation_config = before
 
 
-class Kept(BaseStreamer):
+class PausedValues(BaseStreamer):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Kept(BaseStreamer):
 def test_a_streamer_gets_what_it_got(pair: tuple[Any, Any], prompts: dict[str, Tensor]) -> None:
     kept = []
     for each in pair:
-        streamer = Kept()
+        streamer = PausedValues()
         each.generate(**prompts, streamer=streamer, max_new_tokens=30, eos_token_id=[2, 7, 11, 50, 60])
         kept.append((streamer.got, streamer.ended))
     assert kept[0] == kept[1] and kept[0][1] == 1

@@ -27,7 +27,7 @@ import specgraph
 from specgraph import InputError, SpeculativeDecoder, UnsupportedModelError
 from specgraph.runtime import arguments
 from tests.decoding import compiled
-from tests.dropin.test_attach import NEW, ONE, PADDED, PROMPTS, Kept, left_padded, word_tokenizer
+from tests.dropin.test_attach import NEW, ONE, PADDED, PROMPTS, PausedValues, left_padded, word_tokenizer
 from tests.models import VOCAB, shared_model
 
 EOS = [2, 7, 11, 50, 60, 61, 62]
@@ -172,7 +172,7 @@ def test_a_streamer_gets_what_transformers_gives_it(
     pair: tuple[Any, SpeculativeDecoder], prompts: dict[str, Tensor], way: str
 ) -> None:
     model, decoder = pair
-    theirs, ours = Kept(), Kept()
+    theirs, ours = PausedValues(), PausedValues()
     options = {**prompts, "max_new_tokens": 30, "eos_token_id": EOS}
     model.generate(**options, streamer=theirs)
     if way == "generate":

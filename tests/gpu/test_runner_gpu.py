@@ -132,7 +132,7 @@ def test_prompt_steps_captured_between_steps_of_others_leave_them_alone(
             session.step()
         runner = session._engine._runner
         assert isinstance(runner, GraphRunner)
-        steps = decoder._variants.steps
+        steps = decoder._step_cache.steps
         mode = next(mode for mode in steps if mode.packed)
         before, shape = pytree.tree_map(torch.clone, runner.state), Shape(mode, 4, 48, 100)
         assert shape not in runner.space.shapes

@@ -94,7 +94,7 @@ def test_each_library_is_asked_for_what_it_does_fast(rows: int, inputs: int, fas
     """The numbers of rows and inputs and the CPU choose the form; PyTorch's dispatcher sees what is asked for."""
     x, weight, asked = torch.randn(1, rows, inputs), torch.randn(40, inputs), list[str]()
 
-    class Watch(TorchDispatchMode):
+    class ModelGuard(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.mkldnn._linear_pointwise.default:
                 asked.append("oneDNN")
@@ -102,7 +102,7 @@ def test_each_library_is_asked_for_what_it_does_fast(rows: int, inputs: int, fas
                 asked.append("transposed")
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with ModelGuard():
         found = few_rows_linear(x, weight)
     torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
     small = inputs <= MOST_TRANSPOSED

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specgraph.cli import main
-from specgraph.runtime.detokenizer import Pieces
+from specgraph.runtime.detokenizer import IncrementalDetokenizer
 
 TARGET = Path(__file__).parents[2] / "examples/models/tiny-math/target"
 PARTS = [bytes([byte]) for byte in range(256)]
@@ -75,7 +75,7 @@ RUNS: dict[str, tuple[Any, list[int], int]] = {
 def test_a_run_takes_linear_time_and_its_text_comes_as_it_goes(name: str) -> None:
     make, run, least = RUNS[name]
     tokenizer = Counted(make())
-    pieces = Pieces(tokenizer)
+    pieces = IncrementalDetokenizer(tokenizer)
     shown = [pieces.add([token]) for _ in range(400) for token in run]
     assert tokenizer.count < 40 * len(shown)  # about 2,000 times as many if all is decoded again
     assert sum(map(bool, shown)) >= 400 * least - 3
@@ -83,7 +83,7 @@ def test_a_run_takes_linear_time_and_its_text_comes_as_it_goes(name: str) -> Non
 
 def joined(tokenizer: Any, tokens: list[int], most: int, draw: random.Random) -> str:
     """The pieces of tokens that come up to ``most`` at a time."""
-    pieces, text, place = Pieces(tokenizer), "", 0
+    pieces, text, place = IncrementalDetokenizer(tokenizer), "", 0
     while place < len(tokens):
         count = draw.randint(1, most)
         text, place = text + pieces.add(tokens[place : place + count]), place + count

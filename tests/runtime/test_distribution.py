@@ -103,5 +103,5 @@ def test_joint_distribution_over_several_steps(
         counts += torch.bincount((torch.stack(out.new_tokens) * weights).sum(1), minlength=VOCAB**LENGTH)
         steps = max(steps, *map(len, out.stats.emitted_per_step))
     assert counts.sum() >= 200_000 and steps >= 2
-    assert isinstance(k, int) or {mode.drafts for mode in decoder._variants.steps} == {2, 1, None}
+    assert isinstance(k, int) or {mode.drafts for mode in decoder._step_cache.steps} == {2, 1, None}
     assert p_value(counts, exact_joint(temperature, top_k)) > 1e-3

@@ -186,4 +186,4 @@ def test_the_number_of_sequences_chooses_k() -> None:
 def test_a_table_is_nothing_to_a_decoder_without_drafts() -> None:
     tested = compiled(shared_model("llama"), "none", TABLE)
     assert len(tested.generate(PROMPTS[:3], max_new_tokens=4, eos_token_id=[]).new_tokens) == 3
-    assert {mode.drafts for mode in tested._variants.steps} == {None}
+    assert {mode.drafts for mode in tested._step_cache.steps} == {None}

@@ -18,7 +18,7 @@ from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
 from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, first_error
 from specgraph.runtime.prefill import Chunk
-from specgraph.runtime.runner import GraphRunner, Runners
+from specgraph.runtime.runner import GraphRunner, RunnerPool
 from specgraph.runtime.state import staged
 from specgraph.runtime.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
 from tests.decoding import compiled
@@ -216,7 +216,7 @@ def test_an_interrupted_call_leaves_the_counters_of_its_workspace(
 
 def test_a_graph_keeps_weights_that_a_later_decoder_may_move(decoder: SpeculativeDecoder) -> None:
     decoder.generate(PROMPTS, max_new_tokens=2)
-    steps = decoder._variants.steps.values()
+    steps = decoder._step_cache.steps.values()
     kept = {tensor.data_ptr() for tensor in idle(decoder)._weights.values()}
     assert len(steps) == 2 and {p.data_ptr() for step in steps for p in (*step.parameters(), *step.buffers())} <= kept
 
@@ -230,7 +230,7 @@ def test_capturing_a_prompt_step_changes_no_state(kind: str) -> None:
             session.submit(prompt, max_new_tokens=40, eos_token_id=[], temperature=1.0, seed=1)
         for _ in range(9):
             session.step()
-        runner, steps = session._engine._runner, decoder._variants.steps
+        runner, steps = session._engine._runner, decoder._step_cache.steps
         assert isinstance(runner, GraphRunner)
         before = pytree.tree_map(torch.clone, runner.state)
         (mode,) = (mode for mode in steps if mode.packed)
@@ -354,7 +354,7 @@ def test_what_is_staged_for_a_cpu_is_not_copied() -> None:
 
 def test_an_uncaptured_program_runs_by_calls(plain: SpeculativeDecoder) -> None:
     plain.generate(PROMPTS, max_new_tokens=2)
-    assert isinstance(plain._runners, Runners) and plain._runners.idle is None
+    assert isinstance(plain._runners, RunnerPool) and plain._runners.idle is None
     assert GraphRunner.lag == 1
 
 

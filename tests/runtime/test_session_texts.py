@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specgraph import BusyError, Event, InputError, Session, SpeculativeDecoder
-from specgraph.runtime.detokenizer import Pieces
+from specgraph.runtime.detokenizer import IncrementalDetokenizer
 from specgraph.runtime.grammar import Matching
 from specgraph.runtime.stopping import stop_criteria
 from tests.decoding import compiled
@@ -81,7 +81,7 @@ def test_pieces_hold_back_what_later_tokens_may_change() -> None:
     tokens = TOKENIZER("a café 🙂 costs 3.\n#### 3")["input_ids"]
     whole = TOKENIZER.decode(tokens)
     for stops, wanted in (((), whole), (["\n####"], whole[: whole.index("\n####")]), (["\n#?"], whole)):
-        pieces = Pieces(TOKENIZER, stops)
+        pieces = IncrementalDetokenizer(TOKENIZER, stops)
         shown = [pieces.add([token], last=place == len(tokens) - 1) for place, token in enumerate(tokens)]
         assert "".join(shown) == wanted
         assert not any("�" in piece for piece in shown)
@@ -93,7 +93,7 @@ def test_pieces_hold_back_what_later_tokens_may_change() -> None:
 def test_a_blank_behind_a_special_token_stays() -> None:
     words = word_tokenizer()
     tokens = [*range(4, 12)]
-    pieces = Pieces(words, ())
+    pieces = IncrementalDetokenizer(words, ())
     assert "".join(pieces.add([token]) for token in tokens) + pieces.add([], last=True) == words.decode(tokens)
 
 

@@ -13,7 +13,7 @@ from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.kernels.state import buffers_of
 from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Entering, Entrance
+from specgraph.runtime.state import Admission, SlotInitializer
 from tests.decoding import compiled
 from tests.models import shared_model
 
@@ -34,9 +34,9 @@ def used(program: Program) -> State:
     return pytree.tree_map(lambda t: t.fill_(1) if isinstance(t, Tensor) else t, state)  # type: ignore[no-any-return]
 
 
-def entering(row: int, begin: int = 0, **options: Any) -> Entering:
+def entering(row: int, begin: int = 0, **options: Any) -> Admission:
     request = Request(torch.arange(3, 9), 20 + row, Sampling(seed=row + 7, **options), (2,) * (row % 3))
-    return Entering(row, request, [4 * row, row], begin)
+    return Admission(row, request, [4 * row, row], begin)
 
 
 NEW = [entering(3, temperature=0.5), entering(0, begin=4, top_k=9), entering(1, min_p=0.25)]
@@ -54,8 +54,8 @@ def equal(program: Program, a: State, b: State) -> bool:
 
 def test_together_or_one_after_the_other_is_the_same(program: Program) -> None:
     together, alone = used(program), used(program)
-    Entrance(program, together).admit(NEW)
-    entrance = Entrance(program, alone)
+    SlotInitializer(program, together).admit(NEW)
+    entrance = SlotInitializer(program, alone)
     for new in NEW:
         entrance.admit([new])
     assert equal(program, together, alone) and not equal(program, together, used(program))
@@ -64,8 +64,8 @@ def test_together_or_one_after_the_other_is_the_same(program: Program) -> None:
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_a_block_for_more_sequences_begins_the_same_ones(program: Program, count: int) -> None:
     wanted, state = used(program), used(program)
-    Entrance(program, wanted).admit(NEW)
-    entrance = Entrance(program, state)
+    SlotInitializer(program, wanted).admit(NEW)
+    entrance = SlotInitializer(program, state)
     entrance.block(NEW[::-1], count)  # what an earlier call has said is not said again
     block = entrance.block(NEW, count).clone()
     for _ in range(2):
@@ -76,13 +76,13 @@ def test_a_block_for_more_sequences_begins_the_same_ones(program: Program, count
 
 def test_other_rows_keep_what_they_have(program: Program) -> None:
     state = used(program)
-    Entrance(program, state).admit(NEW)
+    SlotInitializer(program, state).admit(NEW)
     assert all(bool((there[[2, 4]] == 1).all()) for there in own_tensors(program, state))
 
 
 def test_a_row_that_was_used_is_as_good_as_a_fresh_one(program: Program) -> None:
     fresh, state = allocate(program, SIZES, torch.device("cpu")), used(program)
-    Entrance(program, fresh).admit(NEW)
-    Entrance(program, state).admit(NEW)
+    SlotInitializer(program, fresh).admit(NEW)
+    SlotInitializer(program, state).admit(NEW)
     for a, b in zip(own_tensors(program, fresh), own_tensors(program, state), strict=True):
         assert torch.equal(a[[3, 0, 1]], b[[3, 0, 1]])
