@@ -15,7 +15,7 @@ from specgraph.errors import ConfigError
 from specgraph.runtime.arguments import OWN, STRUCTURE
 from specgraph.runtime.defaults import GenerationDefaults
 from specgraph.runtime.grammar import Grammars
-from specgraph.runtime.reading import Reader
+from specgraph.runtime.reading import RequestParser
 from specgraph.runtime.requests import Limits
 
 LOCAL, RAY = ENGINES = ("local", "ray")
@@ -73,7 +73,7 @@ def check_options(options: GenerateConfig, limits: Limits, tokenizer: Any, promp
     others = {name: value for name, value in given.items() if name not in OWN}
     model = cast(Any, _AnyModel())
     grammars = Grammars(limits.vocab_size)
-    reader = Reader(read_defaults=model, limits=limits, watch=model, tokenizers=model, grammars=grammars)
+    reader = RequestParser(read_defaults=model, limits=limits, guard=model, tokenizers=model, grammars=grammars)
     sampling = dict.fromkeys(_SAMPLING)
     with warnings.catch_warnings(action="ignore"):  # the decoder gives them again, when it knows the model
         reader.call([*prompts], None, others, seed=options.seed, **{**sampling, **own})
