@@ -50,14 +50,14 @@ class Variant:
     Attributes:
         name: one of :data:`VARIANTS`, which says for which devices it is.
         run: takes the op's arguments as one object; keywords behind it are for tests and tuning.
-        row_independent: whether the bits of a row of the result are promised not to depend on the other rows, neither
+        batch_invariant: whether the bits of a row of the result are promised not to depend on the other rows, neither
             on their values nor on their number.
         covers: whether it computes these arguments, which is asked before anything runs; None if it computes all.
     """
 
     name: str
     run: Callable[..., Any]
-    row_independent: bool
+    batch_invariant: bool
     covers: Callable[[Any], bool] | None = None
 
     def __post_init__(self) -> None:
@@ -135,13 +135,13 @@ class Op:
         """The first variant for a device type that covers ``given``, an object of :attr:`arguments`."""
         return next(v for v in self.on(device) if v.covers is None or v.covers(given))
 
-    def row_independent(self, device: str) -> bool:
+    def batch_invariant(self, device: str) -> bool:
         """Whether rows are independent of each other on a device type.
 
         That is the promise of the first variant. Arguments that only a later one covers, such as those in float64, have
         what that one promises.
         """
-        return any(variant.row_independent for variant in self.on(device)[:1])
+        return any(variant.batch_invariant for variant in self.on(device)[:1])
 
     def form(self, name: str, **tuning: Any) -> Callable[..., Any]:
         """One variant as a function of the op's own arguments, whatever the device and whatever it covers.
@@ -189,8 +189,8 @@ def triton_or_reference(
     PyTorch promises such rows only to ops that move elements and compute with integers alone (``moves_only``).
     """
     return (
-        Variant("triton", triton, row_independent=True, covers=covers),
-        Variant("reference", reference, row_independent=moves_only),
+        Variant("triton", triton, batch_invariant=True, covers=covers),
+        Variant("reference", reference, batch_invariant=moves_only),
     )
 
 
@@ -204,7 +204,7 @@ def with_cpu(
 ) -> tuple[Variant, Variant, Variant]:
     """The variants of an op that also has a form for CPUs, which promises what the reference promises."""
     triton, reference = forms
-    return triton, Variant("cpu", run, reference.row_independent, covers), reference
+    return triton, Variant("cpu", run, reference.batch_invariant, covers), reference
 
 
 def _dispatcher(op: Op, device: str) -> Callable[..., Any]:

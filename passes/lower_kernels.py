@@ -371,6 +371,6 @@ def _row_wise(target: Any) -> bool:
         return target is operator.getitem or str(getattr(target, "__module__", "")).startswith("specgraph.")
     own = ops.find(target)
     if own is not None:
-        return own.row_independent(PROMISED)
+        return own.batch_invariant(PROMISED)
     pointwise = torch.Tag.pointwise in target.tags or target.is_view
     return pointwise or target._schema.name.split("::")[1] in ROW_WISE

@@ -200,7 +200,7 @@ def _rotary_attention_fake(given: RotaryAttention) -> Tensor:
 
 
 ATTENTION = declare(
-    Op("attention", Attention, _attention_fake, (Variant("reference", attention_reference, row_independent=False),))
+    Op("attention", Attention, _attention_fake, (Variant("reference", attention_reference, batch_invariant=False),))
 )
 PAGED_ATTENTION = declare(
     Op(

@@ -150,7 +150,7 @@ KEEP_CONTEXT = declare(
         "keep_context",
         KeepContext,
         _keep_context_fake,
-        (Variant("reference", lambda given: None, row_independent=True),),
+        (Variant("reference", lambda given: None, batch_invariant=True),),
     )
 )
 WRITE_CONTEXT = declare(
@@ -167,7 +167,7 @@ BLOCK_ATTENTION = declare(
         "block_attention",
         BlockAttention,
         _block_attention_fake,
-        (Variant("reference", block_attention_reference, row_independent=False),),
+        (Variant("reference", block_attention_reference, batch_invariant=False),),
     )
 )
 PAGED_BLOCK_ATTENTION = declare(

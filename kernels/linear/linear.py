@@ -314,7 +314,7 @@ LINEAR = declare(
         Linear,
         _linear_fake,
         (
-            Variant("hopper", linear_hopper, row_independent=True, covers=_hopper_covers),
+            Variant("hopper", linear_hopper, batch_invariant=True, covers=_hopper_covers),
             *triton_or_reference(linear_triton, linear_reference, covers=not_float64("x")),
         ),
     )
@@ -325,7 +325,7 @@ LINEAR_NORM = declare(
         LinearNorm,
         _linear_norm_fake,
         (
-            Variant("hopper", linear_norm_hopper, row_independent=True, covers=_hopper_covers),
+            Variant("hopper", linear_norm_hopper, batch_invariant=True, covers=_hopper_covers),
             *triton_or_reference(linear_norm_triton, linear_norm_reference, covers=not_float64("x")),
         ),
     )

@@ -238,9 +238,9 @@ GATED_DELTA_RULE = declare(
         GatedDeltaRule,
         _gated_delta_rule_fake,
         (
-            Variant("library", gated_delta_rule_chunks, row_independent=False, covers=covers_chunks),
-            Variant("cpu", gated_delta_rule_chunks, row_independent=False, covers=covers_chunks),
-            Variant("reference", gated_delta_rule_reference, row_independent=False),
+            Variant("library", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),
+            Variant("cpu", gated_delta_rule_chunks, batch_invariant=False, covers=covers_chunks),
+            Variant("reference", gated_delta_rule_reference, batch_invariant=False),
         ),
     )
 )

@@ -104,7 +104,7 @@ SELECTIVE_SCAN = declare(
         "selective_scan",
         SelectiveScan,
         _selective_scan_fake,
-        (Variant("reference", selective_scan_reference, row_independent=False),),
+        (Variant("reference", selective_scan_reference, batch_invariant=False),),
     )
 )
 ANCHORED_SCAN = declare(

@@ -44,7 +44,7 @@ def plain(given: Any) -> Any:
     return given
 
 
-REFERENCE = Variant("reference", plain, row_independent=False)
+REFERENCE = Variant("reference", plain, batch_invariant=False)
 
 
 def test_the_schema_is_that_of_the_fields() -> None:
@@ -92,9 +92,9 @@ def test_the_first_variant_that_covers_the_arguments_computes_them() -> None:
         return multiply
 
     variants = (
-        Variant("triton", run("triton"), row_independent=True),
-        Variant("cpu", run("cpu"), row_independent=True, covers=small),
-        Variant("reference", run("reference"), row_independent=False),
+        Variant("triton", run("triton"), batch_invariant=True),
+        Variant("cpu", run("cpu"), batch_invariant=True, covers=small),
+        Variant("reference", run("reference"), batch_invariant=False),
     )
     op = declare(Op("scale", Scale, scale_fake, variants))
     call = torch.ops.specgraph_tests.scale
@@ -103,7 +103,7 @@ def test_the_first_variant_that_covers_the_arguments_computes_them() -> None:
     assert seen == [("cpu", 2.0, "fine"), ("reference", 4.0, "other")]
     assert op.choose("cpu", Scale(torch.ones(3))).name == "reference"
     assert [v.name for v in op.on("cuda")] == ["triton", "reference"]
-    assert op.row_independent("cuda") and op.row_independent("cpu")
+    assert op.batch_invariant("cuda") and op.batch_invariant("cpu")
     assert op.form("triton")(torch.ones(1), factor=3.0).tolist() == [3] and seen[-1][0] == "triton"
     torch.library.opcheck(call.default, (torch.ones(3), 4.0), {"word": "other"})
 
@@ -116,9 +116,9 @@ def test_a_name_is_declared_once() -> None:
 
 
 def test_the_first_variant_makes_the_promise() -> None:
-    first = Variant("library", plain, row_independent=False, covers=small)
+    first = Variant("library", plain, batch_invariant=False, covers=small)
     op = Op("scale", Scale, scale_fake, (first, *triton_or_reference(plain, plain)))
-    assert not op.row_independent("cuda") and not op.row_independent("cpu")
+    assert not op.batch_invariant("cuda") and not op.batch_invariant("cpu")
     assert op.choose("cuda", Scale(torch.ones(2))) is first and op.choose("cuda", Scale(torch.ones(3))).name == "triton"
 
 
@@ -129,11 +129,11 @@ class Strange:
 
 def test_what_no_declaration_may_say_is_refused() -> None:
     with pytest.raises(ValueError, match="named one of reference, cpu, triton, hopper, library, not 'cuda'"):
-        Variant("cuda", plain, row_independent=True)
+        Variant("cuda", plain, batch_invariant=True)
     with pytest.raises(ValueError, match="scale needs a last variant for cpu that covers all arguments"):
-        Op("scale", Scale, scale_fake, (Variant("triton", plain, row_independent=True),))
+        Op("scale", Scale, scale_fake, (Variant("triton", plain, batch_invariant=True),))
     with pytest.raises(ValueError, match="scale needs a last variant for cuda that covers all arguments"):
-        Op("scale", Scale, scale_fake, (Variant("cpu", plain, row_independent=True),))
+        Op("scale", Scale, scale_fake, (Variant("cpu", plain, batch_invariant=True),))
     with pytest.raises(ValueError, match="scale writes y, which is no argument of it"):
         Op("scale", Scale, scale_fake, (REFERENCE,), mutates=("y",))
     with pytest.raises(ValueError, match=r"strange.x is dict\[.*\], which no schema expresses; allowed are the types"):
@@ -161,10 +161,10 @@ def test_every_op_of_the_namespace_is_declared_here() -> None:
 
 def test_on_a_gpu_rows_are_independent_but_for_what_traces_hold() -> None:
     dense = {"attention", "block_attention", "causal_conv", "gated_delta_rule", "selective_scan"}
-    assert {name for name, op in OPS.items() if not op.row_independent("cuda")} == dense
+    assert {name for name, op in OPS.items() if not op.batch_invariant("cuda")} == dense
     floats = {"linear", "rms_norm", "verify", "paged_attention"}
-    assert not any(OPS[name].row_independent("cpu") for name in floats)
-    assert OPS["take_rows"].row_independent("cpu") and not OPS["take_rows"].row_independent("meta")
+    assert not any(OPS[name].batch_invariant("cpu") for name in floats)
+    assert OPS["take_rows"].batch_invariant("cpu") and not OPS["take_rows"].batch_invariant("meta")
 
 
 def test_a_form_for_cpus_stands_before_the_reference_and_promises_as_much() -> None:
@@ -172,10 +172,10 @@ def test_a_form_for_cpus_stands_before_the_reference_and_promises_as_much() -> N
         forms = triton_or_reference(plain, plain, moves_only=moves_only)
         kernel, cpu, reference = with_cpu(forms, plain, covers=small)
         assert (kernel, reference) == forms
-        assert (cpu.name, cpu.row_independent, cpu.covers) == ("cpu", moves_only, small)
+        assert (cpu.name, cpu.batch_invariant, cpu.covers) == ("cpu", moves_only, small)
 
 
 def test_most_ops_are_a_triton_form_and_plain_pytorch() -> None:
     kernel, reference = triton_or_reference(plain, plain, covers=small)
-    assert (kernel.name, kernel.row_independent, kernel.covers) == ("triton", True, small)
-    assert (reference.name, reference.row_independent, reference.covers) == ("reference", False, None)
+    assert (kernel.name, kernel.batch_invariant, kernel.covers) == ("triton", True, small)
+    assert (reference.name, reference.batch_invariant, reference.covers) == ("reference", False, None)

@@ -69,7 +69,7 @@ def test_the_op_follows_its_schema() -> None:
     given = problem(50, torch.float64)
     torch.library.opcheck(torch.ops.specgraph.rank.default, tuple(given.values()))
     assert torch.equal(torch.ops.specgraph.rank(*given.values()), expected(given))
-    assert RANK.row_independent("cuda") and RANK.row_independent("cpu")
+    assert RANK.batch_invariant("cuda") and RANK.batch_invariant("cpu")
 
 
 @pytest.mark.parametrize(
