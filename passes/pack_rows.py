@@ -6,7 +6,7 @@ whole network. So this pass puts in front of every module call what packs its ro
 (:mod:`specgraph.kernels.attention.packing`), and behind it what unpacks them again, or what takes the rows that are
 needed. Where what one module returns is unpacked and packed again for the next one, both are left out.
 
-Rows influence each other only through ops that read the cache, and these know the packed layout (``row_starts``).
+Rows influence each other only through ops that read the cache, and these know the packed layout (``cu_seqlens``).
 A module in which another op reads pages, or that calls a function of somebody's own, runs the grid as before. So does
 one whose rows are not known to be a few more than those of the window at most. The report says which, and why.
 
@@ -107,7 +107,7 @@ class _Packing(NamedTuple):
     """A grid whose rows are packed: a node of that width, and the nodes of what says where its rows lie."""
 
     grid: fx.Node
-    row_starts: fx.Node
+    cu_seqlens: fx.Node
     source: fx.Node
 
 
@@ -148,8 +148,8 @@ class _Packer:
             own = {name: self._pack(given[name], packing) if name in grids else given.get(name) for name in names}
             if "slots" in names:
                 own["slots"] = self._slots(call, given, packing)
-            if "row_starts" in names:
-                own["row_starts"] = packing.row_starts
+            if "cu_seqlens" in names:
+                own["cu_seqlens"] = packing.cu_seqlens
             new = self.program.graph.create_node("call_module", module, (), own)
         self._replace(call, new, packing)
         return True
@@ -200,7 +200,7 @@ class _Packer:
         with self.program.graph.inserting_before(call):
             options = {"extra": extra} if extra else {}
             places = self._call(step.packed_places, counts, self.room, grid, name="places", **options)
-            starts = self._call(operator.getitem, places, 0, name="row_starts")
+            starts = self._call(operator.getitem, places, 0, name="cu_seqlens")
             source = self._call(operator.getitem, places, 1, name="source")
         return _Packing(grid, starts, source)
 
@@ -249,7 +249,7 @@ class _Packer:
         if extra_columns(old) is None:
             return value
         with self.program.graph.inserting_after(value):
-            unpacked = self.program.graph.call_function(step.unpack_rows, (value, packing.row_starts, packing.grid))
+            unpacked = self.program.graph.call_function(step.unpack_rows, (value, packing.cu_seqlens, packing.grid))
         unpacked.meta[LAYOUT] = old.meta[LAYOUT]
         self.packed[unpacked, packing] = value
         self.homes[unpacked] = packing
@@ -259,7 +259,7 @@ class _Packer:
 def packed_module(module: fx.GraphModule, grids: list[str]) -> fx.GraphModule:
     """A copy of a module that takes the inputs ``grids`` ``[b, W, ...]`` as packed rows ``[1, R, ...]``.
 
-    It takes their ``slots`` where it has computed these, and ``row_starts`` where anything needs to know which sequence
+    It takes their ``slots`` where it has computed these, and ``cu_seqlens`` where anything needs to know which sequence
     a row is of.
 
     Raises:
@@ -269,7 +269,7 @@ def packed_module(module: fx.GraphModule, grids: list[str]) -> fx.GraphModule:
     graph = copy.graph
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
     with graph.inserting_after([*inputs.values()][-1]):
-        row_starts = graph.placeholder("row_starts")
+        cu_seqlens = graph.placeholder("cu_seqlens")
         slots = graph.placeholder("slots")
     for node in list(calls(graph, step.row_slots)):
         if any(not isinstance(arg, fx.Node) or arg.op != "placeholder" for arg in node.args):
@@ -279,11 +279,11 @@ def packed_module(module: fx.GraphModule, grids: list[str]) -> fx.GraphModule:
     for node in list(_across_rows(graph)):
         if node.target is step.take_rows:
             values, first, count = node.args
-            node.target, node.args = step.take_packed_rows, (values, row_starts, first, count)
+            node.target, node.args = step.take_packed_rows, (values, cu_seqlens, first, count)
         else:
-            node.update_kwarg("row_starts", row_starts)
+            node.update_kwarg("cu_seqlens", cu_seqlens)
     slots.name = "slots"  # which the node in its place may have been named
-    for node in (slots, row_starts, *(inputs[name] for name in SEQUENCE_INPUTS if name in inputs)):
+    for node in (slots, cu_seqlens, *(inputs[name] for name in SEQUENCE_INPUTS if name in inputs)):
         if not node.users:
             graph.erase_node(node)
     left = [name for name in SEQUENCE_INPUTS if name in inputs and inputs[name].users]
@@ -303,7 +303,7 @@ def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         op = find(node.target)
         names = {entry.name for entry in dataclasses.fields(op.arguments)} if op is not None else set()
-        if node.target is step.take_rows or "row_starts" in names:
+        if node.target is step.take_rows or "cu_seqlens" in names:
             yield node
         elif "block_table" in names:
             raise Mismatch(f"{node.name} reads pages and takes no packed rows")
@@ -314,12 +314,12 @@ def _across_rows(graph: fx.Graph) -> Iterator[fx.Node]:
 def _take_from_packed(program: Program) -> None:
     """Take rows of a grid from the packed ones, and leave out what then is unpacked for nobody."""
     for unpacked in list(calls(program.graph, step.unpack_rows)):
-        values, row_starts, grid = unpacked.args
+        values, cu_seqlens, grid = unpacked.args
         for user in list(unpacked.users):
             if user.target is step.needed_rows:
-                user.target, user.args = step.needed_packed_rows, (values, row_starts, grid, *user.args[1:])
+                user.target, user.args = step.needed_packed_rows, (values, cu_seqlens, grid, *user.args[1:])
             elif user.target is step.take_rows:
-                user.target, user.args = step.take_packed_rows, (values, row_starts, *user.args[1:])
+                user.target, user.args = step.take_packed_rows, (values, cu_seqlens, *user.args[1:])
         if not unpacked.users:
             program.graph.erase_node(unpacked)
 

@@ -47,7 +47,7 @@ class PagedAttention:
         block_table: int64 ``[B, M]``, the blocks of each sequence in order, padded with -1.
         positions: int64 ``[B, T]``, absolute positions of the rows.
         sinks, scale, window, softcap: as in :class:`Attention`.
-        row_starts: int64 ``[B + 2]``, if the rows of all sequences are packed
+        cu_seqlens: int64 ``[B + 2]``, if the rows of all sequences are packed
             (:mod:`specgraph.kernels.attention.packing`). Then ``[B, T]`` is ``[1, R]`` everywhere but in
             ``block_table``.
     """
@@ -65,7 +65,7 @@ class PagedAttention:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    row_starts: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class RotaryAttention:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    row_starts: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class Heads(Protocol):
@@ -124,14 +124,14 @@ def check_paged(given: PagedAttention | RotaryAttention) -> None:
     slots, positions, table = given.slots, given.positions, given.block_table
     require(slots.shape == rows, lambda: f"slots must be {rows}, not {tuple(slots.shape)}")
     require(positions.shape == rows, lambda: f"positions must be {rows}, not {tuple(positions.shape)}")
-    starts = given.row_starts
+    starts = given.cu_seqlens
     require(table.dim() == 2, lambda: "block_table must be [B, M]")
     if starts is None:
         require(table.shape[0] == rows[0], lambda: "block_table must be [B, M]")
         return
     require(rows[0] == 1, lambda: f"packed rows are [1, R], not {list(rows)}")
     lines = table.shape[0] + 2
-    require(starts.shape == (lines,), lambda: f"row_starts must be [B + 2] = [{lines}], not {list(starts.shape)}")
+    require(starts.shape == (lines,), lambda: f"cu_seqlens must be [B + 2] = [{lines}], not {list(starts.shape)}")
 
 
 def check_rotary(given: RotaryAttention) -> None:

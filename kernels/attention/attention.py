@@ -128,7 +128,7 @@ def read_cache(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 def paged_attention_reference(given: PagedAttention) -> Tensor:
     """:class:`~specgraph.kernels.attention.arguments.PagedAttention` in plain PyTorch; it waits for the device."""
-    if given.row_starts is not None:
+    if given.cu_seqlens is not None:
         return attend_packed(given, _paged_attention)
     q, slots, positions = given.q, given.slots, given.positions
     write_cache(given.k_cache, given.k, slots)
@@ -168,7 +168,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotary_attention_reference(given: RotaryAttention) -> Tensor:
     """:class:`~specgraph.kernels.attention.arguments.RotaryAttention` in plain PyTorch; it waits for the device."""
-    if given.row_starts is not None:
+    if given.cu_seqlens is not None:
         return attend_packed(given, rotary_attention_reference)
     q, k = (rotate(x, given.cos, given.sin) for x in (given.q, given.k))
     rotated = PagedAttention(

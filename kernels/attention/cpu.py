@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 def covers_cpu(given: PagedAttention) -> bool:
     """Whether PyTorch's function computes what is asked for, and sooner."""
-    few = given.row_starts is None and given.q.shape[0] <= MOST_SEQUENCES
+    few = given.cu_seqlens is None and given.q.shape[0] <= MOST_SEQUENCES
     return few and is_plain(given) and given.q.dtype != torch.float64
 
 

@@ -147,7 +147,7 @@ def piece_begin(piece, low, PIECE: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: 
 
 @triton.jit(do_not_specialize=["T", "max_pieces", "max_work_units", "sequences"])
 def decode_attention_kernel(
-    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, row_starts, sinks, out, partials, counters,
+    q, k, v, cos, sin, k_cache, v_cache, slots, block_table, positions, cu_seqlens, sinks, out, partials, counters,
     sequences, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b,
     T, max_pieces, max_work_units, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
@@ -174,7 +174,7 @@ def decode_attention_kernel(
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     program = tl.program_id(2)
-    sequence, tile, first_row, rows = locate_tile(tile, batch, T, row_starts, sequences, GROUP, BLOCK_R, LANES)
+    sequence, tile, first_row, rows = locate_tile(tile, batch, T, cu_seqlens, sequences, GROUP, BLOCK_R, LANES)
 
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = pair // GROUP < rows

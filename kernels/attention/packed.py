@@ -27,7 +27,7 @@ Given = TypeVar("Given", PagedAttention, RotaryAttention)
 
 def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
     """What ``attend`` gives for the grid of the packed rows of ``given``, packed again. It waits for the device."""
-    starts = given.row_starts
+    starts = given.cu_seqlens
     assert starts is not None, "the rows are not packed"
     counts = (starts[1:-1] - starts[:-2]).clamp_min(0)
     width = max(1, int(counts.max()) if len(counts) else 1)
@@ -39,7 +39,7 @@ def attend_packed(given: Given, attend: Callable[[Given], Tensor]) -> Tensor:
     new |= {name: grid(getattr(given, name).transpose(1, 2)).transpose(1, 2) for name in ("q", "k", "v")}
     if isinstance(given, RotaryAttention):
         new |= {name: grid(getattr(given, name)) for name in ("cos", "sin")}
-    out = attend(dataclasses.replace(given, **new, row_starts=None))
+    out = attend(dataclasses.replace(given, **new, cu_seqlens=None))
     room = torch.empty(given.q.shape[2], device=starts.device)
     _, source = packed_places_reference(PackedPlaces(counts, room, width, 0))
     return pack_rows_reference(PackRows(out, source, 0))

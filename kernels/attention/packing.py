@@ -5,8 +5,8 @@ rest of the line is padding. Where the numbers of rows differ much, as among pro
 sequences that decode, most of the grid is padding. A module costs time for every row, so it runs the packed rows
 ``[1, R]``. ``R`` is how many there is room for, and is known to the host; what no sequence needs lies at the end.
 
-``row_starts`` int64 ``[B + 2]`` says where each sequence begins: those of sequence ``b`` are the packed rows from
-``row_starts[b]`` to ``row_starts[b + 1]``. The last interval is the padding, so ``row_starts[B + 1]`` is ``R``.
+``cu_seqlens`` int64 ``[B + 2]`` says where each sequence begins: those of sequence ``b`` are the packed rows from
+``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. The last interval is the padding, so ``cu_seqlens[B + 1]`` is ``R``.
 ``source`` int64 ``[R]`` names the place of each packed row in the grid, ``b * W + t``, or -1 for padding.
 
 The ops move rows and compute integers. The programs of a kernel copy a part of one row each, so no row depends on
@@ -31,7 +31,7 @@ _BLOCK = 1024
 
 @dataclass(slots=True)
 class PackedPlaces:
-    """Where packed rows lie: ``row_starts`` and ``source``, see :func:`packed_places`."""
+    """Where packed rows lie: ``cu_seqlens`` and ``source``, see :func:`packed_places`."""
 
     num_rows: Tensor
     room: Tensor
@@ -53,7 +53,7 @@ class UnpackRows:
     """The grid ``[B, width, ...]`` of packed rows ``values`` ``[1, R, ...]``; padding is 0."""
 
     values: Tensor
-    row_starts: Tensor
+    cu_seqlens: Tensor
     width: int
 
 
@@ -66,14 +66,14 @@ class TakePackedRows:
     """
 
     values: Tensor
-    row_starts: Tensor
+    cu_seqlens: Tensor
     first: Tensor
     count: int
     width: int | None = None
 
 
 def packed_places(num_rows: Tensor, room: Tensor, grid: Tensor, extra: int = 0) -> tuple[Tensor, Tensor]:
-    """Where the real rows of a grid lie when they are packed: ``row_starts`` ``[B + 2]`` and ``source`` ``[R]``.
+    """Where the real rows of a grid lie when they are packed: ``cu_seqlens`` ``[B + 2]`` and ``source`` ``[R]``.
 
     Args:
         num_rows: int64 ``[B]``, the real rows of each sequence.
@@ -81,8 +81,8 @@ def packed_places(num_rows: Tensor, room: Tensor, grid: Tensor, extra: int = 0) 
         grid: ``[B, W, ...]``, any values of the grid, which give its width.
         extra: the room for further rows of every sequence, so that there is room for ``R + B * extra`` in all.
     """
-    row_starts, source = torch.ops.specgraph.packed_places(num_rows, room, grid.shape[1], extra)
-    return row_starts, source
+    cu_seqlens, source = torch.ops.specgraph.packed_places(num_rows, room, grid.shape[1], extra)
+    return cu_seqlens, source
 
 
 def pack_rows(values: Tensor, source: Tensor, fill: int = 0) -> Tensor:
@@ -91,28 +91,28 @@ def pack_rows(values: Tensor, source: Tensor, fill: int = 0) -> Tensor:
     return packed
 
 
-def unpack_rows(values: Tensor, row_starts: Tensor, grid: Tensor) -> Tensor:
+def unpack_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor) -> Tensor:
     """The grid ``[B, W, ...]`` of packed rows ``values`` ``[1, R, ...]``, with 0 where there is padding.
 
     ``grid`` ``[B, W, ...]`` gives the width.
     """
-    unpacked: Tensor = torch.ops.specgraph.unpack_rows(values, row_starts, grid.shape[1])
+    unpacked: Tensor = torch.ops.specgraph.unpack_rows(values, cu_seqlens, grid.shape[1])
     return unpacked
 
 
-def take_packed_rows(values: Tensor, row_starts: Tensor, first: Tensor, count: int) -> Tensor:
+def take_packed_rows(values: Tensor, cu_seqlens: Tensor, first: Tensor, count: int) -> Tensor:
     """:func:`~specgraph.kernels.step.step.take_rows` of the grid whose packed rows are ``values`` ``[1, R, H]``."""
-    taken: Tensor = torch.ops.specgraph.take_packed_rows(values, row_starts, first, count)
+    taken: Tensor = torch.ops.specgraph.take_packed_rows(values, cu_seqlens, first, count)
     return taken
 
 
-def needed_packed_rows(values: Tensor, row_starts: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:
+def needed_packed_rows(values: Tensor, cu_seqlens: Tensor, grid: Tensor, num_forced: Tensor, count: int) -> Tensor:
     """:func:`~specgraph.kernels.step.step.needed_rows` of ``grid`` ``[B, T, ...]``: ``[B, min(T, count), H]``.
 
     Its packed rows are ``values`` ``[1, R, H]``.
     """
     width = grid.shape[1]
-    needed: Tensor = torch.ops.specgraph.take_packed_rows(values, row_starts, num_forced, min(count, width), width)
+    needed: Tensor = torch.ops.specgraph.take_packed_rows(values, cu_seqlens, num_forced, min(count, width), width)
     return needed
 
 
@@ -137,7 +137,7 @@ def pack_rows_reference(given: PackRows) -> Tensor:
 
 def unpack_rows_reference(given: UnpackRows) -> Tensor:
     """:class:`UnpackRows` in plain PyTorch."""
-    starts, values = given.row_starts[:-1], given.values[0]
+    starts, values = given.cu_seqlens[:-1], given.values[0]
     row = torch.arange(given.width, device=values.device)
     place = (starts[:-1, None] + row).clamp_max(len(values) - 1)
     padding = row >= (starts[1:] - starts[:-1]).unsqueeze(1)
@@ -148,13 +148,13 @@ def take_packed_rows_reference(given: TakePackedRows) -> Tensor:
     """:class:`TakePackedRows` in plain PyTorch."""
     first = given.first if given.width is None else given.first.clamp(max=given.width - given.count)
     row = (first.unsqueeze(1) + torch.arange(given.count, device=first.device)).clamp_min(0)
-    place = (given.row_starts[:-2, None] + row).clamp_max(given.values.shape[1] - 1)
+    place = (given.cu_seqlens[:-2, None] + row).clamp_max(given.values.shape[1] - 1)
     return given.values[0][place]
 
 
 @triton.jit(do_not_specialize=["batch", "width", "room"])
 def _packed_places_kernel(
-    row_starts, source, num_rows, batch, width, room,
+    cu_seqlens, source, num_rows, batch, width, room,
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Where up to ``BLOCK`` rows of one sequence lie, or of the padding. The grid is (B + 1, blocks of rows)."""
@@ -170,8 +170,8 @@ def _packed_places_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 0:
-        tl.store(row_starts + b, begin)
-        tl.store(row_starts + b + 1, end, mask=b == batch)
+        tl.store(cu_seqlens + b, begin)
+        tl.store(cu_seqlens + b + 1, end, mask=b == batch)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(source + begin + row, tl.where(b == batch, -1, b * width + row), mask=row < end - begin)
 
@@ -192,13 +192,13 @@ def _pack_rows_kernel(packed, values, source, size, FILL: tl.constexpr, BLOCK: t
 
 
 @triton.jit(do_not_specialize=["width", "size"])
-def _unpack_rows_kernel(grid, values, row_starts, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _unpack_rows_kernel(grid, values, cu_seqlens, width, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy a part of one row of the grid. The grid of programs is (B * W, blocks of elements)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b, row = tl.program_id(0) // width, tl.program_id(0) % width
-    begin = tl.load(row_starts + b)
-    real = row < tl.load(row_starts + b + 1) - begin
+    begin = tl.load(cu_seqlens + b)
+    real = row < tl.load(cu_seqlens + b + 1) - begin
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + (begin + row) * size + column, mask=(column < size) & real, other=0)
     if PDL:
@@ -208,14 +208,14 @@ def _unpack_rows_kernel(grid, values, row_starts, width, size, BLOCK: tl.constex
 
 @triton.jit(do_not_specialize=["count", "latest", "room", "size"])
 def _take_packed_rows_kernel(
-    taken, values, row_starts, first, count, latest, room, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+    taken, values, cu_seqlens, first, count, latest, room, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Copy a part of one row. The grid is (B * count, blocks of elements)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     b, r = tl.program_id(0) // count, tl.program_id(0) % count
     row = tl.maximum(tl.minimum(tl.load(first + b), latest) + r, 0)
-    place = tl.minimum(tl.load(row_starts + b) + row, room - 1)
+    place = tl.minimum(tl.load(cu_seqlens + b) + row, room - 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + place * size + column, mask=column < size)
     if PDL:
@@ -225,13 +225,13 @@ def _take_packed_rows_kernel(
 
 def packed_places_triton(given: PackedPlaces) -> tuple[Tensor, Tensor]:
     """:class:`PackedPlaces` in one kernel."""
-    row_starts, source = _packed_places_fake(given)
+    cu_seqlens, source = _packed_places_fake(given)
     batch, pdl = len(given.num_rows), supports_pdl(source.device)
     _packed_places_kernel[(batch + 1, triton.cdiv(len(source), _BLOCK))](
-        row_starts, source, given.num_rows.contiguous(), batch, given.width, len(source),
+        cu_seqlens, source, given.num_rows.contiguous(), batch, given.width, len(source),
         SEQUENCES=triton.next_power_of_2(batch + 1), BLOCK=_BLOCK, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
-    return row_starts, source
+    return cu_seqlens, source
 
 
 def pack_rows_triton(given: PackRows) -> Tensor:
@@ -251,7 +251,7 @@ def unpack_rows_triton(given: UnpackRows) -> Tensor:
         rows = unpacked.shape[0] * given.width
         size, options = _parts(unpacked, rows)
         grid = (rows, triton.cdiv(size, options["BLOCK"]))
-        _unpack_rows_kernel[grid](unpacked, values, given.row_starts, given.width, size, **options)
+        _unpack_rows_kernel[grid](unpacked, values, given.cu_seqlens, given.width, size, **options)
     return unpacked
 
 
@@ -263,7 +263,7 @@ def take_packed_rows_triton(given: TakePackedRows) -> Tensor:
         latest = room if given.width is None else given.width - given.count
         size, options = _parts(taken, rows)
         _take_packed_rows_kernel[(rows, triton.cdiv(size, options["BLOCK"]))](
-            taken, values, given.row_starts, given.first.contiguous(), given.count, latest, room, size, **options
+            taken, values, given.cu_seqlens, given.first.contiguous(), given.count, latest, room, size, **options
         )
     return taken
 
@@ -292,13 +292,13 @@ def _pack_rows_fake(given: PackRows) -> Tensor:
 
 
 def _unpack_rows_fake(given: UnpackRows) -> Tensor:
-    values, starts = given.values, given.row_starts
+    values, starts = given.values, given.cu_seqlens
     _check_packed(values, starts)
     return values.new_empty(starts.shape[0] - 2, given.width, *values.shape[2:])
 
 
 def _take_packed_rows_fake(given: TakePackedRows) -> Tensor:
-    values, starts, count = given.values, given.row_starts, given.count
+    values, starts, count = given.values, given.cu_seqlens, given.count
     _check_packed(values, starts)
     check_batch("first", given.first, starts.shape[0] - 2)
     fits = given.width is None or count <= given.width
@@ -306,9 +306,9 @@ def _take_packed_rows_fake(given: TakePackedRows) -> Tensor:
     return values.new_empty(starts.shape[0] - 2, count, *values.shape[2:])
 
 
-def _check_packed(values: Tensor, row_starts: Tensor) -> None:
+def _check_packed(values: Tensor, cu_seqlens: Tensor) -> None:
     require(values.dim() >= 2 and values.shape[0] == 1, lambda: f"values must be [1, R, ...], not {list(values.shape)}")
-    require(row_starts.dim() == 1 and row_starts.shape[0] >= 2, lambda: "row_starts must be [B + 2]")
+    require(cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 2, lambda: "cu_seqlens must be [B + 2]")
 
 
 PACKED_PLACES = declare(

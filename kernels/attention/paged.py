@@ -128,7 +128,7 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     caches_strides = [stride for cache in caches for stride in (cache.stride(1), cache.stride(2))]
     strides = [*k.stride()[:3], *v.stride()[:3], *angle_strides, *caches_strides]
 
-    packed, sequences = given.row_starts, batch * groups
+    packed, sequences = given.cu_seqlens, batch * groups
     pairs, widest = rows * heads // groups, max(sizes["DP"], sizes["DVP"])
     prefill = tiling.prefill
     if prefill is None:
@@ -178,9 +178,9 @@ def _launch(given: PagedAttention | RotaryAttention, angles: tuple[Tensor, Tenso
     return out
 
 
-def num_tiles(pairs: int, tile: int, row_starts: Tensor | None) -> int:
+def num_tiles(pairs: int, tile: int, cu_seqlens: Tensor | None) -> int:
     """The most tiles that (row, head) pairs can take; each sequence of packed rows, and the padding, begins a tile."""
-    return triton.cdiv(pairs, tile) if row_starts is None else pairs // tile + len(row_starts) - 1
+    return triton.cdiv(pairs, tile) if cu_seqlens is None else pairs // tile + len(cu_seqlens) - 1
 
 
 def shares(tasks: int, capacity: int, tiling: Tiling) -> tuple[int, int, int]:

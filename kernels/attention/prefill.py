@@ -94,7 +94,7 @@ def _add_blocks(
 
 @triton.jit(do_not_specialize=["T", "capacity", "sequences"])
 def prefill_attention_kernel(
-    q, cos, sin, k_cache, v_cache, slots, block_table, positions, row_starts, sinks, out, sequences,
+    q, cos, sin, k_cache, v_cache, slots, block_table, positions, cu_seqlens, sinks, out, sequences,
     q_b, q_h, q_t, angle_b, angle_t, k_slot, k_head, v_slot, v_head, table_b, T, capacity, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -111,7 +111,7 @@ def prefill_attention_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
-    sequence, tile, first_row, rows = locate_tile(tile, batch, T, row_starts, sequences, GROUP, BLOCK_R, LANES)
+    sequence, tile, first_row, rows = locate_tile(tile, batch, T, cu_seqlens, sequences, GROUP, BLOCK_R, LANES)
     pair = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = pair // GROUP < rows
     row = first_row + pair // GROUP

@@ -53,7 +53,7 @@ def across_rows(x, ROWS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def locate_tile(tile, batch, T, row_starts, sequences, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, LANES: tl.constexpr):
+def locate_tile(tile, batch, T, cu_seqlens, sequences, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, LANES: tl.constexpr):
     """Whose rows a tile has: the sequence, the tile's number in it, the row of the call that is the sequence's first
     one, and how many rows it has.
 
@@ -64,8 +64,8 @@ def locate_tile(tile, batch, T, row_starts, sequences, GROUP: tl.constexpr, BLOC
     sequence, first_row, rows = batch, 0, T
     if LANES > 0:
         lane = tl.arange(0, LANES)
-        begin = tl.load(row_starts + lane, mask=lane <= sequences, other=0)
-        counts = tl.load(row_starts + lane + 1, mask=lane <= sequences, other=0) - begin
+        begin = tl.load(cu_seqlens + lane, mask=lane <= sequences, other=0)
+        counts = tl.load(cu_seqlens + lane + 1, mask=lane <= sequences, other=0) - begin
         tiles = ((counts * GROUP + BLOCK_R - 1) // BLOCK_R).to(tl.int32)
         ends = tl.cumsum(tiles, 0)
         own = lane == tl.sum((ends <= tile).to(tl.int32), 0)

@@ -40,16 +40,16 @@ def packed(program: Program) -> tuple[Program, Any]:
 def test_the_target_runs_packed_rows_and_only_needed_ones_are_taken_from_them() -> None:
     program, result = packed(built("none", *WHOLE))
     lines = [
-        line for line in body(program) if any(word in line for word in ("pack", "row_starts", "places", "lm_head"))
+        line for line in body(program) if any(word in line for word in ("pack", "cu_seqlens", "places", "lm_head"))
     ]
     assert lines == [
-        "row_starts, source = packed_places(gathered_num_rows, room, window)",
+        "cu_seqlens, source = packed_places(gathered_num_rows, room, window)",
         "packed_window = pack_rows(window, source)",
         "packed_positions = pack_rows(positions, source)",
         "packed_slots = pack_rows(slots, source, fill=-1)",
         "hidden = self.target_packed(tokens=packed_window, positions=packed_positions, "
-        "block_table=gathered_block_table, caches=target_caches, slots=packed_slots, row_starts=row_starts)",
-        "needed = needed_packed_rows(hidden, row_starts, window, gathered_num_forced, 1)",
+        "block_table=gathered_block_table, caches=target_caches, slots=packed_slots, cu_seqlens=cu_seqlens)",
+        "needed = needed_packed_rows(hidden, cu_seqlens, window, gathered_num_forced, 1)",
         "logits = self.lm_head(needed)",
     ]
     assert result.notes == ("1 calls run packed rows",) and not result.near_misses

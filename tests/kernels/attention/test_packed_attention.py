@@ -52,7 +52,7 @@ class InPacks:
             x[:, :, int(starts[-2]) :] = torch.nan
         angles = [pack(x) for x in rows[3:]]
         places = (k_cache, v_cache, pack(slots, -1), table, pack(positions))
-        out = form(*heads, *angles, *places, row_starts=starts, **options)
+        out = form(*heads, *angles, *places, cu_seqlens=starts, **options)
         assert out.shape[:2] == (1, len(source)) and not out[0, int(starts[-2]) :].any()
         grid = out.new_zeros(*slots.shape, *out.shape[2:])
         for b in range(len(slots)):
@@ -108,7 +108,7 @@ def test_more_sequences_than_are_looked_at_at_a_time(tiling: Tiling) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"row_starts": torch.zeros(3, dtype=torch.int64)}, r"row_starts must be \[B \+ 2\] = \[4\], not \[3\]"),
+        ({"cu_seqlens": torch.zeros(3, dtype=torch.int64)}, r"cu_seqlens must be \[B \+ 2\] = \[4\], not \[3\]"),
         ({"q": torch.empty(2, 4, 5, 8)}, "packed rows are|must agree"),
     ],
 )
@@ -117,9 +117,9 @@ def test_packed_rows_that_do_not_fit_are_refused(change: dict[str, Tensor], mess
         "q": torch.empty(1, 4, 5, 8), "k": torch.empty(1, 2, 5, 8), "v": torch.empty(1, 2, 5, 8),
         "k_cache": torch.empty(6, 4, 2, 8), "v_cache": torch.empty(6, 4, 2, 8),
         "slots": torch.empty(1, 5, dtype=torch.int64), "block_table": torch.empty(2, 3, dtype=torch.int64),
-        "positions": torch.empty(1, 5, dtype=torch.int64), "row_starts": torch.zeros(4, dtype=torch.int64),
+        "positions": torch.empty(1, 5, dtype=torch.int64), "cu_seqlens": torch.zeros(4, dtype=torch.int64),
     }  # fmt: skip
     meta = {name: value.to("meta") for name, value in {**given, **change}.items()}
     with pytest.raises((ValueError, RuntimeError), match=message):
-        torch.ops.specgraph.paged_attention(*list(meta.values())[:-1], scale=1.0, row_starts=meta["row_starts"])
+        torch.ops.specgraph.paged_attention(*list(meta.values())[:-1], scale=1.0, cu_seqlens=meta["cu_seqlens"])
     assert DEVICE in ("cpu", "cuda")
