@@ -197,9 +197,9 @@ def _linear_after_norm(place: Place, name: str, inputs: int, outputs: int, rows:
             gate, up = out.chunk(2, dim=-1)
             return functional.silu(gate) * up if gated else out
 
-        weighted, square_sums = torch.ops.specgraph.norm_parts(x, scale)
+        weighted, sum_sq = torch.ops.specgraph.norm_parts(x, scale)
         options: dict[str, Any] = {"norm_eps": 1e-5, "activation": "silu_mul" if gated else "none"}
-        ours = functools.partial(torch.ops.specgraph.linear, weighted, weight, square_sums=square_sums, **options)
+        ours = functools.partial(torch.ops.specgraph.linear, weighted, weight, sum_sq=sum_sq, **options)
         return ours, {LIBRARY_FORM: separate}
 
     width = outputs // 2 if gated else outputs

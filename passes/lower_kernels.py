@@ -82,7 +82,7 @@ class _Linear:
     weight: Any
     bias: Any = None
     residual: Any = None
-    square_sums: Any = None
+    sum_sq: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -188,7 +188,7 @@ def _lower_linears(module: fx.GraphModule, chosen: Counter[str]) -> None:
         if weight_name(linear.weight) is None:  # computed in the step, such as a cast one
             linear.options["constant_weight"] = False
         with graph.inserting_before(linear.end):
-            given = (linear.x, linear.weight, linear.bias, linear.residual, linear.square_sums)
+            given = (linear.x, linear.weight, linear.bias, linear.residual, linear.sum_sq)
             new = graph.create_node("call_function", LINEAR, given, linear.options, name="linear")
         replace(graph, linear.end, new)
         chosen[" + ".join(["linear", *parts])] += 1
@@ -204,7 +204,7 @@ def _take_norm(linear: _Linear, parts: dict[fx.Node, tuple[fx.Node, fx.Node]]) -
         return None
     if norm not in parts:
         parts[norm] = _norm_parts(norm)
-    linear.x, linear.square_sums = parts[norm]
+    linear.x, linear.sum_sq = parts[norm]
     linear.options["norm_eps"] = norm.kwargs["eps"]
     return "norm"
 
@@ -215,8 +215,8 @@ def _norm_parts(norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     with graph.inserting_before(norm):
         options = {"norm_offset": norm.kwargs["offset"]}
         parts = graph.create_node("call_function", NORM_PARTS, norm.args, options, name="norm_parts")
-        weighted, square_sums = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
-    return keep_meta(weighted, norm), square_sums
+        weighted, sum_sq = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    return keep_meta(weighted, norm), sum_sq
 
 
 def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
@@ -233,10 +233,10 @@ def _join_norms(module: fx.GraphModule, chosen: Counter[str]) -> None:
             given = (*linear.args[:2], weight, *linear.args[2:])
             options = {**linear.kwargs, **parts.kwargs}
             joined = graph.create_node("call_function", LINEAR_NORM, given, options, name="linear_norm")
-            out, weighted, square_sums = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
+            out, weighted, sum_sq = (graph.call_function(operator.getitem, (joined, i)) for i in range(3))
         replace(graph, linear, out)
         for user in list(parts.users):
-            replace(graph, user, square_sums if user.args[1] else weighted)
+            replace(graph, user, sum_sq if user.args[1] else weighted)
         chosen["norm joined to the linear before"] += 1
 
 

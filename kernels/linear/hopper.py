@@ -151,7 +151,7 @@ def launch(product: Product) -> None:
     # Outside of a CUDA graph, a kernel that has not finished may be writing the weight.
     weight_is_constant = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
     linear_hopper_kernel[(tiles_o * tiles_n, pieces if tiling.split else 1)](
-        _descriptor(weight, TILE_O), _descriptor(x, tiling.block_n), out, product.bias, residual, product.square_sums,
+        _descriptor(weight, TILE_O), _descriptor(x, tiling.block_n), out, product.bias, residual, product.sum_sq,
         norm_weight, weighted, out_square_sums, partial, counters, weight_is_constant, rows, out.shape[-1], in_features,
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=tiling.split, GROUPS=groups,

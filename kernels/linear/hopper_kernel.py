@@ -129,8 +129,8 @@ def _norm_scale(square_sums_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: 
         group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
         groups = gl.cdiv(in_features, _NORM_GROUP)
         mask = (group < groups)[:, None] & (n < rows)[None, :]
-        square_sums = gl.load(square_sums_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
-        mean = _sum_in_any_order(square_sums, 0) / in_features
+        sum_sq = gl.load(square_sums_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
+        mean = _sum_in_any_order(sum_sq, 0) / in_features
         scale = gl.convert_layout(gl.rsqrt(mean + norm_eps), gl.SliceLayout(0, _OUT))
     return scale
 

@@ -5,7 +5,7 @@ float32, rounded once to the dtype of ``x`` (bfloat16, float16 or float32; float
 activations take a weight ``[2 * O, I]`` of gate rows over up rows and give ``act(gate) * up``.
 
 An RMS norm before the product costs no launch and nothing in the main loop, because it comes in two parts: ``x``, which
-is the row times the norm's weight, and ``square_sums``, the sums of squares of 64 entries each, which give the
+is the row times the norm's weight, and ``sum_sq``, the sums of squares of 64 entries each, which give the
 ``scale`` of the row's result. The linear layer that writes a row produces both parts (``specgraph::linear_norm``),
 since its tiles hold whole groups of 64 entries. For rows from elsewhere ``specgraph::norm_parts`` produces them.
 
@@ -84,8 +84,8 @@ class Linear:
         weight: ``[O, I]``; for the gated activations ``[2 * O, I]``, gate rows first.
         bias: one per row of ``weight``, or None.
         residual: ``[..., O]`` or None.
-        square_sums: ``[..., ceil(I / 64)]`` from :class:`NormParts`, whose other result is ``x``; then
-            ``scale = rsqrt(sum(square_sums) / I + norm_eps)``, otherwise 1.
+        sum_sq: ``[..., ceil(I / 64)]`` from :class:`NormParts`, whose other result is ``x``; then
+            ``scale = rsqrt(sum(sum_sq) / I + norm_eps)``, otherwise 1.
         activation: one of :data:`ACTIVATIONS`.
         constant_weight: whether nothing in a CUDA graph that holds this call writes ``weight``, so that a GPU may read
             it before the kernels in front have finished. Outside of graphs it makes no difference.
@@ -95,7 +95,7 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
     residual: Tensor | None = None
-    square_sums: Tensor | None = None
+    sum_sq: Tensor | None = None
     _: KW_ONLY
     norm_eps: float = 0.0
     activation: str = "none"
@@ -104,14 +104,14 @@ class Linear:
 
 @dataclass(slots=True)
 class LinearNorm:
-    """:class:`Linear`, then :class:`NormParts` of its result: ``(out, weighted, square_sums)``."""
+    """:class:`Linear`, then :class:`NormParts` of its result: ``(out, weighted, sum_sq)``."""
 
     x: Tensor
     weight: Tensor
     norm_weight: Tensor
     bias: Tensor | None = None
     residual: Tensor | None = None
-    square_sums: Tensor | None = None
+    sum_sq: Tensor | None = None
     _: KW_ONLY
     norm_eps: float = 0.0
     norm_offset: float = 0.0
@@ -140,11 +140,11 @@ class NormParts:
 
 def linear_reference(given: Linear | LinearNorm) -> Tensor:
     """:class:`Linear` in plain PyTorch."""
-    x, bias, square_sums, residual = given.x, given.bias, given.square_sums, given.residual
+    x, bias, sum_sq, residual = given.x, given.bias, given.sum_sq, given.residual
     exact = torch.promote_types(x.dtype, torch.float32)
     out = functional.linear(x.to(exact), given.weight.to(exact))
-    if square_sums is not None:
-        out = out * torch.rsqrt(square_sums.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
+    if sum_sq is not None:
+        out = out * torch.rsqrt(sum_sq.to(exact).sum(-1, keepdim=True) / x.shape[-1] + given.norm_eps)
     out = _activated(out if bias is None else out + bias.to(exact), given.activation)
     return (out if residual is None else out + residual.to(exact)).to(x.dtype)
 
@@ -164,8 +164,8 @@ def norm_parts_reference(given: NormParts) -> tuple[Tensor, Tensor]:
     rows = x.to(exact)
     padded = functional.pad(rows, (0, -x.shape[-1] % NORM_GROUP))
     groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // NORM_GROUP, NORM_GROUP)
-    square_sums = groups.square().sum(-1)
-    return (rows * (given.norm_weight.to(exact) + given.norm_offset)).to(x.dtype), square_sums
+    sum_sq = groups.square().sum(-1)
+    return (rows * (given.norm_weight.to(exact) + given.norm_offset)).to(x.dtype), sum_sq
 
 
 def linear_norm_reference(given: LinearNorm) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +193,7 @@ def _hopper_covers(given: Linear | LinearNorm) -> bool:
     """Few rows of 16-bit values: what its kernel was written for, and gives the bits of the tiles."""
     if not runs_gluon(given.x.device) or given.x.numel() == 0:
         return False
-    covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.square_sums is not None)
+    covers: bool = _hopper().covers(given.x, given.weight, is_gated(given.activation), given.sum_sq is not None)
     return covers
 
 
@@ -255,8 +255,8 @@ def _out_shape(given: Linear | LinearNorm) -> tuple[int, ...]:
 
 def _empty_parts(out: Tensor) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(out.dtype, torch.float32)
-    square_sums = out.new_empty((*out.shape[:-1], -(-out.shape[-1] // NORM_GROUP)), dtype=exact)
-    return out.new_empty(out.shape), square_sums
+    sum_sq = out.new_empty((*out.shape[:-1], -(-out.shape[-1] // NORM_GROUP)), dtype=exact)
+    return out.new_empty(out.shape), sum_sq
 
 
 def _product(given: Linear | LinearNorm, out: Tensor, next_norm: NextNorm | None, pdl: bool | None) -> Product:
@@ -267,13 +267,13 @@ def _product(given: Linear | LinearNorm, out: Tensor, next_norm: NextNorm | None
     residual = None if given.residual is None else as_rows(given.residual)
     pdl = supports_pdl(x.device) if pdl is None else pdl
     return Product(
-        out, as_rows(x), rows, given.bias, residual, given.square_sums, given.norm_eps, given.activation, constant,
+        out, as_rows(x), rows, given.bias, residual, given.sum_sq, given.norm_eps, given.activation, constant,
         next_norm, pdl,
     )  # fmt: skip
 
 
 def _linear_fake(given: Linear | LinearNorm) -> Tensor:
-    x, weight, bias, residual, square_sums = given.x, given.weight, given.bias, given.residual, given.square_sums
+    x, weight, bias, residual, sum_sq = given.x, given.weight, given.bias, given.residual, given.sum_sq
     activation = given.activation
     require(activation in ACTIVATIONS, lambda: f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     require(weight.dim() == 2, lambda: f"weight must be [O, I], not {tuple(weight.shape)}")
@@ -282,12 +282,12 @@ def _linear_fake(given: Linear | LinearNorm) -> Tensor:
     require(weight.dtype == x.dtype, lambda: f"weight is {weight.dtype}, x is {x.dtype}: they must agree")
     if bias is not None:
         require(bias.shape == (outer,), lambda: f"bias must be [{outer}], not {tuple(bias.shape)}")
-    if square_sums is not None:
+    if sum_sq is not None:
         wanted = (*x.shape[:-1], -(-inner // NORM_GROUP))
-        require(square_sums.shape == wanted, lambda: f"square_sums must be {wanted}, not {tuple(square_sums.shape)}")
+        require(sum_sq.shape == wanted, lambda: f"sum_sq must be {wanted}, not {tuple(sum_sq.shape)}")
         require(
-            square_sums.is_contiguous(),
-            lambda: "square_sums must be contiguous, as norm_parts and linear_norm give them",
+            sum_sq.is_contiguous(),
+            lambda: "sum_sq must be contiguous, as norm_parts and linear_norm give them",
         )
     if is_gated(activation):
         require(outer % 2 == 0, lambda: f"{activation} takes gate rows and as many up rows, not {outer} together")

@@ -96,7 +96,7 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     residual: Tensor | None
-    square_sums: Tensor | None
+    sum_sq: Tensor | None
     norm_eps: float
     activation: str
     constant_weight: bool
@@ -135,9 +135,9 @@ def launch_tiles(product: Product, tiling: Tiles) -> None:
         tiling = tiling._replace(block_o=128)  # 64 gate and 64 up rows give whole norm groups of the result
     # Each operand of the epilogue may take 32 registers of a thread if it is read before the product.
     early = max(groups, tiling.block_o) * tiling.block_n <= 1024 * tiling.warps
-    scale, square_sums = None, product.square_sums
-    if square_sums is not None and not early:
-        scale, square_sums = norm_scale(square_sums, in_features, product.norm_eps, pdl), None
+    scale, sum_sq = None, product.sum_sq
+    if sum_sq is not None and not early:
+        scale, sum_sq = norm_scale(sum_sq, in_features, product.norm_eps, pdl), None
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     fused_norm = product.next_norm if tiling.block_o * tiling.block_n <= 4096 else None
     norm_weight, norm_offset, weighted, out_square_sums = fused_norm or (None, 0.0, None, None)
@@ -151,7 +151,7 @@ def launch_tiles(product: Product, tiling: Tiles) -> None:
         counters = arrival_counters(x.device)
     even = in_features % (tiling.block_k * blocks * pieces) == 0
     linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, x, weight, product.bias, residual, square_sums, scale, norm_weight, weighted, out_square_sums, partial,
+        out, x, weight, product.bias, residual, sum_sq, scale, norm_weight, weighted, out_square_sums, partial,
         counters, rows, out.shape[-1], in_features, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCKS=blocks, PIECES=pieces,
@@ -163,11 +163,11 @@ def launch_tiles(product: Product, tiling: Tiles) -> None:
         launch_norm_parts(as_rows(out), product.next_norm, pdl)
 
 
-def norm_scale(square_sums: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
-    """The scale ``rsqrt(sum(square_sums) / features + norm_eps)`` of a norm, which multiplies a row or its product.
+def norm_scale(sum_sq: Tensor, features: int, norm_eps: float, pdl: bool) -> Tensor:
+    """The scale ``rsqrt(sum(sum_sq) / features + norm_eps)`` of a norm, which multiplies a row or its product.
 
     Args:
-        square_sums: contiguous ``[..., ceil(features / 64)]`` in float32, as ``norm_parts`` gives them.
+        sum_sq: contiguous ``[..., ceil(features / 64)]`` in float32, as ``norm_parts`` gives them.
         features: the number of entries of a row.
         norm_eps: is added to the mean of the squares.
         pdl: whether to use programmatic dependent launch.
@@ -175,10 +175,10 @@ def norm_scale(square_sums: Tensor, features: int, norm_eps: float, pdl: bool) -
     Returns:
         One entry for each row, ``[rows]`` in float32.
     """
-    rows = square_sums.shape[:-1].numel()
-    scale = square_sums.new_empty(rows)
+    rows = sum_sq.shape[:-1].numel()
+    scale = sum_sq.new_empty(rows)
     norm_scale_kernel[(triton.cdiv(rows, 4),)](
-        scale, square_sums, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
+        scale, sum_sq, rows, features, norm_eps, GROUPS=norm_groups(features), BLOCK_N=4, PDL=pdl, num_warps=1,
         enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     return scale
@@ -186,12 +186,12 @@ def norm_scale(square_sums: Tensor, features: int, norm_eps: float, pdl: bool) -
 
 def launch_norm_parts(rows: Tensor, next_norm: NextNorm, pdl: bool | None) -> None:
     """Fill the two parts of the norm of ``rows``, which no product has made."""
-    norm_weight, norm_offset, weighted, square_sums = next_norm
+    norm_weight, norm_offset, weighted, sum_sq = next_norm
     count, features = rows.shape
     pdl = supports_pdl(rows.device) if pdl is None else pdl
     block_o, block_n = 2 * NORM_GROUP, 1 if count <= 16 else 16
     norm_parts_kernel[(triton.cdiv(features, block_o), triton.cdiv(count, block_n))](
-        weighted, square_sums, rows, norm_weight, count, features, rows.stride(0), norm_offset,
+        weighted, sum_sq, rows, norm_weight, count, features, rows.stride(0), norm_offset,
         BLOCK_O=block_o, BLOCK_N=block_n, PDL=pdl, num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 

@@ -67,8 +67,8 @@ def sum_in_any_order(values, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _norm_scale(square_sums, features, norm_eps):
-    return tl.math.rsqrt(sum_in_any_order(square_sums, 0) / features + norm_eps)
+def _norm_scale(sum_sq, features, norm_eps):
+    return tl.math.rsqrt(sum_in_any_order(sum_sq, 0) / features + norm_eps)
 
 
 @triton.jit
@@ -121,19 +121,19 @@ def _load_epilogue_operands(
     They are the sums of squares ``[GROUPS, N]`` or the scale ``[1, N]`` made of them, the residual ``[O, N]``, and the
     weight of the norm that follows ``[O]``. An operand that does not exist is zeros, which nothing reads.
     """
-    square_sums = tl.zeros((1, n.shape[0]), tl.float32)
+    sum_sq = tl.zeros((1, n.shape[0]), tl.float32)
     residual = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
     norm_weight = tl.zeros((o.shape[0],), tl.float32)
     if square_sums_ptr is not None:
-        square_sums = _load_square_sums(square_sums_ptr, n, real, in_features, GROUPS)
+        sum_sq = _load_square_sums(square_sums_ptr, n, real, in_features, GROUPS)
     elif scale_ptr is not None:
-        square_sums = tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
+        sum_sq = tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
     if residual_ptr is not None:
         addresses = residual_ptr + n.to(tl.int64)[None, :] * residual_stride + o[:, None]
         residual = tl.load(addresses, mask=(o < out_features)[:, None] & real[None, :], other=0.0).to(tl.float32)
     if norm_weight_ptr is not None:
         norm_weight = _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset)
-    return square_sums, residual, norm_weight
+    return sum_sq, residual, norm_weight
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def _add_partials(
 @triton.jit
 def _finish(
     y,
-    square_sums,
+    sum_sq,
     residual,
     norm_weight,
     out_ptr,
@@ -206,10 +206,10 @@ def _finish(
     The epilogue is the scale of the norm before the product, the bias, the activation, the residual and the only
     rounding. On request it also stores the parts of the norm that follows.
     """
-    if SCALE == "square_sums":
-        y = y * _norm_scale(square_sums, in_features, norm_eps)[None, :]
+    if SCALE == "sum_sq":
+        y = y * _norm_scale(sum_sq, in_features, norm_eps)[None, :]
     elif SCALE == "ready":
-        y = y * square_sums
+        y = y * sum_sq
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     if GATED:
@@ -283,7 +283,7 @@ def linear_kernel(
     preceding kernel. This needs no wait because weights are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
-    SCALE: tl.constexpr = "square_sums" if square_sums_ptr is not None else "none" if scale_ptr is None else "ready"
+    SCALE: tl.constexpr = "sum_sq" if square_sums_ptr is not None else "none" if scale_ptr is None else "ready"
     tile = tl.program_id(0)
     tiles_o = tl.cdiv(out_features, OUT_ROWS)
     group = tile // (_TILE_GROUP * tiles_o)
@@ -309,7 +309,7 @@ def linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if EARLY:
-        square_sums, residual, norm_weight = _load_epilogue_operands(
+        sum_sq, residual, norm_weight = _load_epilogue_operands(
             square_sums_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
             residual_stride, norm_offset, GROUPS,
         )  # fmt: skip
@@ -336,12 +336,12 @@ def linear_kernel(
             total = _add_partials(partial_ptrs, partial_stride, real, BLOCK_O, BLOCK_N, PIECES)
     if finish:
         if not EARLY:
-            square_sums, residual, norm_weight = _load_epilogue_operands(
+            sum_sq, residual, norm_weight = _load_epilogue_operands(
                 square_sums_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
                 residual_stride, norm_offset, GROUPS,
             )  # fmt: skip
         _finish(
-            total, square_sums, residual, norm_weight, out_ptr, bias_ptr, weighted_ptr, out_square_sums_ptr, tile_o,
+            total, sum_sq, residual, norm_weight, out_ptr, bias_ptr, weighted_ptr, out_square_sums_ptr, tile_o,
             weight_row, o, n, real, out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, SCALE,
             residual_ptr is not None, ACTIVATION, GATED,
         )  # fmt: skip
@@ -363,10 +363,10 @@ def norm_scale_kernel(
     real = n < rows
     if PDL:
         tl.extra.cuda.gdc_wait()
-    square_sums = _load_square_sums(square_sums_ptr, n, real, features, GROUPS)
+    sum_sq = _load_square_sums(square_sums_ptr, n, real, features, GROUPS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(scale_ptr + n, _norm_scale(square_sums, features, norm_eps), mask=real)
+    tl.store(scale_ptr + n, _norm_scale(sum_sq, features, norm_eps), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])

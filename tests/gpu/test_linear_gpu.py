@@ -69,13 +69,11 @@ def layer(name: str, rows: int = MOST) -> tuple[Tensor, dict[str, object], Tenso
 
 def run(given: tuple[Tensor, dict[str, object], Tensor | None], rows: slice, **options: object) -> Tensor:
     x, others, residual = given
-    others, square_sums = dict(others), None
+    others, sum_sq = dict(others), None
     gain, x = others.pop("norm_weight"), x[rows]
     if gain is not None:
-        x, square_sums = norm_parts(x, gain)
-    return linear(
-        x, **others, residual=None if residual is None else residual[rows], square_sums=square_sums, **options
-    )
+        x, sum_sq = norm_parts(x, gain)
+    return linear(x, **others, residual=None if residual is None else residual[rows], sum_sq=sum_sq, **options)
 
 
 def exact(given: tuple[Tensor, dict[str, object], Tensor | None]) -> Tensor:
@@ -171,8 +169,8 @@ def test_the_kernel_for_few_rows_has_the_bits_of_the_tiles(activation: str, dtyp
     torch.manual_seed(0)
     weight, bias, gain = randn(gates * outer, inner).mul_(inner**-0.5), randn(gates * outer), randn(outer)
     for rows in (1, 2, 7, 8, 9, 16, 17, 33, 64):
-        x, square_sums = norm_parts(randn(rows, inner + 16)[:, 8:-8], randn(inner))
-        given = (x, weight, gain, bias, randn(rows, outer), square_sums)
+        x, sum_sq = norm_parts(randn(rows, inner + 16)[:, 8:-8], randn(inner))
+        given = (x, weight, gain, bias, randn(rows, outer), sum_sq)
         options = {"norm_eps": 1e-6, "norm_offset": 1.0, "activation": activation}
         cut = tiles(rows, *weight.shape)
         for ours, of in zip(linear_norm(*given, **options), linear_norm(*given, **options, tiling=cut), strict=True):
@@ -218,9 +216,9 @@ def test_a_chain_in_a_graph_gives_the_bits_of_single_launches():
     x = torch.randn(5, 4096, device="cuda").bfloat16()
 
     def chain(pdl: bool | None, wait: bool = False) -> Tensor:
-        y, (weighted, square_sums) = x, norm_parts(x, gain, pdl=pdl)
+        y, (weighted, sum_sq) = x, norm_parts(x, gain, pdl=pdl)
         for weight in weights:
-            y, weighted, square_sums = linear_norm(weighted, weight, gain, None, y, square_sums, norm_eps=1e-5, pdl=pdl)
+            y, weighted, sum_sq = linear_norm(weighted, weight, gain, None, y, sum_sq, norm_eps=1e-5, pdl=pdl)
             if wait:
                 torch.cuda.synchronize()
         return y

@@ -116,10 +116,10 @@ def normed_linear(
 ) -> Tensor:
     """The norm in its two parts, then the product."""
     parts, product = (norm_parts_reference, linear_reference) if reference else (norm_parts, linear)
-    square_sums = None
+    sum_sq = None
     if norm_weight is not None:
-        x, square_sums = parts(x, norm_weight, norm_offset=norm_offset)
-    return product(x, weight, bias, residual, square_sums, **options)
+        x, sum_sq = parts(x, norm_weight, norm_offset=norm_offset)
+    return product(x, weight, bias, residual, sum_sq, **options)
 
 
 CASES = [
@@ -265,16 +265,16 @@ def test_a_linear_gives_the_parts_of_the_norm_that_follows(case: dict[str, Any],
     norm_weight = poisoned(1, 200, dtype, torch.Generator().manual_seed(1))[0]
     offset = options.pop("norm_offset", 0.0)
     for tiling in cuts(32, 3):
-        out, weighted, square_sums = linear_norm(
+        out, weighted, sum_sq = linear_norm(
             x, weight, norm_weight, bias, residual, **options, norm_offset=offset, tiling=tiling
         )
         assert torch.equal(out, linear(x, weight, bias, residual, **options, tiling=tiling))
         apart = norm_parts(out, norm_weight, norm_offset=offset)
-        assert torch.equal(weighted, apart[0]) and torch.equal(square_sums, apart[1])
+        assert torch.equal(weighted, apart[0]) and torch.equal(sum_sq, apart[1])
     expected = norm_parts_reference(out, norm_weight, norm_offset=offset)
     assert torch.equal(weighted, expected[0])
-    torch.testing.assert_close(square_sums, expected[1], rtol=1e-6, atol=0)
-    assert square_sums.shape == (19, 4)
+    torch.testing.assert_close(sum_sq, expected[1], rtol=1e-6, atol=0)
+    assert sum_sq.shape == (19, 4)
 
 
 @dtypes
@@ -293,9 +293,9 @@ def test_squares_of_equal_entries_add_up(value: float):
     """The largest sums that the integers they are added as must hold."""
     x = torch.full((3, 4096), value, device=DEVICE)
     given, options = arguments(3, 40, 4096, torch.float32, extras=False, norm_eps=0.0)
-    _, square_sums = norm_parts(x, given[4])
-    assert square_sums.shape == (3, 64)
-    torch.testing.assert_close(square_sums, torch.full_like(square_sums, 64 * value**2), rtol=1e-6, atol=0)
+    _, sum_sq = norm_parts(x, given[4])
+    assert sum_sq.shape == (3, 64)
+    torch.testing.assert_close(sum_sq, torch.full_like(sum_sq, 64 * value**2), rtol=1e-6, atol=0)
     out = normed_linear(x, given[1], None, None, given[4], **options)
     assert_close(out, (x, *given[1:]), options)
 
@@ -304,8 +304,8 @@ def float64_arguments(activation: str) -> tuple[tuple[Tensor, ...], dict[str, An
     """The arguments of the op, and what it should give."""
     given, options = arguments(3, 40, 24, torch.float64, activation=activation)
     expected, _ = exact(given, options)
-    weighted, square_sums = norm_parts_reference(given[0], given[4])
-    return (weighted, given[1], given[2], given[3], square_sums), options, expected
+    weighted, sum_sq = norm_parts_reference(given[0], given[4])
+    return (weighted, given[1], given[2], given[3], sum_sq), options, expected
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu_mul"])
@@ -333,7 +333,7 @@ def test_the_ops_are_registered_as_they_behave(activation: str):
         (1, (81, 24), "silu_mul takes gate rows and as many up rows, not 81 together"),
         (2, (40,), r"bias must be \[80\], not \(40,\)"),
         (3, (3, 80), r"residual must be \(3, 40\), not \(3, 80\)"),
-        (4, (3, 2), r"square_sums must be \(3, 1\), not \(3, 2\)"),
+        (4, (3, 2), r"sum_sq must be \(3, 1\), not \(3, 2\)"),
     ],
 )
 def test_fake_tensors_refuse_wrong_shapes(index: int, shape: tuple[int, ...], message: str):
