@@ -147,12 +147,12 @@ def launch(product: Product) -> None:
     if tiling.split:
         partial = x.new_empty(pieces, rows, tiles_o * (2 if product.gated else 1) * TILE_O, dtype=torch.float32)
         counters = arrival_counters(x.device)
-    norm_weight, norm_offset, weighted, out_square_sums = product.next_norm or (None, 0.0, None, None)
+    norm_weight, norm_offset, weighted, out_sum_sq = product.next_norm or (None, 0.0, None, None)
     # Outside of a CUDA graph, a kernel that has not finished may be writing the weight.
     weight_is_constant = int(product.constant_weight and torch.cuda.is_current_stream_capturing())
     linear_hopper_kernel[(tiles_o * tiles_n, pieces if tiling.split else 1)](
         _descriptor(weight, TILE_O), _descriptor(x, tiling.block_n), out, product.bias, residual, product.sum_sq,
-        norm_weight, weighted, out_square_sums, partial, counters, weight_is_constant, rows, out.shape[-1], in_features,
+        norm_weight, weighted, out_sum_sq, partial, counters, weight_is_constant, rows, out.shape[-1], in_features,
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_N=tiling.block_n, BLOCK_K=BLOCK_K, BLOCKS=blocks, PIECES=pieces, SPLIT=tiling.split, GROUPS=groups,
         STAGES=tiling.stages, ACTIVATION=product.activation.removesuffix("_mul"), GATED=product.gated, PDL=product.pdl,

@@ -120,16 +120,16 @@ def _multiply(
 
 
 @gluon.jit
-def _norm_scale(square_sums_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+def _norm_scale(sum_sq_ptr, first_n, rows, in_features, norm_eps, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
     """The scale ``[BLOCK_N]`` of the norm before the product; ones if there is no norm."""
     scale = gl.full([BLOCK_N], 1.0, gl.float32, gl.SliceLayout(0, _OUT))
-    if square_sums_ptr is not None:
+    if sum_sq_ptr is not None:
         layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
         n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         group = gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
         groups = gl.cdiv(in_features, _NORM_GROUP)
         mask = (group < groups)[:, None] & (n < rows)[None, :]
-        sum_sq = gl.load(square_sums_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
+        sum_sq = gl.load(sum_sq_ptr + n[None, :] * groups + group[:, None], mask=mask, other=0.0)
         mean = _sum_in_any_order(sum_sq, 0) / in_features
         scale = gl.convert_layout(gl.rsqrt(mean + norm_eps), gl.SliceLayout(0, _OUT))
     return scale
@@ -199,7 +199,7 @@ def _store(
     norm_weight,
     out_ptr,
     weighted_ptr,
-    out_square_sums_ptr,
+    out_sum_sq_ptr,
     tile,
     o,
     n,
@@ -220,7 +220,7 @@ def _store(
     if weighted_ptr is not None:
         exact = gl.where(mask, y.to(gl.float32), 0.0)
         gl.store(weighted_ptr + at, (exact * norm_weight[:, None]).to(weighted_ptr.dtype.element_ty), mask=mask)
-        addresses = out_square_sums_ptr + n * gl.cdiv(out_features, _NORM_GROUP) + tile
+        addresses = out_sum_sq_ptr + n * gl.cdiv(out_features, _NORM_GROUP) + tile
         gl.store(addresses, _sum_in_any_order(exact * exact, 0), mask=n < rows)
 
 
@@ -231,10 +231,10 @@ def linear_hopper_kernel(
     out_ptr,
     bias_ptr,
     residual_ptr,
-    square_sums_ptr,
+    sum_sq_ptr,
     norm_weight_ptr,
     weighted_ptr,
-    out_square_sums_ptr,
+    out_sum_sq_ptr,
     partial_ptr,
     counter_ptr,
     weight_is_constant,
@@ -282,7 +282,7 @@ def linear_hopper_kernel(
     n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, _OUT))
     mask = (o < out_features)[:, None] & (n < rows)[None, :]
     # The operands of the epilogue arrive during the product.
-    scale = _norm_scale(square_sums_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
+    scale = _norm_scale(sum_sq_ptr, first_n, rows, in_features, norm_eps, BLOCK_N, GROUPS)
     residual = _load_residual(residual_ptr, o, n, mask, residual_stride)
     norm_weight = _load_norm_weight(norm_weight_ptr, o, out_features, norm_offset)
     y, second = _multiply(
@@ -306,7 +306,7 @@ def linear_hopper_kernel(
             norm_weight,
             out_ptr,
             weighted_ptr,
-            out_square_sums_ptr,
+            out_sum_sq_ptr,
             tile,
             o,
             n,

@@ -140,7 +140,7 @@ def launch_tiles(product: Product, tiling: Tiles) -> None:
         scale, sum_sq = norm_scale(sum_sq, in_features, product.norm_eps, pdl), None
     # In large tiles the norm groups cross warps. A separate launch for the norm's parts is cheaper then.
     fused_norm = product.next_norm if tiling.block_o * tiling.block_n <= 4096 else None
-    norm_weight, norm_offset, weighted, out_square_sums = fused_norm or (None, 0.0, None, None)
+    norm_weight, norm_offset, weighted, out_sum_sq = fused_norm or (None, 0.0, None, None)
     pieces, blocks = pieces_of(in_features, tiling.pieces, tiling.block_k)
     tiles_o = triton.cdiv(weight_rows, tiling.block_o)
     num_tiles = tiles_o * triton.cdiv(rows, tiling.block_n)
@@ -151,7 +151,7 @@ def launch_tiles(product: Product, tiling: Tiles) -> None:
         counters = arrival_counters(x.device)
     even = in_features % (tiling.block_k * blocks * pieces) == 0
     linear_kernel[(num_tiles, 1 if serial else pieces)](
-        out, x, weight, product.bias, residual, sum_sq, scale, norm_weight, weighted, out_square_sums, partial,
+        out, x, weight, product.bias, residual, sum_sq, scale, norm_weight, weighted, out_sum_sq, partial,
         counters, rows, out.shape[-1], in_features, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), product.norm_eps, norm_offset,
         BLOCK_O=tiling.block_o, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, BLOCKS=blocks, PIECES=pieces,

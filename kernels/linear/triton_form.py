@@ -72,16 +72,16 @@ def _norm_scale(sum_sq, features, norm_eps):
 
 
 @triton.jit
-def _load_square_sums(square_sums_ptr, n, real, features, GROUPS: tl.constexpr):
+def _load_sum_sq(sum_sq_ptr, n, real, features, GROUPS: tl.constexpr):
     """Load the sums of squares ``[GROUPS, N]`` of the rows ``n``."""
     groups = tl.cdiv(features, _NORM_GROUP)
     group = tl.arange(0, GROUPS)
-    addresses = square_sums_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+    addresses = sum_sq_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
     return tl.load(addresses, mask=(group < groups)[:, None] & real[None, :], other=0.0)
 
 
 @triton.jit
-def _norm_parts(y, norm_weight, weighted_ptr, square_sums_ptr, tile_o, n, real, features):
+def _norm_parts(y, norm_weight, weighted_ptr, sum_sq_ptr, tile_o, n, real, features):
     """Store the norm's parts of the rounded ``y`` ``[O, N]``: ``y`` times the norm's weight, and sums of squares."""
     GROUPS: tl.constexpr = y.shape[0] // _NORM_GROUP
     o = tile_o * y.shape[0] + tl.arange(0, y.shape[0])
@@ -92,7 +92,7 @@ def _norm_parts(y, norm_weight, weighted_ptr, square_sums_ptr, tile_o, n, real, 
     sums = sum_in_any_order(tl.reshape(exact * exact, (GROUPS, _NORM_GROUP, y.shape[1])), 1)
     groups = tl.cdiv(features, _NORM_GROUP)
     group = tile_o * GROUPS + tl.arange(0, GROUPS)
-    addresses = square_sums_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
+    addresses = sum_sq_ptr + n.to(tl.int64)[None, :] * groups + group[:, None]
     tl.store(addresses, sums, mask=(group < groups)[:, None] & real[None, :])
 
 
@@ -103,7 +103,7 @@ def _load_norm_weight(norm_weight_ptr, o, features, norm_offset):
 
 @triton.jit
 def _load_epilogue_operands(
-    square_sums_ptr,
+    sum_sq_ptr,
     scale_ptr,
     residual_ptr,
     norm_weight_ptr,
@@ -124,8 +124,8 @@ def _load_epilogue_operands(
     sum_sq = tl.zeros((1, n.shape[0]), tl.float32)
     residual = tl.zeros((o.shape[0], n.shape[0]), tl.float32)
     norm_weight = tl.zeros((o.shape[0],), tl.float32)
-    if square_sums_ptr is not None:
-        sum_sq = _load_square_sums(square_sums_ptr, n, real, in_features, GROUPS)
+    if sum_sq_ptr is not None:
+        sum_sq = _load_sum_sq(sum_sq_ptr, n, real, in_features, GROUPS)
     elif scale_ptr is not None:
         sum_sq = tl.load(scale_ptr + n, mask=real, other=0.0)[None, :]
     if residual_ptr is not None:
@@ -185,7 +185,7 @@ def _finish(
     out_ptr,
     bias_ptr,
     weighted_ptr,
-    out_square_sums_ptr,
+    out_sum_sq_ptr,
     tile_o,
     weight_row,
     o,
@@ -224,7 +224,7 @@ def _finish(
     mask = (o < out_features)[:, None] & real[None, :]
     tl.store(out_ptr + n.to(tl.int64)[None, :] * out_features + o[:, None], y, mask=mask)
     if weighted_ptr is not None:
-        _norm_parts(y, norm_weight, weighted_ptr, out_square_sums_ptr, tile_o, n, real, out_features)
+        _norm_parts(y, norm_weight, weighted_ptr, out_sum_sq_ptr, tile_o, n, real, out_features)
 
 
 @triton.jit
@@ -244,11 +244,11 @@ def linear_kernel(
     weight_ptr,
     bias_ptr,
     residual_ptr,
-    square_sums_ptr,
+    sum_sq_ptr,
     scale_ptr,
     norm_weight_ptr,
     weighted_ptr,
-    out_square_sums_ptr,
+    out_sum_sq_ptr,
     partial_ptr,
     counter_ptr,
     rows,
@@ -283,7 +283,7 @@ def linear_kernel(
     preceding kernel. This needs no wait because weights are constant.
     """
     OUT_ROWS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
-    SCALE: tl.constexpr = "sum_sq" if square_sums_ptr is not None else "none" if scale_ptr is None else "ready"
+    SCALE: tl.constexpr = "sum_sq" if sum_sq_ptr is not None else "none" if scale_ptr is None else "ready"
     tile = tl.program_id(0)
     tiles_o = tl.cdiv(out_features, OUT_ROWS)
     group = tile // (_TILE_GROUP * tiles_o)
@@ -310,7 +310,7 @@ def linear_kernel(
         tl.extra.cuda.gdc_wait()
     if EARLY:
         sum_sq, residual, norm_weight = _load_epilogue_operands(
-            square_sums_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
+            sum_sq_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
             residual_stride, norm_offset, GROUPS,
         )  # fmt: skip
     if SPLIT:
@@ -337,11 +337,11 @@ def linear_kernel(
     if finish:
         if not EARLY:
             sum_sq, residual, norm_weight = _load_epilogue_operands(
-                square_sums_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
+                sum_sq_ptr, scale_ptr, residual_ptr, norm_weight_ptr, o, n, real, out_features, in_features,
                 residual_stride, norm_offset, GROUPS,
             )  # fmt: skip
         _finish(
-            total, sum_sq, residual, norm_weight, out_ptr, bias_ptr, weighted_ptr, out_square_sums_ptr, tile_o,
+            total, sum_sq, residual, norm_weight, out_ptr, bias_ptr, weighted_ptr, out_sum_sq_ptr, tile_o,
             weight_row, o, n, real, out_features, in_features, norm_eps, BLOCK_O, BLOCK_N, SCALE,
             residual_ptr is not None, ACTIVATION, GATED,
         )  # fmt: skip
@@ -350,7 +350,7 @@ def linear_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def norm_scale_kernel(
     scale_ptr,
-    square_sums_ptr,
+    sum_sq_ptr,
     rows,
     features,
     norm_eps,
@@ -363,7 +363,7 @@ def norm_scale_kernel(
     real = n < rows
     if PDL:
         tl.extra.cuda.gdc_wait()
-    sum_sq = _load_square_sums(square_sums_ptr, n, real, features, GROUPS)
+    sum_sq = _load_sum_sq(sum_sq_ptr, n, real, features, GROUPS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(scale_ptr + n, _norm_scale(sum_sq, features, norm_eps), mask=real)
@@ -372,7 +372,7 @@ def norm_scale_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def norm_parts_kernel(
     weighted_ptr,
-    square_sums_ptr,
+    sum_sq_ptr,
     x_ptr,
     norm_weight_ptr,
     rows,
@@ -393,4 +393,4 @@ def norm_parts_kernel(
     norm_weight = _load_norm_weight(norm_weight_ptr, o, features, norm_offset)
     mask = (o < features)[:, None] & real[None, :]
     y = tl.load(x_ptr + n.to(tl.int64)[None, :] * x_stride + o[:, None], mask=mask, other=0.0)
-    _norm_parts(y, norm_weight, weighted_ptr, square_sums_ptr, tl.program_id(0), n, real, features)
+    _norm_parts(y, norm_weight, weighted_ptr, sum_sq_ptr, tl.program_id(0), n, real, features)

@@ -37,7 +37,7 @@ if not tiling.split:
     fixed |= {"partial_ptr": None, "counter_ptr": None}
 types = dict.fromkeys(kernel.arg_names, "i32")
 types |= {name: "*bf16" for name in types if name.endswith("_ptr")}
-types |= {"square_sums_ptr": "*fp32", "out_square_sums_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+types |= {"sum_sq_ptr": "*fp32", "out_sum_sq_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
 types |= {"weight": descriptor(hopper.TILE_O), "x": descriptor(tiling.block_n)}
 types |= {"norm_eps": "fp32", "norm_offset": "fp32"}
 types |= dict.fromkeys(fixed, "constexpr")
