@@ -5,7 +5,7 @@ as :mod:`specgraph.kernels.linear.linear` defines them, for rows ``x`` ``[N, I]`
 ``[2 * O, I]`` of bfloat16 or float16, with float32 sums. The kernel is written in Gluon, the language below Triton;
 :mod:`specgraph.kernels.linear.hopper_kernel` holds it and says how it divides the work.
 
-The bits are those of :mod:`specgraph.kernels.linear.triton_form`, and so do not depend on the number of rows. Both
+The bits are those of :mod:`specgraph.kernels.linear.linear_triton`, and so do not depend on the number of rows. Both
 kernels multiply 64 rows of the weight with the same instruction, add 16 products at a time in the same order, and add
 the pieces in the same order. What was measured is in ``docs/experiments.md``.
 """

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgraph.kernels.linear import triton_form as linear_triton
+from specgraph.kernels.linear import linear_triton
 
 TILE_O = 64
 """The rows of the weight in a tile: as many as one matrix instruction of a warp group takes."""

@@ -26,7 +26,7 @@ The bits of a row's result do not depend on the number of rows, for these reason
 - Contraction is off, so that no compilation fuses a product and a sum that another compilation does not fuse.
 
 On Hopper, few rows go to :mod:`specgraph.kernels.linear.hopper`, which gives the same bits. All other cases go to
-:mod:`specgraph.kernels.linear.triton_form`. Source of split-K: for example Osama et al. 2023, arXiv 2301.03598.
+:mod:`specgraph.kernels.linear.linear_triton`. Source of split-K: for example Osama et al. 2023, arXiv 2301.03598.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch.nn import functional
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.launch import runs_gluon, supports_pdl
+from specgraph.kernels.linear.linear_triton import NORM_GROUP
 from specgraph.kernels.linear.product import (
     NextNorm,
     Product,
@@ -53,7 +54,6 @@ from specgraph.kernels.linear.product import (
     launch_tiles,
     tiles,
 )
-from specgraph.kernels.linear.triton_form import NORM_GROUP
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference
 
 _GELU_TANH = functools.partial(functional.gelu, approximate="tanh")

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from specgraph.kernels.launch import MAX_COUNTERS, arrival_counters, launch_options, supports_pdl
-from specgraph.kernels.linear.triton_form import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
+from specgraph.kernels.linear.linear_triton import NORM_GROUP, linear_kernel, norm_parts_kernel, norm_scale_kernel
 
 
 class Tiles(NamedTuple):

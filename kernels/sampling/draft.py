@@ -1,7 +1,7 @@
 """``specgraph::sample_draft``: draw the drafts of a step.
 
 :mod:`specgraph.kernels.sampling.sample` defines the noise and the processing of logits. On a GPU the op runs in Triton
-(:mod:`specgraph.kernels.sampling.triton_form`), except for float64, which is the reference's. On a CPU, at temperature
+(:mod:`specgraph.kernels.sampling.draft_triton`), except for float64, which is the reference's. On a CPU, at temperature
 0, the largest logits are the drafts. Otherwise wide rows are taken one by one: :mod:`specgraph.kernels.sampling.kept`
 processes one without a sort, and :mod:`specgraph.kernels.sampling.draw` draws from it with little noise.
 """
@@ -15,11 +15,11 @@ from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.sampling.arguments import SampleDraft
 from specgraph.kernels.sampling.constants import STREAM_DRAFT, STREAM_TARGET
+from specgraph.kernels.sampling.draft_triton import sample_draft_triton
 from specgraph.kernels.sampling.draw import Noise, draw_row
 from specgraph.kernels.sampling.greedy import greedy_tokens, is_greedy
 from specgraph.kernels.sampling.kept import is_wide, process_row, row_options
 from specgraph.kernels.sampling.sample import SHARED_NOISE_RULES, check_rule, process_logits, sample
-from specgraph.kernels.sampling.triton_form import sample_draft_triton
 
 
 def sample_draft(

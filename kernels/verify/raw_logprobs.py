@@ -5,8 +5,8 @@ its ``raw`` log-probabilities are those of the logits ``[B, R, V]`` before that.
 has a program per row and split of the vocabulary, and leaves the largest logit and the sum of exponentials there. The
 second has a program per sequence and writes the log-probabilities ``[B, T]``.
 
-The splits, the tiles and the functions are those of :mod:`specgraph.kernels.verify.triton_form`. So a row gets the same
-bits here as it gets there where no request changes logits, and they do not depend on other rows.
+The splits, the tiles and the functions are those of :mod:`specgraph.kernels.verify.verify_triton`. So a row gets the
+same bits here as it gets there where no request changes logits, and they do not depend on other rows.
 """
 
 # Triton's functions have no types.

@@ -35,7 +35,7 @@ from specgraph.kernels.sampling.merge import row_tokens
 from specgraph.kernels.sampling.sample import clean_logits, process_logits
 from specgraph.kernels.sampling.scan import GROUP
 from specgraph.kernels.verify.rows import merge_sums, write_logprobs
-from specgraph.kernels.verify.triton_form import scan_rows
+from specgraph.kernels.verify.verify_triton import scan_rows
 
 KINDS = ("raw", "processed")
 ROWS = 2

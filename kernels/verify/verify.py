@@ -34,7 +34,7 @@ Noise other than the target's own is keyed by the position that the first row wh
 counted from there. So forced rows change nothing behind them, and no token depends on how its prompt was cut.
 
 The op also says which sequences have a NaN among the logits they need, or a row of -inf, which has no token
-(:func:`~specgraph.kernels.step.bad_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.triton_form`),
+(:func:`~specgraph.kernels.step.bad_rows`). On a GPU it runs in Triton (:mod:`specgraph.kernels.verify.verify_triton`),
 except for float64, which is the reference's. On a CPU at temperature 0 it is a loop
 (:mod:`specgraph.kernels.verify.greedy`), and wide rows are verified one by one
 (:mod:`specgraph.kernels.verify.row_by_row`). :mod:`specgraph.kernels.verify.pieces` has the functions,
@@ -58,7 +58,7 @@ from specgraph.kernels.verify.arguments import Verified, Verify, check
 from specgraph.kernels.verify.greedy import is_greedy, verify_greedy
 from specgraph.kernels.verify.pieces import accept, emit, residual, sample_next, token_logprobs
 from specgraph.kernels.verify.row_by_row import sample_next_row, verify_strict
-from specgraph.kernels.verify.triton_form import covers, verify_triton
+from specgraph.kernels.verify.verify_triton import covers, verify_triton
 
 
 def verify_reference(given: Verify) -> Verified:

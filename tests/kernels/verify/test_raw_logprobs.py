@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specgraph.kernels.verify import Verify, verify_reference
-from specgraph.kernels.verify.triton_form import verify_triton
+from specgraph.kernels.verify.verify_triton import verify_triton
 from tests.kernels.verify.test_verify_triton import OPTIONS, problem
 
 ABSENT = dict.fromkeys(("draft_logits", "top_k", "top_p", "min_p", "target_to_draft"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.kernels.verify import Verify
 from specgraph.kernels.verify.score import SCORE, Score, Scored, covers, score_reference, score_triton
-from specgraph.kernels.verify.triton_form import verify_triton
+from specgraph.kernels.verify.verify_triton import verify_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 1100

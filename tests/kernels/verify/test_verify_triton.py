@@ -23,7 +23,7 @@ from specgraph.kernels.sampling.sample import (
 )
 from specgraph.kernels.step.tokens import BAD_ROWS
 from specgraph.kernels.verify import Verified, Verify, invert_vocabulary
-from specgraph.kernels.verify.triton_form import covers, verify_triton
+from specgraph.kernels.verify.verify_triton import covers, verify_triton
 from tests.kernels.verify.definition import verified
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
