@@ -173,7 +173,7 @@ MISTAKES = {
     "target=./nowhere": "target=./nowhere: there is no such folder.",
     "what=session": "There is no bench session (did you mean 'sessions'?); it is steps, first_token, sessions, cpu or ",
     "batch_sizes=[0,4]": "batch_sizes is a list of numbers from 1 up, such as [1,8], got [0, 4].",
-    "batch_sizes=4": "batch_sizes is a list or null, not '4'.",
+    "batch_sizes=4": "batch_sizes is a list or null, not 4.",
     "num_speculative_tokens=[]": "num_speculative_tokens is a list of numbers from 1 up, such as [1,8], got [].",
     "prompt_lengths=[0]": "prompt_lengths is a list of numbers from 1 up, such as [1,8], got [0].",
     "steps=0": "steps must be at least 1, got 0.",
