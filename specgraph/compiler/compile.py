@@ -83,12 +83,12 @@ def compile_speculative(
             stacklevel=2,
         )
     config = settle_lowering(config, model.device, model.dtype)
-    if config.lowering.remainder == "inductor" and model.device.type == "cpu":
-        start_compiler()
     read_generation_config(model)  # so that what cannot be honoured is refused before anything takes long
     passes = build_passes(config, model.device)
     if config.debug.dump_dir is not None:
         check_folder(config.debug.dump_dir)
+    if config.lowering.remainder == "inductor" and model.device.type == "cpu":
+        start_compiler()
     with (
         Progress("compile", len(passes) + 3, config.debug.progress) as progress,
         torch.inference_mode(False),
@@ -163,9 +163,9 @@ def check_dtypes(model: PreTrainedModel) -> None:
 
     transformers calls a model quantised, too, whose weights it has dequantised while it loaded them.
     """
-    quantised = getattr(model, "is_quantized", False)
-    kept = itertools.chain(model.named_parameters(), model.named_buffers() if quantised else ())
-    other = next(((name, value) for name, value in kept if value.dim() > 1 and not _is_plain(value)), None)
+    buffers = model.named_buffers() if getattr(model, "is_quantized", False) else ()
+    kept = itertools.chain(model.named_parameters(), ((name, value) for name, value in buffers if value.dim() > 1))
+    other = next(((name, value) for name, value in kept if not _is_plain(value)), None)
     if other is None:
         return
     method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
@@ -180,7 +180,8 @@ def check_dtypes(model: PreTrainedModel) -> None:
 
 def _is_plain(value: torch.Tensor) -> bool:
     """Whether a tensor may be a weight or a mask, and holds nothing packed."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in (*_DTYPES, torch.bool)
+    allowed = _DTYPES if isinstance(value, torch.nn.Parameter) else (*_DTYPES, torch.bool)
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in allowed
 
 
 def _host_default() -> contextlib.AbstractContextManager[object]:
