@@ -34,7 +34,7 @@ from specgraph.config import Config
 from specgraph.errors import InputError, SpecgraphError
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.outputs import Room
+from specgraph.runtime.outputs.stats import Room
 from specgraph.runtime.session import Session
 from specgraph.tables import text_table
 

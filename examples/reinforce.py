@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
-from specgraph.runtime.requests import hash_seed
+from specgraph.runtime.requests.sampling import hash_seed
 
 try:
     from datasets import Dataset

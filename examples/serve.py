@@ -86,7 +86,7 @@ class Endpoint:
         body = await read_body(request)
         if body["model"] != self.name:
             raise FieldError("model", f"There is no model {body['model']!r} here; it is {self.name!r}.", 404)
-        from specgraph.runtime.chats import encode_chats
+        from specgraph.runtime.requests.chats import encode_chats
 
         (prompt,) = encode_chats(self.tokenizer, [body["messages"]], tools(body), body.get("chat_template_kwargs"))
         events = self.session.follow(prompt, **options(body, prompt, self.decoder.max_length))

@@ -9,8 +9,8 @@ follow from its width. The next window takes the first K drafts. What only made 
 rows nobody reads later (``scratch``), modules that write nothing, and draws. What brings the drafter's cache to the
 accepted prefix stays, so the drafts after a time with a smaller K are those that a larger one would have made.
 
-Where the host chooses K step by step, from the drafts that it finds (:mod:`specgraph.runtime.worth`), a step that
-verifies few drafts makes all of them nevertheless (``ahead``), and only its window has fewer columns.
+Where the host chooses K step by step, from the drafts that it finds (:mod:`specgraph.runtime.schedule.num_drafts`), a
+step that verifies few drafts makes all of them nevertheless (``ahead``), and only its window has fewer columns.
 """
 
 from __future__ import annotations

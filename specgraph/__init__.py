@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     )
     from specgraph.ir.program import Program
     from specgraph.runtime.decoder import SpeculativeDecoder
-    from specgraph.runtime.outputs import GenerateOutput, Room, SessionStats, Stats, Stream, StreamChunk
-    from specgraph.runtime.score import ScoreOutput
+    from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk
+    from specgraph.runtime.outputs.stats import Room, SessionStats, Stats
+    from specgraph.runtime.scoring import ScoreOutput
     from specgraph.runtime.session import Event, Session
 
 __all__ = [
@@ -68,16 +69,16 @@ __all__ = [
 
 _HOMES = {
     "Event": "runtime.session",
-    "GenerateOutput": "runtime.outputs",
+    "GenerateOutput": "runtime.outputs.output",
     "Program": "ir.program",
-    "Room": "runtime.outputs",
-    "ScoreOutput": "runtime.score",
+    "Room": "runtime.outputs.stats",
+    "ScoreOutput": "runtime.scoring",
     "Session": "runtime.session",
-    "SessionStats": "runtime.outputs",
+    "SessionStats": "runtime.outputs.stats",
     "SpeculativeDecoder": "runtime.decoder",
-    "Stats": "runtime.outputs",
-    "Stream": "runtime.outputs",
-    "StreamChunk": "runtime.outputs",
+    "Stats": "runtime.outputs.stats",
+    "Stream": "runtime.outputs.output",
+    "StreamChunk": "runtime.outputs.output",
     "attach": "dropin.attach",
     "compile_speculative": "compiler.compile",
     "custom_generate": "dropin.attach",

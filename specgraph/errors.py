@@ -10,7 +10,8 @@ class SpecgraphError(Exception):
 
     Attributes:
         output: what ``generate`` has for all sequences of a call in which this one failed while it was decoded (a
-            :class:`~specgraph.runtime.outputs.GenerateOutput`, whose ``errors`` say which did); None for other errors.
+            :class:`~specgraph.runtime.outputs.output.GenerateOutput`, whose ``errors`` say which did); None for other
+            errors.
     """
 
     output: Any = None

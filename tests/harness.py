@@ -29,10 +29,12 @@ from specgraph.kernels import step
 from specgraph.kernels.attention import attention
 from specgraph.kernels.state import Buffer
 from specgraph.passes.base import Pass, PassResult
-from specgraph.runtime.pages import PagePool
-from specgraph.runtime.prefill import Prefill
-from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Admission, SlotInitializer, load_chunk, sizes_for
+from specgraph.runtime.execution.inputs import load_chunk
+from specgraph.runtime.memory.pages import PagePool
+from specgraph.runtime.memory.slots import Admission, SlotInitializer, sizes_for
+from specgraph.runtime.requests.request import Request
+from specgraph.runtime.requests.sampling import Sampling
+from specgraph.runtime.schedule.prefill import Prefill
 from tests.decoding import CONFIG
 from tests.recurrent_drafts import poison_unsettled_rows, recurrent_state
 

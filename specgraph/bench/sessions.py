@@ -29,7 +29,7 @@ from specgraph.config import Config
 from specgraph.ir.program import Program
 from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.outputs import StreamChunk
+from specgraph.runtime.outputs.output import StreamChunk
 
 Call = dict[str, Any]
 """The arguments of ``generate`` or ``stream``."""

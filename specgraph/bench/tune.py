@@ -30,7 +30,7 @@ from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.plots import draw_acceptance, draw_times, new_figure, save
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.outputs import Stats
+from specgraph.runtime.outputs.stats import Stats
 
 PLAIN = "none"
 CLOSE = 0.02

@@ -12,11 +12,11 @@ from specgraph.cli.generation import given_options
 from specgraph.cli.keys import GenerateConfig
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
-from specgraph.runtime.arguments import OWN, STRUCTURE
-from specgraph.runtime.defaults import GenerationDefaults
-from specgraph.runtime.grammar import Grammars
-from specgraph.runtime.reading import RequestParser
-from specgraph.runtime.requests import Limits
+from specgraph.runtime.requests.arguments import OWN, STRUCTURE
+from specgraph.runtime.requests.generation_config import GenerationDefaults
+from specgraph.runtime.requests.grammar import Grammars
+from specgraph.runtime.requests.parser import RequestParser
+from specgraph.runtime.requests.request import Limits
 
 LOCAL, RAY = ENGINES = ("local", "ray")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")

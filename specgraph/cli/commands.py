@@ -38,7 +38,7 @@ from specgraph.config import Config, DraftConfig, to_config
 from specgraph.errors import ConfigError
 from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
-from specgraph.runtime.outputs import Stats
+from specgraph.runtime.outputs.stats import Stats
 from specgraph.tables import text_table
 
 if TYPE_CHECKING:

@@ -21,13 +21,14 @@ from specgraph.cli.writers import Ended, Writer, heading
 from specgraph.config import Config
 from specgraph.errors import ConfigError, InputError
 from specgraph.progress import Progress
-from specgraph.runtime.chats import encode_chats
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.detokenizer import IncrementalDetokenizer
-from specgraph.runtime.outputs import Stats, Stream, StreamChunk
-from specgraph.runtime.requests import hash_seed
-from specgraph.runtime.text import encode_texts
-from specgraph.runtime.trace import Trace
+from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
+from specgraph.runtime.outputs.output import Stream, StreamChunk
+from specgraph.runtime.outputs.stats import Stats
+from specgraph.runtime.outputs.trace import Trace
+from specgraph.runtime.requests.chats import encode_chats
+from specgraph.runtime.requests.sampling import hash_seed
+from specgraph.runtime.requests.text import encode_texts
 
 
 class Prompt(NamedTuple):

@@ -1,7 +1,7 @@
 """The keys of ``generate`` that go to the decoder: all of its arguments that a command line can express.
 
-What arguments there are is read from the tables of :mod:`specgraph.runtime.arguments`, so a new one of the decoder is a
-key here by itself. Nothing here imports torch.
+What arguments there are is read from the tables of :mod:`specgraph.runtime.requests.arguments`, so a new one of the
+decoder is a key here by itself. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specgraph.errors import ConfigError
-from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, REFUSED, STRUCTURE
-from specgraph.runtime.processing import Processing
+from specgraph.runtime.requests.arguments import KNOWN, OWN, PROCESSING, REFUSED, STRUCTURE
+from specgraph.runtime.requests.processing import Processing
 
 _PYTHON = "it is an object of Python"
 _PROMPTS = "prompt and prompts are the keys for this"

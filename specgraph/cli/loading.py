@@ -19,7 +19,7 @@ from specgraph.config.errors import did_you_mean
 from specgraph.config.paths import did_you_mean_path
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
-from specgraph.runtime.requests import Limits
+from specgraph.runtime.requests.request import Limits
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -23,7 +23,7 @@ from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
 from specgraph.errors import ConfigError, SpecgraphError
 from specgraph.progress import Progress
-from specgraph.runtime.outputs import Stats
+from specgraph.runtime.outputs.stats import Stats
 
 ROUNDS = 4
 """A worker gets this many times as many prompts at once as it decodes together, so that its rows stay taken."""

@@ -15,7 +15,7 @@ from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports torch, and a help text is shown without
-    from specgraph.runtime.trace import Trace
+    from specgraph.runtime.outputs.trace import Trace
 
 TEXT, JSONL = "text", "jsonl"
 TERMINAL = "-"

@@ -34,10 +34,10 @@ from specgraph.passes.insert_recurrent_state import recurrent_ops
 from specgraph.passes.pipeline import Callback, StageReport, run_passes
 from specgraph.progress import Progress
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.defaults import read_generation_config
+from specgraph.runtime.execution.plain_mode import current
 from specgraph.runtime.model_guard import ModelGuard
-from specgraph.runtime.modes import current
-from specgraph.runtime.requests import Limits
+from specgraph.runtime.requests.generation_config import read_generation_config
+from specgraph.runtime.requests.request import Limits
 
 FALLBACK_MAX_LENGTH = 4096
 

@@ -31,7 +31,7 @@ from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_recurrent_state import InsertRecurrentState
 from specgraph.passes.pipeline import run_passes
-from specgraph.runtime.requests import Limits
+from specgraph.runtime.requests.request import Limits
 
 EXPERTS = torch.ops.specgraph.expert_linear.default
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}

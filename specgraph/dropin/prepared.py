@@ -30,13 +30,13 @@ from transformers.generation import (
 
 from specgraph.dropin.processors import READERS, with_padded_ngrams
 from specgraph.errors import InputError
-from specgraph.runtime.arguments import OWN, PROCESSING, REFUSED, STRUCTURE, asks_for
 from specgraph.runtime.decoder import SpeculativeDecoder
-from specgraph.runtime.defaults import check_config
-from specgraph.runtime.host import read_processors
-from specgraph.runtime.outputs import GenerateOutput
-from specgraph.runtime.processing_options import OFF
-from specgraph.runtime.stopping import read_criteria, read_stop_strings, stop_criteria
+from specgraph.runtime.outputs.output import GenerateOutput
+from specgraph.runtime.requests.arguments import OWN, PROCESSING, REFUSED, STRUCTURE, asks_for
+from specgraph.runtime.requests.generation_config import check_config
+from specgraph.runtime.requests.host_processors import read_processors
+from specgraph.runtime.requests.processing_options import OFF
+from specgraph.runtime.requests.stopping import read_criteria, read_stop_strings, stop_criteria
 
 WARPERS: dict[type[LogitsProcessor], str] = {
     TemperatureLogitsWarper: "temperature",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from specgraph.config.paths import did_you_mean_path
 from specgraph.errors import ConfigError
 from specgraph.explore.reading import Dump
-from specgraph.runtime.trace import FORMAT
+from specgraph.runtime.outputs.trace import FORMAT
 
 T = TypeVar("T")
 AGAIN = "write it again with python -m specgraph generate trace=FILE"
@@ -65,7 +65,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class TraceStep:
-    """What a step did for a sequence, as :class:`~specgraph.runtime.trace.TracedStep` describes it, with texts.
+    """What a step did for a sequence, as :class:`~specgraph.runtime.outputs.trace.TracedStep` describes it, with texts.
 
     ``own`` and ``own_rank`` are of the target's own token. Traces of earlier versions do not have them.
     """

@@ -18,30 +18,33 @@ from specgraph.kernels.state import CONFIDENCE
 from specgraph.passes.pipeline import Callback, StageReport
 from specgraph.passes.report import render_report, report_record
 from specgraph.progress import Progress
-from specgraph.runtime.arguments import CHAT, OWN, TAKEN, check_names
-from specgraph.runtime.chats import encode_chats
-from specgraph.runtime.collect import Collector
-from specgraph.runtime.defaults import LiveDefaults
-from specgraph.runtime.engine_factory import EngineFactory
-from specgraph.runtime.grammar import Grammars
+from specgraph.runtime.execution.engine_factory import EngineFactory
+from specgraph.runtime.execution.pause import HostTime
+from specgraph.runtime.execution.plain_mode import plain_mode
+from specgraph.runtime.execution.runner_pool import RunnerPool
+from specgraph.runtime.execution.steps import Step
+from specgraph.runtime.execution.stopping import Stopping
+from specgraph.runtime.memory.slots import sizes_for
 from specgraph.runtime.model_guard import ModelGuard
-from specgraph.runtime.modes import plain_mode
-from specgraph.runtime.outputs import GenerateOutput, Stats, Stream, StreamChunk
-from specgraph.runtime.pause import HostTime
-from specgraph.runtime.prompt_shapes import Overhead
-from specgraph.runtime.reading import GenerateCall, RequestParser
-from specgraph.runtime.requests import Batch, EosIds, Limits, Request, read_logprobs
-from specgraph.runtime.runner import RunnerPool
-from specgraph.runtime.score import ScoreLimits, ScoreOutput, Scoring, read_scoring
+from specgraph.runtime.outputs.collector import Collector
+from specgraph.runtime.outputs.output import GenerateOutput, Stream, StreamChunk
+from specgraph.runtime.outputs.stats import Stats
+from specgraph.runtime.outputs.streamer import StreamerAdapter
+from specgraph.runtime.requests.arguments import CHAT, OWN, TAKEN, check_names
+from specgraph.runtime.requests.chats import encode_chats
+from specgraph.runtime.requests.generation_config import LiveDefaults
+from specgraph.runtime.requests.grammar import Grammars
+from specgraph.runtime.requests.limits import EosIds
+from specgraph.runtime.requests.parser import GenerateCall, RequestParser
+from specgraph.runtime.requests.request import Batch, Limits, Request
+from specgraph.runtime.requests.sampling import read_logprobs
+from specgraph.runtime.requests.stopping import Criterion
+from specgraph.runtime.requests.text import Tokenizers, check_text_options, encode_texts
+from specgraph.runtime.requests.values import PerSequence, read_bound, read_flag, refuse_others
+from specgraph.runtime.schedule.prompt_shapes import Overhead
+from specgraph.runtime.scoring import ScoreLimits, ScoreOutput, Scoring, read_scoring
 from specgraph.runtime.session import Session, SessionOptions
-from specgraph.runtime.stages import Stages
-from specgraph.runtime.state import sizes_for
-from specgraph.runtime.step_cache import StepCache
-from specgraph.runtime.steps import Step
-from specgraph.runtime.stopping import Criterion, Stopping
-from specgraph.runtime.streaming import StreamerAdapter
-from specgraph.runtime.text import Tokenizers, check_text_options, encode_texts
-from specgraph.runtime.values import PerSequence, read_bound, read_flag, refuse_others
+from specgraph.specialise.step_cache import Stages, StepCache
 
 Criteria = Criterion | Sequence[Criterion] | None
 
@@ -143,17 +146,17 @@ class SpeculativeDecoder:
             stopping_criteria: one of transformers' ``StoppingCriteria``, or several, which may end a sequence after any
                 token. They run on the host, and every step waits for them.
             trace: whether ``trace`` of the output shall say what happened to every draft
-                (:class:`~specgraph.runtime.trace.Trace`).
+                (:class:`~specgraph.runtime.outputs.trace.Trace`).
             others: arguments of transformers' ``generate``: ``generation_config`` (what it leaves out is the model's,
                 as that is now), ``do_sample`` (False is greedy, whatever the temperature), ``max_length``, which counts
                 prompt and padding, ``num_return_sequences``, ``pad_token_id``, ``stop_strings`` with their
                 ``tokenizer``, ``max_time`` and a ``streamer``. What changes logits on the device: the attributes of
-                :class:`~specgraph.runtime.processing.Processing`, one value or a list with one per sequence. What the
-                host does, while every step waits for it: ``logits_processor``, ``prefix_allowed_tokens_fn``,
+                :class:`~specgraph.runtime.requests.processing.Processing`, one value or a list with one per sequence.
+                What the host does, while every step waits for it: ``logits_processor``, ``prefix_allowed_tokens_fn``,
                 ``json_schema``, ``regex`` or ``grammar`` (of Lark, with the tokenizer), from the beginning or behind
                 ``structure_after``, a text or a token id; ``output_scores`` and ``output_logits``. What concerns a
-                cache or an assistant is accepted and changes nothing; :mod:`specgraph.runtime.arguments` lists what is
-                refused, and why.
+                cache or an assistant is accepted and changes nothing; :mod:`specgraph.runtime.requests.arguments` lists
+                what is refused, and why.
 
         Raises:
             InputError: an argument is out of range, unknown or not supported; the message says what is allowed. Or a
@@ -254,7 +257,8 @@ class SpeculativeDecoder:
 
         Its KV cache has room for ``max_batch_size`` sequences of ``max_length``, or for ``cache.pool_tokens``, but
         takes no more than ``cache.memory_share`` of the memory that is free now. On a CPU it has room for less, unless
-        one of these keys is given (:func:`specgraph.runtime.memory.modest`), and pages take memory as they are used.
+        one of these keys is given (:func:`specgraph.runtime.memory.sizing.modest`), and pages take memory as they are
+        used.
 
         Args:
             return_logprobs: as for :meth:`generate`, for all sequences.
@@ -286,7 +290,7 @@ class SpeculativeDecoder:
         """The log-probabilities of given tokens, bit for bit those that :meth:`generate` reports for them.
 
         With ``numerics: bitwise`` on a GPU these bits depend on a token and those before it alone: neither on the batch
-        and on how sequences are cut into chunks, nor on the drafter. See :mod:`specgraph.runtime.score`.
+        and on how sequences are cut into chunks, nor on the drafter. See :mod:`specgraph.runtime.scoring`.
 
         Args:
             sequences: what :meth:`generate` returned, or prompts with what follows them, as it takes prompts. Without a

@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from specgraph.errors import InputError, SpecgraphError
-from specgraph.runtime.arguments import STRUCTURE
-from specgraph.runtime.detokenizer import IncrementalDetokenizer
-from specgraph.runtime.engine import Engine
-from specgraph.runtime.following import Followers
-from specgraph.runtime.outputs import Room, SessionStats
-from specgraph.runtime.reading import GenerateCall, RequestParser
-from specgraph.runtime.requests import EosIds
-from specgraph.runtime.steps import Output, Step
-from specgraph.runtime.stopping import Stopping
+from specgraph.runtime.execution.engine import Engine
+from specgraph.runtime.execution.steps import Output, Step
+from specgraph.runtime.execution.stopping import Stopping
+from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
+from specgraph.runtime.outputs.followers import Followers
+from specgraph.runtime.outputs.stats import Room, SessionStats
+from specgraph.runtime.requests.arguments import STRUCTURE
+from specgraph.runtime.requests.limits import EosIds
+from specgraph.runtime.requests.parser import GenerateCall, RequestParser
 
 _SLOW = STRUCTURE | {"stop_strings"}
 """Arguments of which the reading can take a second: a grammar is compiled, or a vocabulary read."""
@@ -40,8 +40,8 @@ class Event:
         finish_reason: None while it goes on; else ``eos``, ``length`` (as asked), ``max_length`` (the decoder's, before
             what was asked), ``stop``, ``cancelled`` or ``error``. Nothing comes after it.
         error: what went wrong, for ``error``; the other sequences are not concerned.
-        text: the text that can be shown now (see :class:`~specgraph.runtime.detokenizer.IncrementalDetokenizer`); None
-            if the session gives none.
+        text: the text that can be shown now (see
+            :class:`~specgraph.runtime.outputs.detokenizer.IncrementalDetokenizer`); None if the session gives none.
     """
 
     id: int

@@ -17,7 +17,7 @@ from specgraph.cli import main
 from specgraph.ir.program import Program
 from specgraph.ir.traffic import STAGE, CallReads, state_size, step_reads, step_traffic
 from specgraph.kernels.recurrent.arguments import CHUNK
-from specgraph.runtime.outputs import StreamChunk
+from specgraph.runtime.outputs.output import StreamChunk
 from tests.decoding import compiled
 from tests.models import HYBRIDS, make_head, shared_model
 

@@ -67,7 +67,7 @@ def test_without_the_library_there_is_no_regex(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_regex_takes_every_token_and_never_ends() -> None:
     pytest.importorskip("llguidance")
-    from specgraph.runtime.grammar import Grammars
+    from specgraph.runtime.requests.grammar import Grammars
 
     asked = bench.endless_regex(70)
     (matching,) = Grammars(70).read(asked, lambda: asked["tokenizer"], [(69,)], [0])

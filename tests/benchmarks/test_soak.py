@@ -13,8 +13,8 @@ import torch
 from benchmarks.soak import MOST, Growth, Held, Requests, Sample, main, soak, soak_text
 from specgraph import SpeculativeDecoder
 from specgraph.errors import SpecgraphError
-from specgraph.runtime.engine import Engine
-from specgraph.runtime.pages import PagePool, Reservation
+from specgraph.runtime.execution.engine import Engine
+from specgraph.runtime.memory.pages import PagePool, Reservation
 from tests.decoding import compiled
 from tests.models import shared_model
 

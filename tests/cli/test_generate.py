@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specgraph import SpecgraphWarning
 from specgraph.cli import loading, main
 from specgraph.cli.generation import NO_KEYS, GenerationKeys, option_names
-from specgraph.runtime.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
 from specgraph.runtime.decoder import SpeculativeDecoder
+from specgraph.runtime.requests.arguments import KNOWN, OWN, PROCESSING, STRUCTURE
 
 pytestmark = pytest.mark.usefixtures("cached_decoders")
 QUICK = ["debug.self_check=false", "max_new_tokens=8", "lowering=eager", "dtype=float64"]

@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph import SpeculativeDecoder
-from specgraph.runtime.outputs import GenerateOutput
+from specgraph.runtime.outputs.output import GenerateOutput
 from tests import harness
 from tests.decoding import compiled
 from tests.detectors import NextLogits, caught_by, check_fresh_start, check_oracle, check_slots

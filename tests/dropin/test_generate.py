@@ -25,7 +25,7 @@ from transformers import (
 
 import specgraph
 from specgraph import InputError, SpeculativeDecoder, UnsupportedModelError
-from specgraph.runtime import arguments
+from specgraph.runtime.requests import arguments
 from tests.decoding import compiled
 from tests.dropin.test_attach import NEW, ONE, PADDED, PROMPTS, PausedValues, left_padded, word_tokenizer
 from tests.models import VOCAB, shared_model

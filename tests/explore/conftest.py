@@ -12,7 +12,7 @@ import pytest
 
 from specgraph import SpeculativeDecoder
 from specgraph.explore import Bandwidth, explore
-from specgraph.runtime.outputs import GenerateOutput
+from specgraph.runtime.outputs.output import GenerateOutput
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
 from specgraph import GenerateOutput, SpeculativeDecoder
-from specgraph.runtime.workspace import Workspace
+from specgraph.runtime.execution.workspace import Workspace
 from tests.gpu.capture import no_synchronisation
 
 ROOT = Path(__file__).parents[2] / "examples"

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from specgraph import InputError, NumericsError, SpeculativeDecoder
-from specgraph.runtime.cuda_graphs import GraphPool, Mailbox
-from specgraph.runtime.runner import GraphRunner
-from specgraph.runtime.state import staged
-from specgraph.runtime.workspace import PATIENCE, Shape, Workspace
+from specgraph.runtime.execution.cuda_graphs import GraphPool
+from specgraph.runtime.execution.graph_runner import GraphRunner
+from specgraph.runtime.execution.results import Mailbox
+from specgraph.runtime.execution.workspace import PATIENCE, Shape, Workspace
+from specgraph.runtime.memory.slots import staged
 from tests.decoding import compiled
 from tests.gpu.capture import no_synchronisation
 from tests.models import make_model, ragged_prompts
@@ -75,7 +76,7 @@ def test_batch_sizes_and_modes_alternate_without_a_new_capture(expected: list[Te
 
 def test_a_state_grows_and_shrinks_and_captures_anew(expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping all graphs of a pool, and capturing into a new one, several times over."""
-    monkeypatch.setattr("specgraph.runtime.workspace.SHRINK_BYTES", 1)
+    monkeypatch.setattr("specgraph.runtime.execution.workspace.SHRINK_BYTES", 1)
     fresh = made()
     for _ in range(2):
         for count in (1, 4, 8):
@@ -247,7 +248,7 @@ def test_the_mailbox_holds_two_steps_while_the_device_is_busy() -> None:
 
 WAITING = """
 import torch
-from specgraph.runtime.cuda_graphs import GraphPool
+from specgraph.runtime.execution.cuda_graphs import GraphPool
 device = torch.device("cuda", 0)
 values, before = torch.ones(4, device=device), torch.cuda.current_stream()
 try:

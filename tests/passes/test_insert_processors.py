@@ -21,7 +21,7 @@ from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import OPTIONS, InsertProcessors
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.passes.specialise_step import SpecialiseStep
-from specgraph.runtime.processing import Bias, Processing
+from specgraph.runtime.requests.processing import Bias, Processing
 from tests.compiler.test_pipeline import body, first, last, text
 
 BUILT: list[Pass] = [InsertKVCache(4), InsertDraft("strict"), InsertVerify("strict")]

@@ -32,7 +32,7 @@ from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.lower_kernels import LowerKernels
 from specgraph.passes.merge_linears import MergeLinears, merge_storage
 from specgraph.passes.pipeline import run_passes
-from specgraph.runtime.workspace import bucket
+from specgraph.runtime.execution.workspace import bucket
 from tests.compiler.test_pipeline import body, first, last
 from tests.decoding import compiled
 from tests.models import make_head, make_model, ragged_prompts

@@ -20,7 +20,7 @@ from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
 from specgraph.passes.process_drafts import DRAWS, ProcessDrafts
 from specgraph.passes.specialise_step import SpecialiseStep
-from specgraph.runtime.processing import Processing
+from specgraph.runtime.requests.processing import Processing
 from tests.compiler.test_pipeline import body
 from tests.passes.test_insert_processors import built
 

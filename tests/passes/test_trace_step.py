@@ -13,7 +13,7 @@ from specgraph.passes.pipeline import apply
 from specgraph.passes.score_rows import SCORE
 from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.passes.trace_step import TraceStep
-from specgraph.runtime.processing import Processing
+from specgraph.runtime.requests.processing import Processing
 from tests.compiler.test_pipeline import body, text
 from tests.passes.test_insert_processors import built
 

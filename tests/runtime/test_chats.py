@@ -9,8 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from specgraph import InputError, SpecgraphWarning, SpeculativeDecoder
-from specgraph.runtime.chats import encode_chats
-from specgraph.runtime.text import encode_texts
+from specgraph.runtime.requests.chats import encode_chats
+from specgraph.runtime.requests.text import encode_texts
 from tests.decoding import compiled
 from tests.dropin.test_attach import word_tokenizer
 from tests.models import shared_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specgraph.runtime.costs import FALL, StepCosts
-from specgraph.runtime.outlook import Outlook, Survival
+from specgraph.runtime.schedule.acceptance import Outlook, Survival
+from specgraph.runtime.schedule.step_costs import FALL, StepCosts
 
 
 def priced(*steps: tuple[int, float]) -> StepCosts:

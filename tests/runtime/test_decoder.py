@@ -13,7 +13,7 @@ from torch import Tensor
 
 import specgraph
 from specgraph import NumericsError, SpeculativeDecoder
-from specgraph.runtime.engine import Engine
+from specgraph.runtime.execution.engine import Engine
 from tests.decoding import CONFIG, compiled, reference_greedy
 from tests.models import make_model, ragged_prompts, shared_model
 

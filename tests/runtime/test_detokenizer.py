@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specgraph.cli import main
-from specgraph.runtime.detokenizer import IncrementalDetokenizer
+from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
 
 TARGET = Path(__file__).parents[2] / "examples/models/tiny-math/target"
 PARTS = [bytes([byte]) for byte in range(256)]

@@ -117,7 +117,7 @@ def test_a_slow_preparation_keeps_nobody_waiting(
             assert ended.wait(60), "the event loop was held up"
         return []
 
-    monkeypatch.setattr("specgraph.runtime.reading.stop_criteria", read)
+    monkeypatch.setattr("specgraph.runtime.requests.parser.stop_criteria", read)
 
     async def follow(session: Session, name: str, **options: Any) -> list[int]:
         events = [event async for event in session.follow(PROMPTS[0], **OPTIONS[0], **options)]
@@ -145,7 +145,7 @@ def test_a_session_that_closes_during_the_preparation_says_so(
         assert closed.wait(60)
         return []
 
-    monkeypatch.setattr("specgraph.runtime.reading.stop_criteria", read)
+    monkeypatch.setattr("specgraph.runtime.requests.parser.stop_criteria", read)
 
     async def run() -> None:
         session = decoder.session()

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from specgraph import SpeculativeDecoder
-from specgraph.runtime.policy import Policy
-from specgraph.runtime.runner import Runner
-from specgraph.runtime.workspace import Mode
+from specgraph.runtime.execution.runner import Runner
+from specgraph.runtime.schedule.policy import Policy
+from specgraph.specialise.mode import Mode
 from tests import harness
 from tests.decoding import compiled
 from tests.detectors import check_fresh_start

@@ -14,9 +14,9 @@ import torch
 
 from specgraph import SpeculativeDecoder
 from specgraph.ir.state import untouched_zeros
-from specgraph.runtime import memory
-from specgraph.runtime.host_memory import available_bytes
-from specgraph.runtime.pages import num_pages
+from specgraph.runtime.memory import sizing as memory
+from specgraph.runtime.memory.host_memory import available_bytes
+from specgraph.runtime.memory.pages import num_pages
 from tests.decoding import CONFIG, compiled
 from tests.models import make_model
 

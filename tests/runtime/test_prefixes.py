@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specgraph import Session, SpeculativeDecoder
 from specgraph.config import CacheConfig
-from specgraph.runtime.pages import PagePool, Reservation
+from specgraph.runtime.memory.pages import PagePool, Reservation
 from tests.decoding import CONFIG, compiled
 from tests.drafters import test_matrix
 from tests.models import make_model, ragged_prompts, shared_model

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specgraph import InputError, SpeculativeDecoder
-from specgraph.runtime.processing import ARGUMENTS, Processing
-from specgraph.runtime.processing_options import OFF, Sequences, read_processing
+from specgraph.runtime.requests.processing import ARGUMENTS, Processing
+from specgraph.runtime.requests.processing_options import OFF, Sequences, read_processing
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy

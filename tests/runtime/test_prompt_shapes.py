@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from specgraph.runtime.prompt_shapes import (
+from specgraph.runtime.schedule.prompt_shapes import (
     FEW_ROWS,
     FORESEEN,
     MOST_CELLS,

@@ -18,9 +18,9 @@ from specgraph.drafters.base import DraftHead
 from specgraph.errors import ConfigError, InputError
 from specgraph.ir.state import each_buffer
 from specgraph.kernels.recurrent.arguments import CHUNK
-from specgraph.runtime import memory
-from specgraph.runtime.pages import PagePool, Reservation
-from specgraph.runtime.snapshots import Boundaries, SnapshotPool, Snapshots, snapshot_bytes
+from specgraph.runtime.memory import sizing as memory
+from specgraph.runtime.memory.pages import PagePool, Reservation
+from specgraph.runtime.memory.snapshots import Boundaries, SnapshotPool, Snapshots, snapshot_bytes
 from tests.decoding import CONFIG, compiled
 from tests.drafters.mtp_files import OPTIONS as MTP_OPTIONS
 from tests.drafters.mtp_files import random_modules

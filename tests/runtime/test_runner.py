@@ -16,11 +16,13 @@ from torch.utils import _pytree as pytree
 
 from specgraph import NumericsError, SpeculativeDecoder
 from specgraph.kernels.launch import arrival_counters
-from specgraph.runtime.cuda_graphs import GraphPool, Mailbox, first_error
-from specgraph.runtime.prefill import Chunk
-from specgraph.runtime.runner import GraphRunner, RunnerPool
-from specgraph.runtime.state import staged
-from specgraph.runtime.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
+from specgraph.runtime.execution.cuda_graphs import GraphPool, first_error
+from specgraph.runtime.execution.graph_runner import GraphRunner
+from specgraph.runtime.execution.results import Mailbox
+from specgraph.runtime.execution.runner_pool import RunnerPool
+from specgraph.runtime.execution.workspace import PATIENCE, SHRINK_BYTES, Shape, Workspace, room
+from specgraph.runtime.memory.slots import staged
+from specgraph.runtime.schedule.prefill import Chunk
 from tests.decoding import compiled
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -250,8 +252,9 @@ def test_a_prompt_step_runs_in_the_next_larger_shape_and_gives_the_same(
     seen = []
     for columns, rows in ((None, None), (8, 24), (32, 64)):
         if columns is not None:
-            monkeypatch.setattr("specgraph.runtime.runner.captured_width", lambda width, count, n=columns: n)
-            monkeypatch.setattr("specgraph.runtime.runner.padded_rows", lambda count, n=rows, **_: n)
+            graph_runner = "specgraph.runtime.execution.graph_runner"
+            monkeypatch.setattr(f"{graph_runner}.captured_width", lambda width, count, n=columns: n)
+            monkeypatch.setattr(f"{graph_runner}.padded_rows", lambda count, n=rows, **_: n)
         decoder = replaying()
         assert same(decoder.generate(PROMPTS, **options).new_tokens, expected)
         seen.append({tuple(shape[1:4]) for shape in idle(decoder).shapes if shape.width is not None})
@@ -306,7 +309,7 @@ def test_a_state_grows_with_a_request_and_shrinks_after_many_small_ones() -> Non
 
 
 def test_a_decoder_shrinks_a_large_state(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgraph.runtime.workspace.SHRINK_BYTES", 1)
+    monkeypatch.setattr("specgraph.runtime.execution.workspace.SHRINK_BYTES", 1)
     decoder.generate(PROMPTS, max_new_tokens=100)
     large = idle(decoder)
     for _ in range(PATIENCE - 1):

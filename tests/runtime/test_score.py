@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import specgraph
 from specgraph import GenerateOutput, InputError, NumericsError, SpeculativeDecoder
-from specgraph.runtime import score
+from specgraph.runtime import scoring as score
 from tests.decoding import compiled
 from tests.models import VOCAB, make_model, ragged_prompts
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from specgraph import Event, InputError, NumericsError, Room, Session, SpeculativeDecoder
-from specgraph.runtime import memory
-from specgraph.runtime.pages import PagePool
+from specgraph.runtime.memory import sizing as memory
+from specgraph.runtime.memory.pages import PagePool
 from tests.decoding import CONFIG, compiled
 from tests.models import ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy

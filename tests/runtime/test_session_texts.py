@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specgraph import BusyError, Event, InputError, Session, SpeculativeDecoder
-from specgraph.runtime.detokenizer import IncrementalDetokenizer
-from specgraph.runtime.grammar import Matching
-from specgraph.runtime.stopping import stop_criteria
+from specgraph.runtime.outputs.detokenizer import IncrementalDetokenizer
+from specgraph.runtime.requests.grammar import Matching
+from specgraph.runtime.requests.stopping import stop_criteria
 from tests.decoding import compiled
 from tests.dropin.test_attach import word_tokenizer
 

@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from specgraph.ir.program import Program
 from specgraph.ir.state import State, allocate
 from specgraph.kernels.state import buffers_of
-from specgraph.runtime.requests import Request, Sampling
-from specgraph.runtime.state import Admission, SlotInitializer
+from specgraph.runtime.memory.slots import Admission, SlotInitializer
+from specgraph.runtime.requests.request import Request
+from specgraph.runtime.requests.sampling import Sampling
 from tests.decoding import compiled
 from tests.models import shared_model
 

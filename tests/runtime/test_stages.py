@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from specgraph import SpecgraphError, UnknownStageError
-from specgraph.runtime.stages import Stages
+from specgraph.specialise.step_cache import Stages
 from tests.decoding import compiled
 from tests.models import shared_model
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgraph
 from specgraph import InputError, SpeculativeDecoder
-from specgraph.runtime.grammar import MOST_BOUNDARIES, Grammars
-from specgraph.runtime.later import TextBoundary
+from specgraph.runtime.requests.delayed_structure import TextBoundary
+from specgraph.runtime.requests.grammar import MOST_BOUNDARIES, Grammars
 from tests.decoding import CONFIG, compiled
 
 FOLDER = Path(__file__).parents[2] / "examples/models/tiny-math"

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
 from specgraph import InputError
-from specgraph.runtime.cuda_graphs import TracedRow
-from specgraph.runtime.trace import Trace, TracedDraft, TracedStep, own_standing
+from specgraph.runtime.execution.results import TracedRow
+from specgraph.runtime.outputs.trace import Trace, TracedDraft, TracedStep, own_standing
 from tests.decoding import compiled
 from tests.drafters.test_matrix import DRAFTERS, PROMPTS, decoder, heads_exported_once
 from tests.models import ragged_prompts, shared_model

@@ -19,9 +19,9 @@ from specgraph.drafters.base import Draft, Target
 from specgraph.drafters.lookup import LookupDrafter
 from specgraph.drafters.registry import drafter_classes
 from specgraph.drafters.step import DraftStep
-from specgraph.runtime.costs import StepCosts
-from specgraph.runtime.runner import Runner
-from specgraph.runtime.worth import Worth
+from specgraph.runtime.execution.runner import Runner
+from specgraph.runtime.schedule.num_drafts import Worth
+from specgraph.runtime.schedule.step_costs import StepCosts
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_k_by_load import captured

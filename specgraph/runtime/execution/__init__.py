@@ -1,0 +1,1 @@
+"""Runs compiled steps over the state of a decoder."""

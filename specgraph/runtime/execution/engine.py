@@ -1,0 +1,424 @@
+"""Decodes sequences in the rows of one state: admits them as rows and pages become free, and runs steps over them.
+
+Sequences are admitted in the order in which they came. One that finds no free row, or not enough free pages for its
+whole length, waits, and so do those behind it; what is admitted never waits for memory again. While prompts are
+pending, a step runs some of their rows and all sequences that decode; decode steps follow. Each step is over just the
+rows that it concerns, so nothing that a sequence emits depends on what runs beside it. Steps are enqueued ``lag`` ahead
+of the one that is read. A row is free as soon as the end of its sequence has been read: steps that are under way then
+find it inactive.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from operator import attrgetter
+
+from specgraph.errors import BusyError, InputError
+from specgraph.kernels.step.tokens import NAN_FOUND
+from specgraph.runtime.execution.pause import HostTime, Pause, Paused
+from specgraph.runtime.execution.runner import Runner, StepModule
+from specgraph.runtime.execution.steps import DraftTraceView, InFlightStep, Output, Step, not_a_number
+from specgraph.runtime.memory.pages import known_tokens, num_pages
+from specgraph.runtime.memory.sizing import Footprint
+from specgraph.runtime.memory.slots import Admission, stop
+from specgraph.runtime.requests.request import Request
+from specgraph.runtime.schedule.policy import Policy
+from specgraph.runtime.schedule.prefill import Prefill
+from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, group_size, rows_beside
+from specgraph.runtime.schedule.sequences import ActiveSequence
+from specgraph.specialise.mode import Mode
+
+
+class Engine:
+    """Sequences in the rows of a runner's state.
+
+    :meth:`submit` and :meth:`cancel` may be called from any thread; :meth:`step` from one at a time.
+    """
+
+    def __init__(
+        self, runner: Runner, make_step: Callable[[Mode], StepModule], policy: Policy, overhead: Overhead,
+        logprobs: str = "none", always_draws: bool = False, host_time: HostTime | None = None, *, traced: bool = False,
+    ) -> None:  # fmt: skip
+        """``make_step`` gives the variant of the step for a mode, and ``overhead`` what these steps cost.
+
+        All sequences get the same kind of ``logprobs``, and if ``traced`` what steps say of their drafts.
+        ``always_draws``: the rule draws noise at temperature 0, too.
+        """
+        self._runner, self._make_step, self._policy = runner, make_step, policy
+        self._logprobs, self._always_draws, self._traced = logprobs, always_draws, traced
+        self.pages = runner.pages
+        self._host_time = host_time or HostTime()
+        self._free_rows = list(range(runner.sizes["B"]))
+        self._waiting: deque[ActiveSequence] = deque()
+        self._cancelled: deque[int] = deque()
+        self._ended: list[Output] = []
+        self._running: dict[int, ActiveSequence] = {}
+        """By row."""
+        self._decoding: set[ActiveSequence] = set()
+        self._overhead = overhead
+        self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt, within=self.pages.within)
+        self._num_ended = self._num_decode_steps = 0
+        self._under_way: deque[InFlightStep] = deque()
+        self._unused: tuple[str, ...] = ()
+        self._mode: Mode | None = None
+        self._last_was_wide = False
+        self._reused_tokens = 0
+        self._lock = threading.Lock()
+        self._begin = time.perf_counter()
+
+    # What any thread may call
+
+    def submit(self, number: int, request: Request, max_waiting: int | None = None) -> None:
+        """Decode a sequence as soon as there is room for it.
+
+        Raises:
+            InputError: it is too large for this engine, even alone.
+            BusyError: ``max_waiting`` sequences wait already, beside those for which there are rows.
+        """
+        self._check(request)
+        with self._lock:
+            if max_waiting is not None and len(self._waiting) >= max_waiting + len(self._free_rows):
+                raise BusyError(
+                    f"{len(self._waiting)} sequences wait already, and this session lets {max_waiting} wait for a row; "
+                    "try again later, or open it with a larger max_waiting."
+                )
+            self._waiting.append(ActiveSequence(number, request))
+
+    def cancel(self, number: int) -> None:
+        """End a sequence before its time; nothing happens if it has ended, or never was."""
+        with self._lock:
+            self._cancelled.append(number)
+
+    @property
+    def idle(self) -> bool:
+        """Whether :meth:`step` has nothing to do."""
+        with self._lock:
+            return not (self._waiting or self._cancelled or self._ended or self._running)
+
+    @property
+    def num_rows(self) -> int:
+        """The most sequences that are decoded together."""
+        return self._runner.sizes["B"]
+
+    @property
+    def footprint(self) -> Footprint:
+        """The memory of its state."""
+        return self._runner.footprint
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many rows no sequence has."""
+        return len(self._free_rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences have no row yet."""
+        return len(self._waiting)
+
+    # What one thread calls
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """What steps enter, to be entered around many of them; no code of others may run inside."""
+        return self._runner.active()
+
+    def close(self) -> None:
+        """End everything: pages that outlive this engine are free again."""
+        self._halt(list(self._running.values()))
+
+    def step(self) -> Step | None:
+        """Enqueue a step and read one; None if there is nothing left to do."""
+        if not self._under_way and not self._running:
+            self._begin = time.perf_counter()
+        while True:
+            self._cancel()
+            self._admit()
+            if self._ended:
+                ended, self._ended = self._ended, []
+                return Step(ended, 0, 0.0, ran=False)
+            if not self._running:
+                # What is enqueued behind the last step has no active sequence, so it is not read.
+                self._under_way.clear()
+                return None
+            going = self._going()
+            lag = self._lag()
+            if (self._prefill.pending() or going) and len(self._under_way) <= lag:
+                with self._runner.active():
+                    self._under_way.append(self._enqueue(going))
+                if len(self._under_way) <= lag:
+                    continue
+            return self._read(self._under_way.popleft())
+
+    def _lag(self) -> int:
+        """How many steps may be under way: none where the host must know what the last one emitted."""
+        return 0 if any(s.request.host for s in self._running.values()) else self._runner.lag
+
+    def _check(self, request: Request) -> None:
+        sizes, needed = self._runner.sizes, num_pages(request.limit, self.pages.block_size)
+        if needed > min(sizes["N"], sizes["M"]):
+            raise InputError(
+                f"A sequence of {request.limit} tokens needs {needed} pages of the KV cache, and there are "
+                f"{min(sizes['N'], sizes['M'])}; ask for fewer tokens, or for a larger pool (cache.pool_tokens)."
+            )
+        missing = sorted(request.processing.used() - {*self._runner.state})
+        if missing:
+            raise InputError(
+                f"A sequence asks for {', '.join(missing)}, which this step has no nodes for; compile with "
+                "insert_processors in pipeline.order."
+            )
+        if (tokens := request.processing.num_bias_tokens) > sizes["W"]:
+            raise InputError(
+                f"A sequence has biases for words of {tokens} tokens, and there is room for {sizes['W']}; give fewer, "
+                "or use generate, which makes room."
+            )
+        if len(request.eos_ids) > sizes["E"]:
+            raise InputError(
+                f"A sequence has {len(request.eos_ids)} EOS ids, and there is room for {sizes['E']}; give fewer."
+            )
+
+    def _admit(self) -> None:
+        """Let sequences in from the front of the queue, as long as there are rows and pages for them."""
+        entering: list[ActiveSequence] = []
+        with self._lock:
+            if self._decoding and not self._policy.fair:  # nobody watches, so all together is what counts
+                ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
+                sizes = self._runner.sizes["B"], self._runner.width
+                enough = group_size(*sizes, ends, self._overhead, joint=self._policy.joint)
+                if len(self._free_rows) < min(enough, len(self._waiting)):
+                    return
+            if self._waiting and self._free_rows:
+                self.pages.check_weights()
+            while self._waiting and self._seat(self._waiting[0]):
+                entering.append(self._waiting.popleft())
+        entering = [sequence for sequence in entering if sequence.row >= 0]
+        if entering:
+            self._begin_with(entering)
+
+    def _seat(self, sequence: ActiveSequence) -> bool:
+        """Give a sequence a row and pages, unless it ends at once; False if it has to wait for them."""
+        if not sequence.request.has_room:
+            self._ended.append(Output(sequence.number, finish_reason=sequence.request.limit_reason))
+            return True
+        reserved = self.pages.reserve(sequence.request.prompt, sequence.request.limit) if self._free_rows else None
+        if reserved is None:
+            return False
+        sequence.row, sequence.reserved = self._free_rows.pop(0), reserved
+        self._running[sequence.row] = sequence
+        return True
+
+    def _begin_with(self, entering: list[ActiveSequence]) -> None:
+        self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
+        begins = [s.reserved.num_shared * self.pages.block_size for s in entering]
+        with self._runner.active():
+            new = [
+                Admission(s.row, s.request, s.reserved.pages, n, s.reserved.snapshot)
+                for s, n in zip(entering, begins, strict=True)
+            ]
+            self._runner.admit(new)
+        for sequence, begin in zip(entering, begins, strict=True):
+            self._prefill.add(sequence.row, sequence.request.prompt, begin, boundaries=sequence.reserved.boundaries)
+        self._reused_tokens += sum(begins)
+
+    def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
+        """Let steps have what these requests and, unless they are the first, those beside them make use of."""
+        unused = frozenset.intersection(*(self._unused_by(request) for request in requests))
+        self._unused = tuple(sorted(unused if fresh else unused & {*self._unused}))
+
+    def _choose_mode(self, drafts: int | None, waiting: Sequence[ActiveSequence], *, packed: bool = False) -> None:
+        """Run the variant of the step for these options and so many drafts; it pauses for sequences with processors."""
+        paused = any(sequence.request.host for sequence in waiting)
+        ahead = self._policy.worth is not None
+        if ahead and (packed or self._traced):
+            drafts = None  # packed rows are real ones alone, and a trace has a place for every draft that is made
+        mode = Mode(self._logprobs, self._unused, drafts, paused, packed, self._traced, ahead and drafts is not None)
+        if mode != self._mode:
+            self._mode = mode
+            self._runner.use(mode, self._make_step(mode))
+
+    def _unused_by(self, request: Request) -> frozenset[str]:
+        """State that a request can do without: options that are off, and its seed if no noise is drawn."""
+        draws = self._always_draws or request.sampling.temperature > 0
+        return request.unused() | (frozenset() if draws else {"seeds"})
+
+    def _enqueue(self, going: list[ActiveSequence]) -> InFlightStep:
+        """One more step: over what the last ones laid out for those ``going`` on, and over prompts that are pending."""
+        policy, wide = self._policy, bool(self._prefill.pending())
+        if wide and going and not policy.joint:
+            wide = not (policy.fair and self._last_was_wide)
+            going = [] if wide else going
+        self._last_was_wide = wide
+        for sequence in going:
+            sequence.room -= 1
+        self._num_decode_steps += bool(going)
+        if wide:
+            return self._enqueue_prompts(going)
+        drafts = self._drafts_of(going)
+        self._choose_mode(drafts, going)
+        pause, begin = self._pause(going), time.perf_counter()
+        results = self._runner.decode([s.row for s in going], pause)
+        if policy.worth is not None and not self._traced:
+            seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
+            policy.worth.costs.add(self._kind(), len(going) * results.width, seconds)
+        verified = results.width - 1 if drafts is None else drafts
+        return InFlightStep(results, going, pause=pause, drafts=verified)
+
+    def _drafts_of(self, going: Sequence[ActiveSequence]) -> int | None:
+        """K for the next step of sequences that decode; None for the drafter's own."""
+        worth, rows = self._policy.worth, [s.row for s in going]
+        if worth is None:
+            return self._policy.drafts_of(len(going))
+        drafts = worth.choose(self._kind(), going, self._runner.real_drafts(rows))
+        self._runner.keep_drafts(rows, drafts)
+        return drafts if drafts < worth.choices[-1] else None
+
+    def _kind(self) -> tuple[object, ...]:
+        """What distinguishes steps whose rows cost more from others."""
+        return self._logprobs, self._unused
+
+    def _pause(
+        self, sequences: Sequence[ActiveSequence], forced: Sequence[int] = (), going_on: Container[ActiveSequence] = ()
+    ) -> Pause | None:
+        """What the host has to do in a step over these entries, of which the first are ``forced`` if it has prompts."""
+        own = [(entry, s) for entry, s in enumerate(sequences) if s.request.host and s not in going_on]
+        if not own:
+            return None
+        count = len(forced)
+        decoding = [s.row for entry, s in own if entry >= count]
+        drafts = iter(self._runner.drafts(decoding) if decoding else [])
+        parts = [(n, s, [] if n < count else next(drafts), forced[n] if n < count else 0) for n, s in own]
+        return Pause(
+            [Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts], self._host_time
+        )
+
+    def _going(self) -> list[ActiveSequence]:
+        """The sequences of a decode step, by their rows.
+
+        A step gives each of them a token at least. So one whose room will be filled by steps under way is left out.
+        """
+        return sorted([s for s in self._decoding if s.room > 0], key=_row)
+
+    def _enqueue_prompts(self, going: list[ActiveSequence]) -> InFlightStep:
+        drafts = self._drafts_of(going) if going else None
+        width = self._prefill.width if drafts is None else drafts + 1
+        chunk = self._prefill.fill(self._policy.chunk, self._budget(going, width), [s.row for s in going], width)
+        pending = {*self._prefill.pending()}
+        prompts = [self._running[row] for row in chunk.rows[: len(chunk.forced)]]
+        sequences = [*prompts, *going]
+        going_on = frozenset(s for s in prompts if s.row in pending)
+        self._choose_mode(drafts, [s for s in sequences if s not in going_on], packed=True)
+        pause = self._pause(sequences, chunk.forced, going_on)
+        results = self._runner.wide(chunk, pause)
+        reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
+        self._runner.keep_states((s.reserved, s.request.prompt, s.row, boundary) for s, boundary in reached)
+        # Whoever shares these pages runs behind this step.
+        for sequence in prompts:
+            if sequence in going_on:
+                continue
+            self._decoding.add(sequence)
+            sequence.started = True
+            sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
+            self.pages.offer(sequence.reserved, sequence.request.prompt)
+        return InFlightStep(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
+
+    def _budget(self, going: list[ActiveSequence], width: int) -> int:
+        """The most prompt rows of a step in which those ``going`` on take part, with ``width`` rows each.
+
+        Where nobody waits for single tokens, large steps are better, unless nearly all sequences decode and have so few
+        rows that those of prompts cost hardly anything beside them.
+        """
+        rows, policy = len(going) * width, self._policy
+        if not (going or (policy.fair and self._decoding)):
+            return MOST_ROWS
+        crowded = 4 * len(going) >= 3 * self._runner.sizes["B"] and 2 * rows <= FULL_ROWS
+        return rows_beside(rows, patient=not (policy.fair or crowded))
+
+    def _cancel(self) -> None:
+        """End what is to be cancelled, whether it waits or runs."""
+        with self._lock:
+            numbers = {*self._cancelled}
+            self._cancelled.clear()
+            if not numbers:
+                return
+            found = [s for s in (*self._waiting, *self._running.values()) if s.number in numbers]
+            self._waiting = deque(s for s in self._waiting if s.number not in numbers)
+        self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
+        self._halt([s for s in found if s.row >= 0])
+
+    def _halt(self, sequences: list[ActiveSequence]) -> None:
+        """Stop sequences that could go on, on the device, too."""
+        if sequences:
+            with self._runner.active():
+                stop(self._runner.state, [s.row for s in sequences])
+        for sequence in sequences:
+            self._leave(sequence)
+
+    def _leave(self, sequence: ActiveSequence) -> None:
+        """Free the row and the pages of a sequence that has ended."""
+        sequence.ended = True
+        self._num_ended += 1
+        self._decoding.discard(sequence)
+        self._prefill.drop(sequence.row)
+        if sequence.started and self.pages.reuses:
+            self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
+        self.pages.give_back(sequence.reserved)
+        del self._running[sequence.row]
+        bisect.insort(self._free_rows, sequence.row)
+
+    def _read(self, under_way: InFlightStep) -> Step:
+        """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
+        count = len(under_way.sequences)
+        read = under_way.results.read(count, logprobs=self._logprobs != "none")
+        told = under_way.results.trace(count) if self._traced else None
+        pause, going_on = under_way.pause, under_way.going_on
+        outputs, broken, failed = [], [], list[ActiveSequence]()
+        forced = [*under_way.forced, *[None] * (count - len(under_way.forced))]
+        # What stands in this loop is paid for every token, on a host that has to keep up with the device.
+        for place, sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
+            range(count), under_way.sequences, forced, read.tokens, read.logprobs, read.num_emitted, read.bad,
+            read.num_rows, read.confidence, strict=True,
+        ):  # fmt: skip
+            if sequence.ended:
+                continue
+            if bad == NAN_FOUND:
+                broken.append(sequence)
+                continue
+            if given:  # the last tokens were read; how many of them come before those that were not forced?
+                before = max(0, len(tokens) + given - emitted)
+                tokens, logprobs = tokens[before:], logprobs[before:]
+            error = None
+            if bad or (pause and pause.errors):
+                kept, error = under_way.refused(place, bad, given or 0, len(tokens))
+                tokens, logprobs = tokens[:kept], logprobs[:kept]
+            sequence.new_tokens += tokens
+            if sequence.outlook is not None:
+                sequence.outlook.judge(sequence.new_tokens)
+            if pause and sequence not in going_on:
+                for processor in sequence.request.host:
+                    processor.emitted(len(tokens))
+            reason = None
+            if error is not None:
+                reason = "error"
+                failed.append(sequence)
+            elif not left and sequence not in going_on:
+                request = sequence.request
+                reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
+                self._leave(sequence)
+            decoding = given is None and len(tokens) > 0
+            traced = None if told is None else DraftTraceView(told, place, max(left - 1, 0))
+            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, error, traced))
+        self._halt([*broken, *failed])
+        if broken:
+            self.pages.forget()  # nobody shall find a NaN there
+        outputs += [Output(s.number, finish_reason="error", error=not_a_number(s.number)) for s in broken]
+        begin, self._begin = self._begin, time.perf_counter()
+        reused, self._reused_tokens = self._reused_tokens, 0
+        seconds, drafts = self._begin - begin, under_way.drafts
+        waited = None if pause is None else pause.seconds
+        return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
+
+
+_row = attrgetter("row")

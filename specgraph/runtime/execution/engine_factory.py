@@ -1,0 +1,125 @@
+"""Makes the engines of a decoder, each over a state of its own, and runs their steps in PyTorch's plain mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from specgraph.config import Config
+from specgraph.ir.program import Program
+from specgraph.kernels.verify import LOSSLESS_RULES
+from specgraph.runtime.execution.engine import Engine
+from specgraph.runtime.execution.pause import HostTime
+from specgraph.runtime.execution.plain_mode import plain_mode
+from specgraph.runtime.execution.runner import StepModule
+from specgraph.runtime.execution.runner_pool import RunnerPool
+from specgraph.runtime.execution.steps import Step
+from specgraph.runtime.memory.pages import num_pages
+from specgraph.runtime.memory.sizing import modest
+from specgraph.runtime.schedule.num_drafts import Worth, choices
+from specgraph.runtime.schedule.policy import Policy
+from specgraph.runtime.schedule.prompt_shapes import Overhead
+from specgraph.runtime.schedule.step_costs import StepCosts
+from specgraph.specialise.mode import Mode
+
+SESSION_EOS_IDS = 8
+"""For how many EOS ids a sequence of a session has room, unless the model has more."""
+SESSION_BIAS_TOKENS = 256
+"""For how many tokens of words with a bias a sequence of a session has room."""
+
+
+@dataclass(frozen=True)
+class EngineFactory:
+    """What all engines of a decoder share.
+
+    Attributes:
+        program: what is decoded.
+        config: the decoder's.
+        runners: where states come from.
+        make_step: gives the variant of the step for a mode.
+        overhead: what steps cost besides their rows.
+        host_time: where pauses of steps are noted.
+        costs: what decode steps have cost.
+        chosen: how many steps had which K, where it is chosen by what it is worth.
+    """
+
+    program: Program
+    config: Config
+    runners: RunnerPool
+    make_step: Callable[[Mode], StepModule]
+    overhead: Overhead
+    host_time: HostTime
+    costs: StepCosts = field(default_factory=StepCosts)
+    chosen: Counter[int] = field(default_factory=Counter)
+
+    @contextlib.contextmanager
+    def engine(self, sizes: Mapping[str, int], logprobs: str, *, fair: bool, traced: bool = False) -> Iterator[Engine]:
+        """An engine with a state of its own, which is free for others afterwards."""
+        with self._plain_mode():
+            runner = self.runners.take(sizes)
+        always_draws = self.config.verify.rule not in LOSSLESS_RULES
+        # On a CPU, prompts run through modules as they are, and decode steps through compiled ones.
+        joint = not (self.program.compiled and self.program.target.device.type == "cpu")
+        policy = Policy(self.config.cache.prefill_chunk, fair, joint, self._drafts_by_load(), self._worth())
+        engine = Engine(
+            runner, self.make_step, policy, self.overhead, logprobs, always_draws, self.host_time, traced=traced
+        )
+        try:
+            yield engine
+        finally:
+            with self._plain_mode():
+                engine.close()
+            self.runners.give_back(runner)
+
+    def steps(self, engine: Engine) -> Iterator[Step]:
+        """The steps of an engine, with the caller's modes in between."""
+        while (step := self.step(engine)) is not None:
+            yield step
+
+    def step(self, engine: Engine) -> Step | None:
+        """One step of an engine; None if there is nothing left to do."""
+        with self._plain_mode():
+            return engine.step()
+
+    def session_sizes(self, longest: int, num_eos_ids: int) -> dict[str, int]:
+        """Room for sequences of the ``longest`` length in every row, before memory is looked at; less on a CPU
+        (:func:`~specgraph.runtime.memory.sizing.modest`).
+
+        A sequence may have ``num_eos_ids`` EOS ids at least.
+        """
+        rows, pages = self.config.max_batch_size, num_pages(longest, self.runners.block_size)
+        ids = max(SESSION_EOS_IDS, num_eos_ids)
+        sizes = {"B": rows, "M": pages, "N": rows * pages, "S": longest, "E": ids, "W": SESSION_BIAS_TOKENS}
+        return modest(self.program, self.runners.cache, sizes)
+
+    def _drafts_by_load(self) -> dict[int, int | None]:
+        """K by the number of sequences in a decode step, None where it is the drafter's own."""
+        most, table = self.program.drafter.num_speculative_tokens, self.config.draft.num_speculative_tokens_by_load
+        return {count: drafts if drafts < most else None for count, drafts in (table or {}).items()}
+
+    @property
+    def adapts(self) -> bool:
+        """Whether K is chosen by what it is worth, where ``draft.adaptive`` leaves that open or asks for it."""
+        program, config = self.program, self.config
+        able = program.drafter.looks_up and program.target.device.type == "cpu" and not program.captured
+        # Under other rules than strict tokens depend on K, and K on times, so a seed would not repeat a run.
+        rules = LOSSLESS_RULES if config.draft.adaptive else ("strict",)
+        wanted = config.draft.adaptive is not False and config.draft.num_speculative_tokens_by_load is None
+        return able and wanted and config.verify.rule in rules
+
+    def describe(self) -> list[str]:
+        """A line for the report, if K is chosen by what it is worth."""
+        if not self.adapts:
+            return []
+        counts = {k: self.chosen[k] for k in choices(self.program.drafter.num_speculative_tokens)}
+        among = "; ".join(f"{k} in {count} steps" for k, count in counts.items())
+        return [f"K is chosen for each step, by what its drafts are worth (draft.adaptive): {among}"]
+
+    def _worth(self) -> Worth | None:
+        most = self.program.drafter.num_speculative_tokens
+        return Worth(most, self.costs, self.chosen) if self.adapts else None
+
+    def _plain_mode(self) -> contextlib.AbstractContextManager[None]:
+        return plain_mode(self.program.target.device)

@@ -1,0 +1,124 @@
+"""Replays the CUDA graphs of a compiled step over a state."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specgraph.passes.pause_step import PausedStep
+from specgraph.runtime.execution.inputs import load_block, padded_block
+from specgraph.runtime.execution.pause import Pause
+from specgraph.runtime.execution.results import Results
+from specgraph.runtime.execution.runner import Runner
+from specgraph.runtime.execution.workspace import Captured, PausedValues, Shape, Workspace
+from specgraph.runtime.memory.slots import staged
+from specgraph.runtime.schedule.prefill import Chunk
+from specgraph.runtime.schedule.prompt_shapes import captured_width, entries, padded_rows
+from specgraph.specialise.mode import Mode
+
+
+class GraphRunner(Runner):
+    """Replays steps as CUDA graphs and reads results one step behind.
+
+    Attributes:
+        space: whose state it runs on.
+    """
+
+    lag = 1
+
+    def __init__(self, space: Workspace) -> None:
+        super().__init__(
+            space.state, space.sizes, space.pages, space.admit, space.footprint, space.counters,
+            snapshots=space.snapshots,
+        )  # fmt: skip
+        self.space = space
+        self._running: dict[tuple[Mode, int], list[int]] = {}
+
+    def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
+        """Replay a graph of the next larger shape."""
+        count = entries(len(chunk.rows), self.space.sizes["B"])
+        width = captured_width(chunk.block.shape[1] - 3, count)
+        rows = padded_rows(chunk.num_rows, joint=len(chunk.rows) > len(chunk.forced))
+        shape = Shape(self._mode, count, width, rows)
+        first, second = self._graphs(shape, GraphRunner._load, pause)
+        block = padded_block(chunk.block, count, width)
+        first.given.copy_(staged(block, first.given.device), non_blocking=True)
+        return self._replay(shape, first, second, pause)
+
+    def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
+        """Replay; the results are overwritten by the next replay, so they are sent before it."""
+        count = entries(len(rows), self.space.sizes["B"])
+        shape = Shape(self._mode, count)
+        first, second = self._graphs(shape, GraphRunner._lay_out, pause)
+        if self._running.get((self._mode, count)) != rows:
+            first.given.copy_(self._upload(rows, count))
+            self._running[self._mode, count] = list(rows)
+        return self._replay(shape, first, second, pause)
+
+    def _replay(self, shape: Shape, first: Captured, second: Captured | None, pause: Pause | None) -> Results:
+        first.replay()
+        if pause is None or second is None:
+            return self._send(first.packed)
+        pause.prepare()
+        kept = self.space.kept[shape]
+        pause.apply(kept.values["for_host"], kept.values["logits"], kept.window.shape[1])
+        second.replay()
+        return self._send(second.packed)
+
+    def _graphs(self, shape: Shape, read: ReadInput, pause: Pause | None) -> tuple[Captured, Captured | None]:
+        """The graph of a shape, and that of the second half of a step that pauses."""
+        first, behind = self._graph(shape, read), shape._replace(half=2)
+        if pause is None:
+            return first, None
+        if not self.space.has(behind):
+            # What the second half is captured over must be defined. The input of the first names no sequence yet.
+            first.replay()
+        return first, self._graph(behind, read)
+
+    def _graph(self, shape: Shape, read: ReadInput) -> Captured:
+        """The graph of a shape. ``read`` turns its input into row index and window."""
+        assert self._step is not None, "Runner.use comes first"
+        # A graph keeps the step and the width with which it was captured; so does whatever stands in for one.
+        fixed = self if self.space.has(shape) else copy.copy(self)
+        function = functools.partial(fixed._second if shape.half == 2 else fixed._first, shape, read)
+        return self.space.captured(shape, self._step, function)
+
+    def _first(self, shape: Shape, read: ReadInput, given: Tensor) -> Tensor:
+        """A step, or its first half, whose results are kept."""
+        rows, window = read(self, given)
+        if not isinstance(self._step, PausedStep):
+            return self._call(rows, window, room=shape.room)
+        values = self._step.begin(**self._given(rows, window, shape.room))
+        self.space.kept[shape] = PausedValues(rows, window, values)
+        logits: Tensor = values["for_host"]
+        return logits
+
+    def _second(self, shape: Shape, read: object, given: Tensor) -> Tensor:
+        """The second half of a step, over what its first half has left."""
+        assert isinstance(self._step, PausedStep), "only a step that pauses has halves"
+        rows, window, values = self.space.kept[shape._replace(half=1)]
+        return self._pack(self._step.finish(values, **self._given(rows, window, shape.room)), rows)
+
+    def _load(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        return load_block(self.state, block)
+
+    def _lay_out(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows, self._window(rows)
+
+    def close(self) -> None:
+        """Wait for the stream; by an event, which a caller's ``set_sync_debug_mode`` takes for intended."""
+        if self._stream is not None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            done.synchronize()
+
+    def _send(self, packed: Tensor) -> Results:
+        return self.space.mailbox.send(packed, self.width, self._stream, traced=self._mode.traced)
+
+
+ReadInput = Callable[[GraphRunner, Tensor], tuple[Tensor, Tensor]]
+"""Turns the input of a graph into the row index and the window of a step."""

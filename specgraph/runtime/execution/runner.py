@@ -1,0 +1,201 @@
+"""Runs a compiled step over a state: call by call, or as a CUDA graph that is replayed.
+
+Every step runs a subset of the sequences whose state is kept, which its row index names. On a GPU every step is a
+graph (:mod:`specgraph.runtime.execution.workspace`), captured when a session first needs its shape, because launching
+the kernels one by one takes the host several times as long as they run. While a step is warmed up and captured, its row
+index names no sequence, so that nothing changes. A graph that has more entries than there are sequences runs the others
+as inactive, and tokens behind the real rows of a window are padding. The host enqueues a step before it has read the
+one before: results travel to pinned memory, and an event tells when they are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specgraph.ir.state import State
+from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_counters
+from specgraph.kernels.state import CONFIDENCE, ROWS
+from specgraph.kernels.step import gather_state
+from specgraph.kernels.step.results import pack_results
+from specgraph.passes.pack_rows import ROOM
+from specgraph.passes.pause_step import PausedStep
+from specgraph.runtime.execution.inputs import load_chunk
+from specgraph.runtime.execution.pause import Pause
+from specgraph.runtime.execution.results import Results
+from specgraph.runtime.memory.pages import PagePool, Reservation
+from specgraph.runtime.memory.sizing import Footprint
+from specgraph.runtime.memory.slots import Admission, uploaded
+from specgraph.runtime.memory.snapshots import Snapshots
+from specgraph.runtime.schedule.prefill import Chunk
+from specgraph.specialise.mode import Mode
+
+StepModule = fx.GraphModule | PausedStep
+"""A step, or one that pauses for the host."""
+
+
+class Runner:
+    """Runs the step call by call, and reads every result before the next one.
+
+    Attributes:
+        state: the tensors that the step reads and writes, of all sequences.
+        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
+        pages: those of its KV cache.
+        snapshots: copies of recurrent state; None if the target has none, or nothing is shared.
+        lag: how many steps are enqueued before the first is read.
+    """
+
+    lag = 0
+
+    def __init__(
+        self, state: State, sizes: Mapping[str, int], pages: PagePool, admit: Callable[[Sequence[Admission]], None],
+        footprint: Footprint, counters: Tensor | None = None, least: int = 1, snapshots: Snapshots | None = None,
+    ) -> None:  # fmt: skip
+        """``admit`` begins sequences in ``state``, as :meth:`SlotInitializer.admit` does. ``least`` is the smallest
+        number of sequences in a call; inactive ones make up for what is missing. ``snapshots`` and ``footprint`` are
+        those of ``state``."""
+        self._step: StepModule | None = None
+        self._mode = Mode()
+        self._least = least
+        self.state = state
+        self.sizes = sizes
+        self.pages = pages
+        self.snapshots = snapshots
+        self.footprint = footprint
+        self._begin = admit
+        start: Tensor = state["start"]
+        cuda = start.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(start.device) if cuda else None
+        self._counters = new_counters(start.device) if cuda and counters is None else counters
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """To be entered for whatever touches the state: it stays on the stream where the session began.
+
+        Where it is entered already, nothing is done, since to find that out from PyTorch takes as long as a small step.
+        """
+        inside = self._counters is None or counts_arrivals_in(self._counters)
+        return contextlib.nullcontext() if inside else self._entered()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        with own_counters(self._counters), torch.cuda.stream(self._stream):
+            yield
+
+    def admit(self, entering: Sequence[Admission]) -> None:
+        """Begin sequences, each in its row, with the state that it shares."""
+        self._begin(entering)
+        if self.snapshots is not None:
+            self.snapshots.load([(new.snapshot, new.row) for new in entering if new.snapshot is not None])
+
+    def keep_states(
+        self, reached: Iterable[tuple[Reservation, Tensor, int, int]], *, target_only: bool = False
+    ) -> None:
+        """Take snapshots behind the last step that was enqueued.
+
+        For each: what a sequence has reserved, its prompt, its row, and the boundary at which that step left its state.
+        """
+        if self.snapshots is None:
+            return
+        # Where a snapshot made room for another one in the same step, only the last is written.
+        taken = {
+            snapshot: row
+            for reserved, prompt, row, boundary in reached
+            if (snapshot := self.pages.take_snapshot(reserved, prompt, boundary, target_only=target_only)) is not None
+        }
+        self.snapshots.save(taken)
+
+    def use(self, mode: Mode, step: StepModule) -> None:
+        """Run ``step`` from now on, the variant of ``mode``."""
+        self._step, self._mode = step, mode
+        if mode.drafts is not None and not mode.ahead:
+            # The last steps may have made more drafts. Those beyond its window are not verified.
+            with self.active():
+                self.state["num_rows"].clamp_(max=self.width)
+
+    @property
+    def width(self) -> int:
+        """Rows of a decode step: K + 1, with the K of the mode in use."""
+        drafts = self._mode.drafts
+        return int(self.state["next_window"].shape[1]) if drafts is None else drafts + 1
+
+    def wide(self, chunk: Chunk, pause: Pause | None = None) -> Results:
+        """A step over a window of prompt tokens. A step that pauses is given what the host does meanwhile."""
+        return self._send(self._call(*self.load(chunk), pause, chunk.num_rows))
+
+    def load(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Set the row counts of a chunk's sequences, and give its row index and its windows, both on the device."""
+        return load_chunk(self.state, chunk, self._least)
+
+    def run(self, step: fx.GraphModule, rows: Tensor, window: Tensor) -> Any:
+        """What a variant of the step returns that is run as it is, whatever is captured."""
+        return step(**self._given(rows, window))
+
+    def _given(self, rows: Tensor, window: Tensor, room: int | None = None) -> dict[str, Any]:
+        """All inputs of a step."""
+        given = {"window": window, **self.state, ROWS: rows}
+        return given if room is None else given | {ROOM: window.new_empty(room)}
+
+    def decode(self, rows: Sequence[int], pause: Pause | None = None) -> Results:
+        """A step of the sequences ``rows``, over the windows that their last steps have laid out."""
+        index = self._upload(rows, max(len(rows), self._least))
+        return self._send(self._call(index, self._window(index), pause))
+
+    def drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        """What the next decode step verifies of the sequences ``rows``. Waits for the steps before it."""
+        index = self._upload(rows, len(rows))
+        drafts: list[list[int]] = self.state["next_window"][index, 1 : self.width].tolist()
+        return drafts
+
+    def real_drafts(self, rows: Sequence[int]) -> list[list[int]]:
+        """The drafts that the last steps of the sequences ``rows`` have found. Waits for these steps."""
+        index = self._upload(rows, len(rows))
+        windows, counts = self.state["next_window"][index].tolist(), self.state["num_rows"][index].tolist()
+        return [window[1:count] for window, count in zip(windows, counts, strict=True)]
+
+    def keep_drafts(self, rows: Sequence[int], count: int) -> None:
+        """Let the next step verify no more than ``count`` drafts of each of the sequences ``rows``."""
+        index, num_rows = self._upload(rows, len(rows)), self.state["num_rows"]
+        num_rows[index] = num_rows[index].clamp(max=count + 1)
+
+    def close(self) -> None:
+        """Wait for what is under way; the state is free then.
+
+        Its memory goes at once, since a closed session may be held for long.
+        """
+        self.state.clear()
+
+    def _upload(self, rows: Sequence[int], count: int) -> Tensor:
+        """The row index of a call of ``count`` sequences, int64 ``[count]``."""
+        device = self.state["num_rows"].device
+        index = torch.tensor([*rows, *[-1] * (count - len(rows))], dtype=torch.int64, device="cpu")
+        return uploaded(index, device)
+
+    def _window(self, rows: Tensor) -> Tensor:
+        """The windows that their last steps have laid out for sequences."""
+        (window,) = gather_state(rows, [self.state["next_window"]], [0])
+        return window[:, : self.width].contiguous()
+
+    def _call(self, rows: Tensor, window: Tensor, pause: Pause | None = None, room: int | None = None) -> Tensor:
+        """Run the step, and pack what it returns. ``room`` is the number of packed rows, if it runs these."""
+        assert self._step is not None, "Runner.use comes first"
+        given = self._given(rows, window, room)
+        if not isinstance(self._step, PausedStep):
+            return self._pack(self._step(**given), rows)
+        kept = self._step.begin(**given)
+        if pause is not None:
+            pause.prepare()
+            pause.apply(kept["for_host"], kept["logits"], window.shape[1])
+        return self._pack(self._step.finish(kept, **given), rows)
+
+    def _pack(self, results: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        """What a step returns with the number of rows of the next one, which is 0 at the end."""
+        emitted, num_emitted, logprobs, bad, *traced = results
+        left, confidence = self.state["num_rows"], self.state.get(CONFIDENCE)
+        return pack_results(emitted, num_emitted, logprobs, bad, left, self.width, rows, confidence, *traced)
+
+    def _send(self, packed: Tensor) -> Results:
+        return Results(packed.cpu(), self.width, traced=self._mode.traced)

@@ -1,0 +1,136 @@
+"""The runners of a decoder, each over a state that is kept for the next caller."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specgraph.config import CacheConfig
+from specgraph.ir.program import Program
+from specgraph.ir.state import allocate
+from specgraph.passes.insert_recurrent_state import has_recurrent_state
+from specgraph.runtime.execution.cuda_graphs import GraphPool, Pool
+from specgraph.runtime.execution.graph_runner import GraphRunner
+from specgraph.runtime.execution.runner import Runner
+from specgraph.runtime.execution.workspace import PATIENCE, Workspace, bucket, room
+from specgraph.runtime.memory.pages import PagePool
+from specgraph.runtime.memory.sizing import Footprint, limited, page_size
+from specgraph.runtime.memory.slots import SlotInitializer
+from specgraph.runtime.memory.snapshots import SnapshotPool, boundaries, snapshot_bytes, snapshots_of
+
+
+@dataclass
+class RunnerPool:
+    """Hands out a runner to every session, of which a ``generate`` call is one.
+
+    One workspace is kept for the next, because with it goes a whole KV cache; sessions side by side have one each. It
+    grows with what sessions need, and then everything is captured anew; it shrinks as :func:`room` says.
+    """
+
+    program: Program
+    max_batch_size: int
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    make_pool: Callable[[torch.device], Pool] = GraphPool
+    idle: Workspace | None = None
+    _recent: deque[Mapping[str, int]] = field(default_factory=lambda: deque(maxlen=PATIENCE))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def block_size(self) -> int:
+        """The number of tokens of a page; found once, because every request asks for it."""
+        return page_size(self.program, self.cache)
+
+    @functools.cached_property
+    def _weights(self) -> list[Tensor]:
+        return list(self.program.tensors())
+
+    def take(self, sizes: Mapping[str, int]) -> Runner:
+        """A runner over a state in which no sequence is active, and which has room for ``sizes``.
+
+        There may be fewer pages and rows, as many as there is memory for.
+
+        Raises:
+            InputError: there is no memory for a single page.
+        """
+        kept = self.idle
+        if kept is None or any(kept.sizes[name] < sizes[name] for name in ("B", "N")):
+            kept_bytes = 0 if kept is None else kept.num_bytes
+            sizes = limited(self.program, self._cache, sizes, self.max_batch_size, kept_bytes)
+        else:
+            sizes = {**sizes, "C": kept.sizes["C"]}
+        if not self.program.captured:
+            # torch.compile takes a size of 1 for a constant, and would compile anew for the last sequence of a batch.
+            least = 2 if self.program.compiled and sizes["B"] > 1 else 1
+            state = allocate(self.program, sizes, self.program.target.device)
+            pages, admit = self._pages(sizes), SlotInitializer(self.program, state).admit
+            snapshots = snapshots_of(self.program, state, pages.snapshots)
+            footprint = Footprint.of(self.program, state, pages)
+            return Runner(state, sizes, pages, admit, footprint, least=least, snapshots=snapshots)
+        wanted = bucket(sizes, self.max_batch_size, self.block_size)
+        return GraphRunner(self._workspace(wanted))
+
+    @contextlib.contextmanager
+    def lend(self, sizes: Mapping[str, int]) -> Iterator[Runner]:
+        """A runner as :meth:`take` gives it, until the end of the block."""
+        runner = self.take(sizes)
+        try:
+            yield runner
+        finally:
+            self.give_back(runner)
+
+    def give_back(self, runner: Runner) -> None:
+        """A session has ended, well or not."""
+        runner.close()
+        if isinstance(runner, GraphRunner):
+            with self._lock:
+                if self.idle is None or self.idle.sizes["N"] < runner.space.sizes["N"]:
+                    self.idle = runner.space
+
+    def forget_prefixes(self) -> None:
+        """What the pages of the kept workspace hold is of no use any more."""
+        with self._lock:
+            if self.idle is not None:
+                self.idle.pages.forget()
+
+    def describe(self) -> list[str]:
+        """Lines for the report: what is captured in the workspace that is kept for the next request."""
+        if not self.program.captured:
+            return []
+        kept = self.idle
+        first_use = "every step is a CUDA graph, captured when a request first needs its shape"
+        return [first_use] if kept is None else [first_use, kept.describe()]
+
+    def _workspace(self, sizes: Mapping[str, int]) -> Workspace:
+        with self._lock:
+            space, self.idle = self.idle, None
+            self._recent.append(sizes)
+            wanted = dict(sizes) if space is None else room(space.sizes, space.num_bytes, list(self._recent))
+        if space is None or space.sizes != wanted:
+            space = None  # freed before the next one is allocated
+            pool = self.make_pool(self.program.target.device)
+            space = Workspace(self.program, wanted, self._pages(wanted), pool)
+        return space
+
+    @property
+    def _cache(self) -> CacheConfig:
+        """The cache as it was asked for, but that nothing is shared if a draft has a recurrent state.
+
+        A snapshot stands where the target's rows are settled, and a draft model settles its own one later.
+        """
+        modules = self.program.modules.unchanged.items()
+        alone = not any(has_recurrent_state(module.graph) for name, module in modules if name != "target")
+        return self.cache if alone else dataclasses.replace(self.cache, reuse_prefixes=False)
+
+    def _pages(self, sizes: Mapping[str, int]) -> PagePool:
+        reuse, lookahead = self._cache.reuse_prefixes, self.program.drafter.lookahead
+        places = boundaries(self.program, self.block_size)
+        snapshots = None if places is None else SnapshotPool(sizes["C"], places, snapshot_bytes(self.program))
+        return PagePool(sizes["N"], self.block_size, lookahead, reuse=reuse, weights=self._weights, snapshots=snapshots)

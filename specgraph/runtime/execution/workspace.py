@@ -1,0 +1,199 @@
+"""A state with the graphs that are captured over it, and how large it is.
+
+A :class:`Workspace` has room for the largest batch so far, and over it a graph for each :class:`Shape` of a step: the
+number of sequences, and for prompt steps the width of their windows and the number of rows. All are rounded up
+(:mod:`specgraph.runtime.schedule.prompt_shapes`). Other graphs begin sequences, for each number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specgraph.ir.program import Program
+from specgraph.ir.state import allocate
+from specgraph.kernels.launch import new_counters
+from specgraph.kernels.state import CONFIDENCE
+from specgraph.kernels.step.results import num_columns
+from specgraph.runtime.execution.cuda_graphs import Pool
+from specgraph.runtime.execution.inputs import padded_block
+from specgraph.runtime.execution.results import Mailbox, num_traced
+from specgraph.runtime.memory.pages import PagePool
+from specgraph.runtime.memory.sizing import Footprint
+from specgraph.runtime.memory.slots import Admission, SlotInitializer, staged, uploaded
+from specgraph.runtime.memory.snapshots import snapshots_of
+from specgraph.runtime.schedule.prompt_shapes import entries, power_of_two
+from specgraph.specialise.mode import Mode
+
+PATIENCE = 8
+"""A state shrinks when it is this many sessions since one needed more than a quarter of its pages."""
+SHRINK_BYTES = 1 << 30
+"""Smaller states are kept: capturing again costs more than they are worth."""
+
+
+class Shape(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        mode: the variant of the step.
+        entries: those of its row index, so the most sequences that it runs.
+        width: the columns of its windows, if it runs prompts; None for a decode step, whose windows are in the state.
+        room: how many rows all sequences have together, if it runs prompts.
+        half: 2 for what comes behind the pause of a step, which is a graph of its own.
+    """
+
+    mode: Mode
+    entries: int
+    width: int | None = None
+    room: int | None = None
+    half: int = 1
+
+    def idle_input(self) -> Tensor:
+        """An input of that step that names no sequence, on the host: a row index ``[b]`` or a block ``[b, 3 + W]``."""
+        if self.width is None:
+            return torch.full((self.entries,), -1, dtype=torch.int64, device="cpu")
+        return padded_block(torch.empty(0, 3, dtype=torch.int64, device="cpu"), self.entries, self.width)
+
+
+class PausedValues(NamedTuple):
+    """What the first half of a step leaves for the second: its row index, its window, and the values of its graph."""
+
+    rows: Tensor
+    window: Tensor
+    values: dict[str, Any]
+
+
+class Captured(NamedTuple):
+    """A function as a graph: it is replayed for what lies in ``given``, and a step leaves ``packed``."""
+
+    replay: Callable[[], None]
+    packed: Tensor
+    given: Tensor
+
+
+class Workspace:
+    """A state and the graphs captured over it; serves one session at a time.
+
+    Attributes:
+        sizes: what the state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`.
+        state: its tensors.
+        counters: arrival counters of its launches, which other streams must not touch.
+        pages: those of its KV cache, and what is known of them.
+        mailbox: where results of its steps go.
+        snapshots: copies of its recurrent state; None if there are none.
+        footprint: the memory of the state and of its snapshots.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], pages: PagePool, pool: Pool) -> None:
+        device = program.target.device
+        self.sizes = dict(sizes)
+        self.pages = pages
+        self.state = allocate(program, sizes, device)
+        self.snapshots = snapshots_of(program, self.state, pages.snapshots)
+        self.footprint = Footprint.of(program, self.state, pages)
+        self._initializer = SlotInitializer(program, self.state)
+        self.counters = new_counters(device)
+        width = self.state["next_window"].shape[1]
+        columns = num_columns(width, self.state.get(CONFIDENCE)) + num_traced(width)
+        self.mailbox = Mailbox(sizes["B"], width, columns, device)
+        self._pool = pool
+        self._graphs: dict[Shape, Captured] = {}
+        self.kept: dict[Shape, PausedValues] = {}
+        self._initializers: dict[int, Captured] = {}
+        """By the number of sequences that begin."""
+        self._weights: dict[int, Tensor] = {}
+        """By address. Graphs know addresses alone, and another decoder of this model may move its parameters to other
+        storage; so what they were is kept."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state and of its snapshots."""
+        return self.footprint.num_bytes
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """What graphs are captured for so far."""
+        return list(self._graphs)
+
+    def has(self, shape: Shape) -> bool:
+        """Whether that graph is there."""
+        return shape in self._graphs
+
+    def captured(self, shape: Shape, step: nn.Module, function: Callable[[Tensor], Tensor]) -> Captured:
+        """The graph of ``shape``.
+
+        If it is yet to be captured, ``function`` runs ``step`` for an input, which names no sequence meanwhile.
+        """
+        if shape not in self._graphs:
+            for tensor in (*step.parameters(), *step.buffers()):
+                self._weights.setdefault(tensor.data_ptr(), tensor.detach())
+            self._graphs[shape] = self._capture(shape.idle_input(), function)
+        return self._graphs[shape]
+
+    def admit(self, entering: Sequence[Admission]) -> None:
+        """Begin sequences, each in its row, by a graph for the next larger number of them."""
+        count = entries(len(entering), self.sizes["B"])
+        block = self._initializer.block(entering, count)
+        if count not in self._initializers:  # capturing begins them, too, and to do so again changes nothing
+            self._initializers[count] = self._capture(block, lambda given: self._initializer.load(given, count))
+        graph = self._initializers[count]
+        graph.given.copy_(staged(block, graph.given.device), non_blocking=True)
+        graph.replay()
+        self._initializer.write_tokens(entering)
+
+    def _capture(self, block: Tensor, function: Callable[[Tensor], Tensor]) -> Captured:
+        given = uploaded(block, self.state["num_rows"].device)
+        return Captured(*self._pool.capture(lambda: function(given)), given)
+
+    def describe(self) -> str:
+        """Which steps are captured, and the memory that their graphs share."""
+        decode = sorted({shape.entries for shape in self.shapes if shape.width is None})
+        prompts = sorted({(shape.entries, shape.room) for shape in self.shapes if shape.room is not None})
+        return (
+            f"captured for {len({shape.mode[:2] for shape in self.shapes})} kinds of request: decode steps of "
+            f"{_listed(decode)} sequences; steps with prompts of {_listed(f'{r} rows of {b}' for b, r in prompts)} "
+            f"sequences; these graphs share {self._pool.num_bytes / 1e6:,.0f} MB, and their state takes "
+            f"{self.num_bytes / 1e6:,.0f} MB{self._described_snapshots()}"
+        )
+
+    def _described_snapshots(self) -> str:
+        pool = self.pages.snapshots
+        if pool is None or not pool.count:
+            return ""
+        return f", of which {pool.num_bytes / 1e6:,.0f} MB are for {pool.count} snapshots of recurrent state"
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items)) or "no"
+
+
+def room(kept: Mapping[str, int], kept_bytes: int, recent: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The sizes of a state that serves the last of the ``recent`` sessions, where one of sizes ``kept`` is there.
+
+    As before if it fits in, and larger if it does not. If the state is large, and the last ``PATIENCE`` sessions needed
+    at most a quarter of its pages, what was the most for them.
+    """
+    lately = _largest(recent)
+    if len(recent) >= PATIENCE and kept_bytes >= SHRINK_BYTES and 4 * lately["N"] <= kept["N"]:
+        return lately
+    return _largest([kept, recent[-1]])
+
+
+def _largest(many: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: max(sizes[name] for sizes in many) for name in many[0]}
+
+
+def bucket(sizes: Mapping[str, int], max_batch_size: int, block_size: int) -> dict[str, int]:
+    """Sizes rounded up, so that few graphs serve all sessions; the largest batch is always a bucket.
+
+    Batches are powers of two, pages per sequence too; pages in all are rounded up by at most one part in 32.
+    """
+    batch = entries(sizes["B"], max(max_batch_size, sizes["B"]))
+    pages = power_of_two(sizes["M"])
+    grain = max(1, power_of_two(sizes["N"]) // 64)
+    total = -(-sizes["N"] // grain) * grain
+    few = {letter: power_of_two(sizes.get(letter, 1)) for letter in ("E", "W")}
+    return {"B": batch, "M": pages, "N": total, "S": pages * block_size, "C": sizes.get("C", 0), **few}

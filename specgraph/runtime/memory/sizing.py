@@ -1,0 +1,172 @@
+"""How many pages, snapshots and rows of recurrent state there is room for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from specgraph.config import CacheConfig
+from specgraph.errors import InputError
+from specgraph.ir.program import Program
+from specgraph.ir.state import State, block_sizes, num_bytes
+from specgraph.kernels.state import buffers_of
+from specgraph.runtime.memory.host_memory import available_bytes
+from specgraph.runtime.memory.pages import PagePool, num_pages
+from specgraph.runtime.memory.snapshots import FEWEST, snapshot_bytes
+
+SNAPSHOT_SHARE = 0.1
+"""The share of the free memory that snapshots of recurrent state take at most, unless their number is given."""
+SHARE = 0.9
+"""The share of the free memory that pages take at most, where ``cache.memory_share`` does not say."""
+CPU_SHARE = 0.25
+"""The same of a session on a CPU, whose memory other programs share. A sequence of the longest length comes first."""
+CPU_TOKENS = 2048
+"""For how many tokens of each sequence a session on a CPU has pages, where nothing says."""
+Sizes = dict[str, int]
+"""What a state has room for, by the letters of :class:`~specgraph.kernels.state.Buffer`, and ``C`` snapshots."""
+
+
+def page_bytes(program: Program) -> int:
+    """Bytes of one page, over all layers of the target and of the drafter."""
+    pools = [b for spec in program.inputs.values() for b in buffers_of(spec) if b.owner == "pages"]
+    return sum(math.prod(int(size) for size in pool.shape[1:]) * pool.dtype.itemsize for pool in pools)
+
+
+def page_size(program: Program, cache: CacheConfig) -> int:
+    """The number of tokens of a page. Without attention there are none, and what is counted takes no memory."""
+    return program.block_size if block_sizes(program) else cache.block_size
+
+
+def state_bytes(program: Program) -> int:
+    """Bytes of recurrent state and cached rows of a sequence, over all layers; 0 without recurrent layers."""
+    buffers = [buffer for spec in program.inputs.values() for buffer in buffers_of(spec)]
+    return sum(b.row_bytes({}) for b in buffers if b.chunk is not None or b.settled_rows is not None)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a state and of its snapshots.
+
+    Attributes:
+        num_bytes: what it takes at most.
+        page: the bytes of one page over all layers.
+        lazy: whether a page takes memory only once a sequence has had it, as on a CPU.
+    """
+
+    num_bytes: int
+    page: int
+    lazy: bool
+
+    @classmethod
+    def of(cls, program: Program, state: State, pages: PagePool) -> Footprint:
+        """That of a state of ``program`` with these ``pages``."""
+        copies = pages.snapshots.num_bytes if pages.snapshots is not None else 0
+        return cls(num_bytes(program, state) + copies, page_bytes(program), program.target.device.type == "cpu")
+
+    def used(self, pages: PagePool) -> int:
+        """What it takes so far, at most."""
+        return self.num_bytes - self.lazy * (pages.count - pages.num_touched) * self.page
+
+
+def modest(program: Program, cache: CacheConfig, sizes: Mapping[str, int]) -> Sizes:
+    """``sizes`` that a session asks for where the configuration does not say: on a CPU, less than it could use.
+
+    There are pages for one sequence of the longest length (``sizes["M"]``) at least. More are for ``CPU_TOKENS`` tokens
+    of each sequence, but they take no more than ``CPU_SHARE`` of the free memory.
+    """
+    device = program.target.device
+    if device.type != "cpu" or cache.memory_share is not None:
+        return {**sizes}
+    rows = most_rows(program, replace(cache, memory_share=CPU_SHARE), sizes["B"])
+    if cache.pool_tokens is not None:
+        return {**sizes, "B": rows}
+    free, size = free_bytes(device), page_bytes(program)
+    pages = rows * num_pages(CPU_TOKENS, page_size(program, cache))
+    if free is not None and size:
+        pages = min(pages, int(CPU_SHARE * free / size))
+    return {**sizes, "B": rows, "N": min(sizes["N"], max(sizes["M"], pages))}
+
+
+def limited(
+    program: Program, cache: CacheConfig, sizes: Mapping[str, int], max_batch_size: int, kept: int = 0
+) -> Sizes:
+    """``sizes`` of a session, with as many rows, snapshots and pages as there is memory for.
+
+    Snapshots come first (:data:`SNAPSHOT_SHARE`). Of what is left, rows of recurrent state take half at most, and what
+    they leave is for pages. ``kept`` are the bytes of a state that is freed for the new one.
+
+    Raises:
+        InputError: there is no memory for a single page.
+    """
+    copies = most_snapshots(program, cache, max_batch_size, kept)
+    taken = copies * snapshot_bytes(program)
+    rows = most_rows(program, cache, sizes["B"], kept, taken)
+    taken += rows * state_bytes(program)
+    return {**sizes, "B": rows, "C": copies, "N": most_pages(program, cache, sizes["N"], kept, taken)}
+
+
+def most_rows(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:
+    """The number of rows of a session that could use ``wanted``: all, or a power of two.
+
+    ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
+    """
+    free, size = free_bytes(program.target.device), state_bytes(program)
+    if free is None or not size:
+        return wanted
+    most = max(1, int((_share(cache) * (free + kept_bytes) - taken) / 2 / size))
+    return wanted if wanted <= most else 1 << (most.bit_length() - 1)
+
+
+def most_pages(program: Program, cache: CacheConfig, wanted: int, kept_bytes: int = 0, taken: int = 0) -> int:
+    """The number of pages that a session gets if ``wanted`` is what it could use.
+
+    ``kept_bytes`` are those of a state that is freed for the new one, and ``taken`` those that others take.
+
+    Raises:
+        InputError: there is no memory for a single page.
+    """
+    most = wanted if cache.pool_tokens is None else min(wanted, num_pages(cache.pool_tokens, page_size(program, cache)))
+    free, size = free_bytes(program.target.device), page_bytes(program)
+    if free is None or not size:
+        return most
+    room = int((_share(cache) * (free + kept_bytes) - taken) / size)
+    if room < 1:
+        raise InputError(
+            f"There is no memory for the KV cache: a page takes {size} bytes, and {free + kept_bytes} "
+            f"are free, of which cache.memory_share allows {_share(cache)}{_beside(taken)}. Free some, or raise "
+            "the share."
+        )
+    return min(most, room)
+
+
+def _share(cache: CacheConfig) -> float:
+    return SHARE if cache.memory_share is None else cache.memory_share
+
+
+def _beside(taken: int) -> str:
+    return f", and recurrent state takes {taken} of these" if taken else ""
+
+
+def most_snapshots(program: Program, cache: CacheConfig, max_batch_size: int, kept_bytes: int = 0) -> int:
+    """The number of snapshots of recurrent state; 0 if the target has none, or nothing is shared.
+
+    ``kept_bytes`` are those of a state that is freed for the new one.
+    """
+    size = snapshot_bytes(program)
+    if not size or not cache.reuse_prefixes:
+        return 0
+    if cache.snapshots is not None:
+        return cache.snapshots
+    wanted, free = max(FEWEST, 2 * max_batch_size), free_bytes(program.target.device)
+    return wanted if free is None else min(wanted, int(SNAPSHOT_SHARE * (free + kept_bytes) / size))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can be allocated on a device; None if the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_bytes()

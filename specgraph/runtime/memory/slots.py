@@ -1,0 +1,190 @@
+"""The state of a decoder: its sizes, how a sequence enters one of its rows, and how it leaves it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specgraph.ir.program import Program
+from specgraph.ir.state import State
+from specgraph.kernels.state import Buffer, map_input
+from specgraph.kernels.step import scatter_state_
+from specgraph.passes.insert_processors import kept_for_processors
+from specgraph.runtime.memory.pages import num_pages
+from specgraph.runtime.requests.request import Request
+
+_ALIGNMENT = 16
+"""Bytes at whose multiples the parts of a block begin."""
+
+
+def sizes_for(requests: Sequence[Request], rows: int, block_size: int) -> dict[str, int]:
+    """What the letters of :class:`~specgraph.kernels.state.Buffer` stand for, so that ``rows`` of them fit at a time,
+    whichever these are."""
+    pages = sorted((num_pages(request.limit, block_size) for request in requests), reverse=True)
+    return {
+        "B": min(rows, len(requests)),
+        "M": pages[0],
+        "N": sum(pages[:rows]),
+        "S": max(request.limit for request in requests),
+        "E": max(1, *(len(request.eos_ids) for request in requests)),
+        "W": max(1, *(request.processing.num_bias_tokens for request in requests)),
+    }
+
+
+class Admission(NamedTuple):
+    """A sequence that begins in ``row``, with these pages. The first ``begin`` tokens of its prompt are in them.
+
+    ``snapshot`` is the one with the state of the target's recurrent layers behind these tokens.
+    """
+
+    row: int
+    request: Request
+    pages: Sequence[int]
+    begin: int = 0
+    snapshot: int | None = None
+
+
+class SlotInitializer:
+    """Begins sequences in rows of a state, whatever was there: everything is reset, then set as their requests say.
+
+    What requests say is one block of bytes, so that one copy takes it to the device. What puts it in its places,
+    :meth:`load`, looks at nothing on the host, so that it can be captured as a CUDA graph for a number of sequences.
+    """
+
+    def __init__(self, program: Program, state: State) -> None:
+        own = [entry for entry in _buffers(program, state) if entry[1].owner == "sequence"]
+        small = [entry for entry in own if not entry[1].indexed]
+        self._large = [(buffer, there) for _, buffer, there in own if buffer.indexed]
+        self._only_processors = kept_for_processors(program)
+        self._said = [entry for entry in small if entry[0] in KNOWN]
+        self._kept = [there for name, _, there in small if name not in KNOWN]
+        self._fresh = [torch.full_like(there, buffer.fill) for name, buffer, there in small if name not in KNOWN]
+        self._device = state["start"].device
+        self._blocks: dict[int, tuple[Tensor, list[np.ndarray[Any, Any]]]] = {}
+        """By the number of sequences, a block on the host, and the parts of it as tables."""
+
+    def admit(self, entering: Sequence[Admission]) -> None:
+        """Begin these sequences, each in its row."""
+        self.load(uploaded(self.block(entering, len(entering)), self._device), len(entering))
+        self.write_tokens(entering)
+
+    def block(self, entering: Sequence[Admission], count: int) -> Tensor:
+        """What these requests say, for ``count`` sequences, uint8 ``[bytes]`` on the host.
+
+        The next call writes over it. If there are fewer, the last is said again: to begin a sequence twice is to begin
+        it once.
+        """
+        if count not in self._blocks:
+            block = torch.zeros(sum(self._sizes(count)), dtype=torch.uint8, device="cpu")
+            self._blocks[count] = block, [part.view(count, -1).numpy() for part in self._parts(block, count)]
+        block, (rows, *tables) = self._blocks[count]
+        rows[:, 0] = _to_length([new.row for new in entering], count)
+        for table, (name, buffer, _) in zip(tables, self._said, strict=True):
+            values = [KNOWN[name](new) for new in entering]
+            width = max(map(len, values))
+            if any(len(own) < width for own in values):
+                values = [[*own, *[buffer.fill] * (width - len(own))] for own in values]
+            table[:, width:] = buffer.fill
+            table[:, :width] = _to_length(values, count)
+        return block
+
+    def load(self, block: Tensor, count: int) -> Tensor:
+        """Begin the sequences of a :meth:`block`, which is on the device, and give their rows, int64 ``[count]``."""
+        index, *values = self._parts(block, count)
+        fresh = [default[:count] for default in self._fresh]
+        scatter_state_(index, [*(there for _, _, there in self._said), *self._kept], [*values, *fresh])
+        for buffer, there in self._large:
+            there.index_fill_(0, index, buffer.fill)
+        return index
+
+    def write_tokens(self, entering: Sequence[Admission]) -> None:
+        """The tokens that no step will run, since their rows are there already, where somebody will read them."""
+        if self._only_processors:
+            entering = [new for new in entering if new.request.processing.used()]
+        for history in (there for buffer, there in self._large if buffer.tokens):
+            for new in entering:
+                if new.begin:
+                    tokens = staged(new.request.prompt[: new.begin].to(history.dtype), history.device)
+                    history[new.row, : new.begin].copy_(tokens, non_blocking=True)
+
+    def _parts(self, block: Tensor, count: int) -> list[Tensor]:
+        """The row index int64 ``[count]`` in a block, and behind it the rows ``[count, ...]`` of every buffer."""
+        index, *parts = torch.split(block, self._sizes(count))
+        rows = [there for _, _, there in self._said]
+        return [
+            _part(index, torch.int64, (count,)),
+            *(_part(part, own.dtype, (count, *own.shape[1:])) for part, own in zip(parts, rows, strict=True)),
+        ]
+
+    def _sizes(self, count: int) -> list[int]:
+        """The bytes of every part, with those behind it up to where the next one begins."""
+        rows = [8, *(there[0].numel() * there.element_size() for _, _, there in self._said)]
+        return [-(-count * size // _ALIGNMENT) * _ALIGNMENT for size in rows]
+
+
+def _part(part: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that lies at the beginning of some bytes."""
+    return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _to_length(values: list[Any], count: int) -> list[Any]:
+    """``values`` with the last one repeated, so that there are ``count``."""
+    return values + values[-1:] * (count - len(values))
+
+
+def stop(state: State, rows: Sequence[int]) -> None:
+    """The sequences in ``rows`` are inactive from now on: no step changes anything of theirs."""
+    index = uploaded(torch.tensor(rows, dtype=torch.int64, device="cpu"), state["num_rows"].device)
+    scatter_state_(index, [state["num_rows"]], [torch.zeros_like(index)])
+
+
+def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]:
+    """Every tensor of a state with the name of its input and what it declares."""
+    found: list[tuple[str, Buffer, Tensor]] = []
+    for name, value in state.items():
+        map_input(lambda buffer, there, name=name: found.append((name, buffer, there)), program.inputs[name], value)
+    return found
+
+
+KNOWN: dict[str, Callable[[Admission], Sequence[float]]] = {
+    "start": lambda new: [new.begin],
+    "block_table": lambda new: new.pages,
+    "max_length": lambda new: [new.request.limit],
+    "eos_ids": lambda new: new.request.eos_ids,
+    "temperature": lambda new: [new.request.sampling.temperature],
+    "top_k": lambda new: [new.request.sampling.top_k],
+    "top_p": lambda new: [new.request.sampling.top_p],
+    "min_p": lambda new: [new.request.sampling.min_p],
+    "seeds": lambda new: [new.request.sampling.seed],
+    "prompt_length": lambda new: [new.request.prompt.numel()],
+    "repetition_penalty": lambda new: [new.request.processing.repetition_penalty],
+    "frequency_penalty": lambda new: [new.request.processing.frequency_penalty],
+    "presence_penalty": lambda new: [new.request.processing.presence_penalty],
+    "bias_tokens": lambda new: [token for bias in new.request.processing.biases for token in bias.tokens],
+    "bias_ends": lambda new: [*accumulate(len(bias.tokens) for bias in new.request.processing.biases)],
+    "bias_values": lambda new: [bias.value for bias in new.request.processing.biases],
+    "bias_until": lambda new: [bias.until for bias in new.request.processing.biases],
+    "no_repeat_ngram_size": lambda new: [new.request.processing.no_repeat_ngram_size],
+    "forced_bos_token_id": lambda new: [new.request.processing.forced_bos_token_id],
+    "forced_eos_token_id": lambda new: [new.request.processing.forced_eos_token_id],
+}
+"""What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
+
+
+def staged(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` in memory from which a copy to ``device`` does not make the host wait.
+
+    Pinned memory is PyTorch's: it is handed out again only after the copies from it have run, so the host may go ahead.
+    """
+    return values.pin_memory() if device.type == "cuda" else values
+
+
+def uploaded(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` of the host on ``device``, where they are when the device comes to it; the host does not wait."""
+    return staged(values, device).to(device, non_blocking=True)

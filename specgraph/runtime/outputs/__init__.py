@@ -1,0 +1,1 @@
+"""Turns what steps emit into the results of a call."""

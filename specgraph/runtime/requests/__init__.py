@@ -1,0 +1,1 @@
+"""Turns what a caller passes into checked requests."""

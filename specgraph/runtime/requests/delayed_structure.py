@@ -1,0 +1,141 @@
+"""A structure that begins behind a boundary: free text first, then what a grammar allows.
+
+The boundary is a token, or a text that is looked for in the bytes of the new tokens. So it may be spread over several
+tokens, and its first occurrence counts. A token may hold the end of the boundary and more bytes behind it. These bytes
+belong to the structure: where the structure cannot begin with them, the token is not allowed, and the model has to
+write the boundary in other tokens. No EOS is allowed in front of the boundary, so what ends with an EOS has the
+structure. Text is searched as Knuth, Morris and Pratt do (1977): the state is the length of the longest beginning of
+the boundary with which the text ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from specgraph.runtime.requests.structure import Structure, bits
+
+
+class Boundary(Protocol):
+    """What separates free text from a structure. A state is what has been seen of it, 0 at the beginning."""
+
+    def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
+        """The state behind a token; and tokens of the bytes behind the boundary, if it ends in this one, else None."""
+
+    def ending_early(self, state: int) -> dict[int, list[int]]:
+        """Tokens in which the boundary ends before the token does, and tokens of the bytes behind the boundary."""
+
+
+@dataclass(frozen=True)
+class TokenBoundary:
+    """A single token."""
+
+    token: int
+
+    def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
+        """See :class:`Boundary`."""
+        return 0, [] if token == self.token else None
+
+    def ending_early(self, state: int) -> dict[int, list[int]]:
+        """See :class:`Boundary`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TextBoundary:
+    """A text.
+
+    Attributes:
+        text: its bytes, at least one.
+        vocabulary: the bytes of every token.
+        tokenizer: the library's, which makes tokens of bytes.
+    """
+
+    text: bytes
+    vocabulary: Sequence[bytes]
+    tokenizer: Any
+    _early: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+
+    def step(self, state: int, token: int) -> tuple[int, list[int] | None]:
+        """See :class:`Boundary`."""
+        new = self.vocabulary[token]
+        for place, byte in enumerate(new):
+            while state and self.text[state] != byte:
+                state = self._borders[state - 1]
+            state += self.text[state] == byte
+            if state == len(self.text):
+                rest = new[place + 1 :]
+                return 0, [*self.tokenizer.tokenize_bytes(rest)] if rest else []
+        return state, None
+
+    def ending_early(self, state: int) -> dict[int, list[int]]:
+        """See :class:`Boundary`."""
+        if state not in self._early:
+            found, seen = [self._longer[0]], state
+            while seen:
+                found.append(self._longer[seen])
+                seen = self._borders[seen - 1]
+            ends = {token: self.step(state, token)[1] for tokens in found for token in tokens}
+            self._early[state] = {token: rest for token, rest in ends.items() if rest}
+        return self._early[state]
+
+    @cached_property
+    def _borders(self) -> list[int]:
+        """For each beginning of the text, the length of its longest proper beginning that is also its end."""
+        borders = [0]
+        for byte in self.text[1:]:
+            known = borders[-1]
+            while known and self.text[known] != byte:
+                known = borders[known - 1]
+            borders.append(known + (self.text[known] == byte))
+        return borders
+
+    @cached_property
+    def _longer(self) -> list[list[int]]:
+        """For each state, the tokens that begin with the rest of the text and go on; for 0, those that hold it all."""
+        # Whatever it is that a token holds or begins with, the last byte of the text comes before its own last byte.
+        numbered = [(n, own) for n, own in enumerate(self.vocabulary) if self.text[-1] in own[:-1]]
+        ends = [self.text[state:] for state in range(len(self.text))]
+        longer = [[n for n, own in numbered if len(own) > len(end) and own.startswith(end)] for end in ends]
+        return [[n for n, own in numbered if len(own) > len(self.text) and self.text in own], *longer[1:]]
+
+
+class Later:
+    """Follows free text up to a boundary, and then a structure."""
+
+    def __init__(self, boundary: Boundary, structure: Structure, eos_ids: Sequence[int]) -> None:
+        self._boundary, self._structure, self._eos_ids = boundary, structure, eos_ids
+        self._state, self._begun = 0, False
+        self._free: dict[int, np.ndarray[Any, Any]] = {}
+
+    def copy(self) -> Later:
+        """See :class:`~specgraph.runtime.requests.structure.Following`."""
+        other = Later(self._boundary, self._structure.copy() if self._begun else self._structure, self._eos_ids)
+        other._state, other._begun, other._free = self._state, self._begun, self._free
+        return other
+
+    def take(self, token: int) -> None:
+        """See :class:`~specgraph.runtime.requests.structure.Following`."""
+        if self._begun:
+            self._structure.take(token)
+            return
+        self._state, rest = self._boundary.step(self._state, token)
+        if rest is not None:
+            self._begun, self._structure = True, self._structure.copy()
+            for own in rest:
+                self._structure.take(own)
+
+    def fill(self, masks: np.ndarray[Any, Any], row: int) -> None:
+        """See :class:`~specgraph.runtime.requests.structure.Following`."""
+        if self._begun:
+            self._structure.fill(masks, row)
+            return
+        if self._state not in self._free:
+            early = self._boundary.ending_early(self._state)
+            wrong = [token for token, rest in early.items() if not self._structure.allows(rest)]
+            self._free[self._state] = ~bits([*wrong, *self._eos_ids], masks.shape[1])
+        masks.view(np.uint32)[row] = self._free[self._state]

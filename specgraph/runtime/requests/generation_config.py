@@ -1,0 +1,141 @@
+"""What a model's ``generation_config`` asks for: honoured where it can be, refused by name where not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from specgraph.errors import InputError, UnsupportedModelError
+from specgraph.runtime.requests.arguments import PROCESSING, REFUSED, asks_for
+from specgraph.runtime.requests.values import read_flag, read_token_ids, whole
+
+FLAGS = ("output_scores", "output_logits", "renormalize_logits")
+"""Whether the output has scores, and logits, and whether scores are log-probabilities."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Values that ``generate`` uses for what its caller leaves out. They are checked as a caller's are, where they are
+    used, except for the ids of tokens and for flags, which are read here."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+    max_new_tokens: int | None
+    max_length: int | None
+    """Length of prompt and continuation, where ``max_new_tokens`` is not set."""
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    do_sample: bool = False
+    num_return_sequences: int = 1
+    stop_strings: Any = None
+    max_time: float | None = None
+    """Seconds after which every sequence ends."""
+    processing: Mapping[str, Any] = field(default_factory=dict)
+    """What changes logits, by the names of its options, whether tokens are drawn or not."""
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    """What the output has, by the names in :data:`FLAGS`."""
+    unsampled: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling options of a caller's configuration that have no effect, since nothing says whether to sample."""
+
+
+def read_generation_config(
+    model: PreTrainedModel, given: GenerationConfig | None = None, do_sample: bool | None = None,
+    overridden: Collection[str] = (),
+) -> GenerationDefaults:  # fmt: skip
+    """The defaults of a model, as its ``generation_config`` is now, or of a configuration that is ``given``.
+
+    What the given one leaves out is the model's, as in transformers. Sampling options count only where ``do_sample`` is
+    set, as in transformers; else the default is greedy.
+
+    Args:
+        model: the target.
+        given: a caller's configuration.
+        do_sample: a caller's choice, which counts before those of the configurations.
+        overridden: names that a caller gives as arguments, so that the configuration does not count.
+
+    Raises:
+        UnsupportedModelError: the model's configuration asks for something that specgraph does not have.
+        InputError: so does the given one, or it is no configuration.
+    """
+    check_config(given)
+    own: Any = getattr(model, "generation_config", None) or GenerationConfig.from_model_config(model.config)
+    values = _values(own) | ({} if given is None else _values(given))
+    wanted = [n for n in REFUSED if n in values and n not in overridden and asks_for(n, values[n])]
+    if wanted:
+        listed = ", ".join(f"{name}={values[name]!r}" for name in wanted)
+        whose = f"{type(model).__name__}'s generation_config" if given is None else "This generation_config"
+        raise (UnsupportedModelError if given is None else InputError)(
+            f"{whose} asks for {listed}, which specgraph does not support and will not ignore. Set it off on "
+            f"{'model.' if given is None else 'the '}generation_config if you can do without."
+        )
+    sample = bool(read_flag("do_sample", values.get("do_sample")) if do_sample is None else do_sample)
+    # What a sampling model's configuration leaves out has a default of transformers' own (top_k = 50, for one).
+    common: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)() if sample else {}
+    sampling = {**common, **values} if sample else {}
+    text: Any = model.config.get_text_config()
+    eos, pad = (values.get(n, getattr(text, n, None)) for n in ("eos_token_id", "pad_token_id"))
+    return GenerationDefaults(
+        eos_ids=() if eos is None else tuple(read_token_ids("eos_token_id", eos)),
+        pad_id=None if pad is None else whole("pad_token_id", pad),
+        max_new_tokens=values.get("max_new_tokens"),
+        max_length=values.get("max_length"),
+        temperature=sampling.get("temperature", 1.0) if sample else 0.0,
+        top_k=sampling.get("top_k", 0),
+        top_p=sampling.get("top_p", 1.0),
+        min_p=sampling.get("min_p", 0.0),
+        do_sample=sample,
+        num_return_sequences=values.get("num_return_sequences", 1),
+        stop_strings=values.get("stop_strings"),
+        max_time=values.get("max_time"),
+        processing={name: values.get(name) for name in PROCESSING},
+        flags={name: bool(read_flag(name, values.get(name))) for name in FLAGS},
+        unsampled={} if sample or given is None or given.do_sample is not None else _differing(own, given),
+    )
+
+
+def _differing(own: GenerationConfig, given: GenerationConfig) -> dict[str, Any]:
+    """The sampling options of a caller's configuration that are not those of the model's, of which it may be a copy."""
+    values = {name: getattr(given, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {name: value for name, value in values.items() if value is not None and value != getattr(own, name, None)}
+
+
+def check_config(given: object) -> None:
+    """Refuse a caller's configuration that is none."""
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise InputError(f"generation_config is a GenerationConfig of transformers, not {type(given).__name__}.")
+
+
+def _values(config: GenerationConfig) -> dict[str, Any]:
+    """What a configuration sets."""
+    return {name: value for name, value in vars(config).items() if value is not None}
+
+
+class LiveDefaults:
+    """The defaults of a model, read again whenever its ``generation_config`` has changed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UnsupportedModelError, as :func:`read_generation_config` does."""
+        self._model = model
+        self._seen = self._look()
+        self._defaults = read_generation_config(model)
+
+    def __call__(
+        self, given: GenerationConfig | None = None, do_sample: bool | None = None, overridden: Collection[str] = ()
+    ) -> GenerationDefaults:
+        """The defaults of a call; see :func:`read_generation_config`."""
+        if given is not None or do_sample is not None or not REFUSED.keys().isdisjoint(overridden):
+            return read_generation_config(self._model, given, do_sample, overridden)
+        if (seen := self._look()) != self._seen:
+            self._defaults, self._seen = read_generation_config(self._model), seen
+        return self._defaults
+
+    def _look(self) -> dict[str, Any]:
+        """What the configuration sets now. Lists are copied, since they may be changed in place."""
+        config = getattr(self._model, "generation_config", None)
+        values = {} if config is None else vars(config)
+        return {name: [*v] if isinstance(v, list) else v for name, v in values.items() if v is not None}

@@ -1,0 +1,339 @@
+"""Reads the arguments of ``generate``, ``stream`` and ``submit`` with a model's defaults."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from specgraph.errors import InputError, warn_caller
+from specgraph.runtime.model_guard import ModelGuard
+from specgraph.runtime.requests.arguments import STRUCTURE, check_names
+from specgraph.runtime.requests.generation_config import FLAGS, GenerationDefaults, LiveDefaults
+from specgraph.runtime.requests.grammar import Grammars, are_structured
+from specgraph.runtime.requests.host_processors import Allowed, HostProcessor, PythonProcessors, read_processors
+from specgraph.runtime.requests.limits import EosIds, Lengths, read_eos, read_limits
+from specgraph.runtime.requests.processing import ARGUMENTS
+from specgraph.runtime.requests.processing_options import (
+    Sequences,
+    forbidding,
+    forced_ends,
+    read_minimums,
+    read_processing,
+)
+from specgraph.runtime.requests.prompts import check_prompts, read_ids, read_prompts
+from specgraph.runtime.requests.recorder import Recorder, Wanted
+from specgraph.runtime.requests.request import Batch, Limits, Request
+from specgraph.runtime.requests.sampling import read_logprobs, read_sampling
+from specgraph.runtime.requests.stopping import Criterion, read_criteria, read_stop_strings, stop_criteria
+from specgraph.runtime.requests.text import Tokenizers, check_tokenizer
+from specgraph.runtime.requests.values import PerSequence, check_function, is_number, per_sequence, read_flag, whole
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """What a call of ``generate`` or ``stream`` asks for.
+
+    Attributes:
+        batch: its sequences.
+        criteria: what else than EOS and length ends them, asked on the host.
+        stop_strings: the texts behind which some of these criteria end a sequence.
+        streamer: one of transformers' streamers, or None.
+        wanted: which logits the output has.
+    """
+
+    batch: Batch
+    criteria: Sequence[Criterion]
+    streamer: Any
+    wanted: Wanted
+    stop_strings: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RequestParser:
+    """What holds where a caller says nothing, what a decoder can take, and whether it can run at all.
+
+    Attributes:
+        read_defaults: the model's, as they are when it is called.
+        limits: the decoder's.
+        guard: says whether the model is still the one that was compiled.
+        tokenizers: the model's.
+        grammars: what compiles them.
+        reads_token_types: whether the model's forward pass takes ``token_type_ids``, which the compiled one does not.
+        always_reads_seeds: whether a seed also has an effect on a greedy sequence, as under the rule ``synthetic``,
+            which draws whether a draft is accepted.
+    """
+
+    read_defaults: LiveDefaults
+    limits: Limits
+    guard: ModelGuard
+    tokenizers: Tokenizers
+    grammars: Grammars
+    reads_token_types: bool = False
+    always_reads_seeds: bool = False
+
+    def call(
+        self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], *, max_new_tokens: PerSequence = None,
+        eos_token_id: EosIds = None, seed: PerSequence = None, return_logprobs: bool | str = False,
+        stopping_criteria: Any = None, trace: bool = False, seeded: bool = True, as_transformers: bool = False,
+        **sampling: PerSequence,
+    ) -> GenerateCall:  # fmt: skip
+        """A checked call of ``generate``; ``others`` are transformers' arguments. ``seeded`` says whether the seed is
+        the caller's, who is then warned where it has no effect.
+
+        ``as_transformers``: what happens where no token is left is what transformers does.
+
+        Raises:
+            InputError: an argument is out of range, unknown or not supported, or the model was changed since it was
+                compiled; the message says what is allowed.
+        """
+        self.guard.check()
+        input_ids, attention_mask, others = unpack(input_ids, attention_mask, others)
+        check_names(others)
+        if input_ids is None:
+            raise InputError("There is no prompt; give input_ids, as [B, S] or as a list of 1-D tensors.")
+        self._check_unused(others)
+        do_sample = read_flag("do_sample", others.get("do_sample"))
+        defaults = self.read_defaults(others.get("generation_config"), do_sample, others.keys())
+        copies = _copies(others.get("num_return_sequences"), defaults)
+        count = _count(input_ids) * copies
+        eos_ids = read_eos(eos_token_id, defaults.eos_ids, self.limits.vocab_size, count)
+        pad_id = _pad_id(others.get("pad_token_id"), defaults, eos_ids, self.limits.vocab_size)
+        known_pad = pad_id if others.get("pad_token_id") is not None else defaults.pad_id
+        prompts = read_prompts(input_ids, attention_mask, known_pad, sum(eos_ids, ()))
+        check_prompts(prompts, self.limits)
+        prompts = prompts.repeat(copies)
+        ends = read_limits(prompts, _lengths(max_new_tokens, others, defaults), self.limits)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        chosen = {n: getattr(defaults, n) if sampling.get(n) is None else sampling[n] for n in names}
+        if do_sample is False:
+            chosen["temperature"] = 0.0
+        options = read_sampling(len(ends), seed=seed, **chosen)
+        greedy = [option.temperature == 0 for option in options]
+        if all(greedy) and do_sample is None and sampling.get("temperature") is None:
+            given = {name: value for name, value in sampling.items() if value is not None}
+            idle_seed = seed if seeded and not self.always_reads_seeds else None
+            _warn_greedy({**defaults.unsampled, **given, "seed": idle_seed}, len(greedy))
+        by_config = do_sample is None and defaults.do_sample and sampling.get("temperature") is None
+        if (do_sample or by_config) and any(greedy):
+            raise InputError("do_sample=True needs a temperature above 0; leave do_sample out to decode greedily.")
+        if copies > 1 and all(greedy):
+            raise InputError(
+                f"num_return_sequences={copies} would give equal sequences, since decoding is greedy; pass "
+                "do_sample=True or a temperature, or leave it out."
+            )
+        rooms = [end - prompt.numel() for prompt, (end, _) in zip(prompts.prompts, ends, strict=True)]
+        lengths, structured = [given.numel() for given in prompts.given], are_structured(others, count)
+        known = Sequences(lengths, rooms, eos_ids, self.limits.vocab_size, structured, as_transformers)
+        processing = read_processing(known, others, defaults.processing)
+        hosts = self._hosts(others, defaults, known, forces=as_transformers)
+        forbids = [functools.partial(_forbidding, known, others, defaults, place) for place in range(count)]
+        parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, forbids, strict=True)
+        as_argmax = [as_transformers and each for each in greedy]
+        requests = [
+            Request(p, end, own, eos, capped, how, padded, host, forbidding, first)
+            for (p, (end, capped), own, eos, how, padded, host, forbidding), first in zip(parts, as_argmax, strict=True)
+        ]
+        device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
+        batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,
+                      bool(read_flag("trace", trace)))  # fmt: skip
+        strings = _stop_strings(others, defaults)
+        criteria = [*read_criteria(stopping_criteria), *_criteria(strings, others, defaults)]
+        return GenerateCall(batch, criteria, _streamer(others.get("streamer")), read_wanted(others, defaults), strings)
+
+    def stream(self, input_ids: Any, attention_mask: Any, others: Mapping[str, Any], **options: Any) -> GenerateCall:
+        """A checked call of ``stream``, whose chunks have no scores; see :meth:`call`."""
+        for name in ("output_scores", "output_logits"):
+            if others.get(name):
+                raise InputError(f"stream does not take {name}, because its chunks have none; call generate.")
+        return self.call(input_ids, attention_mask, others, **options)
+
+    def batch(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Batch:
+        """The sequences of a call without arguments of transformers; see :meth:`call`."""
+        return self.call(input_ids, attention_mask, {}, seeded=False, **options).batch
+
+    def one(
+        self, prompt: Tensor | Sequence[int], *, max_new_tokens: int | None = None, eos_token_id: EosIds = None,
+        temperature: float | None = None, top_k: int | None = None, top_p: float | None = None,
+        min_p: float | None = None, seed: int | None = None, **others: Any,
+    ) -> GenerateCall:  # fmt: skip
+        """A checked call of ``submit``, whose seed is used as it is.
+
+        ``others`` is what changes logits or ends the sequence, or the structure.
+
+        Raises:
+            InputError: as for :meth:`call`.
+        """
+        seeds = None if seed is None else [seed]
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        check_names(others, ARGUMENTS | STRUCTURE | {"tokenizer", "stop_strings", "max_time"}, "submit")
+        return self.call([_one_prompt(prompt)], None, others, **options)
+
+    def _hosts(
+        self, others: Mapping[str, Any], defaults: GenerationDefaults, known: Sequences, *, forces: bool
+    ) -> list[tuple[HostProcessor, ...]]:
+        """What the host does with the logits of each sequence: processors, then structure, then keeping them."""
+        functions = read_processors(others.get("logits_processor"))
+        allowed = others.get("prefix_allowed_tokens_fn")
+        if allowed is not None:
+            takes = ("the place of a sequence", "its tokens")
+            check_function("prefix_allowed_tokens_fn", "a function of a place and tokens", allowed, *takes)
+        wanted = read_wanted(others, defaults)
+        tokenizer = functools.partial(self.tokenizers.get, others.get("tokenizer"))
+        minimums = read_minimums(known, others, defaults.processing)
+        grammars = self.grammars.read(others, tokenizer, known.eos_ids, minimums)
+        lasts = forced_ends(known, others, defaults.processing)
+        hosts = []
+        for place, (grammar, last) in enumerate(zip(grammars, lasts, strict=True)):
+            several = [*last, *functions]
+            own: list[HostProcessor] = [PythonProcessors(several)] if several else []
+            own += [Allowed(allowed, place, forces=forces)] if allowed is not None else []
+            own += [grammar] if grammar is not None else []
+            own += [Recorder(wanted)] if wanted.scores or wanted.logits else []
+            hosts.append(tuple(own))
+        return hosts
+
+    def _check_unused(self, others: Mapping[str, Any]) -> None:
+        """Refuse wrong values also where nothing reads them."""
+        if self.reads_token_types and others.get("token_type_ids") is not None:
+            raise InputError("token_type_ids is not supported (the model was compiled without them); leave it out.")
+        if others.get("tokenizer") is not None:
+            check_tokenizer(others["tokenizer"])
+        read_flag("return_dict_in_generate", others.get("return_dict_in_generate"))
+
+
+def _forbidding(
+    known: Sequences, others: Mapping[str, Any], defaults: GenerationDefaults, place: int, count: int
+) -> list[str]:
+    """The arguments that forbid tokens behind the first ``count`` new ones of a sequence."""
+    found = forbidding(known, others, defaults.processing, place, count)
+    found += ["logits_processor"] if read_processors(others.get("logits_processor")) else []
+    found += ["prefix_allowed_tokens_fn"] if others.get("prefix_allowed_tokens_fn") is not None else []
+    return found + [name for name in sorted(STRUCTURE) if known.structured[place] and others.get(name) is not None]
+
+
+def unpack(input_ids: Any, attention_mask: Any, others: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Prompts, their mask and all other arguments, from what a tokenizer gives and where transformers has its own.
+
+    A tokenizer's output may stand for the prompts, ``inputs`` is another name for them, and a configuration may come
+    second, as in transformers.
+
+    Raises:
+        InputError: there are two kinds of prompts, or of configurations.
+    """
+    others = dict(others)
+    if isinstance(attention_mask, GenerationConfig):
+        if others.get("generation_config") is not None:
+            raise InputError(
+                "generation_config is given twice, the second argument is one, too; leave one of them out."
+            )
+        others["generation_config"], attention_mask = attention_mask, None
+    inputs = others.pop("inputs", None)
+    if input_ids is not None and inputs is not None:
+        raise InputError("input_ids and inputs are two names of the same argument; give one of them.")
+    input_ids = inputs if input_ids is None else input_ids
+    if isinstance(input_ids, Mapping):  # a tokenizer's BatchEncoding is one
+        encoded = dict(input_ids)
+        input_ids = encoded.pop("input_ids", None)
+        given = encoded.pop("attention_mask", None)
+        attention_mask = given if attention_mask is None else attention_mask
+        others = encoded | others
+    return _tensor(input_ids), _tensor(attention_mask), others
+
+
+def _tensor(value: Any) -> Any:
+    """An array of numbers as a tensor; anything else as it is."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
+
+
+def _count(input_ids: Any) -> int:
+    """The number of prompts; what is no list of prompts is refused where they are read."""
+    is_list = isinstance(input_ids, Tensor) and not input_ids.is_nested and input_ids.dim() > 0
+    sized = isinstance(input_ids, Sequence) or is_list
+    return len(input_ids) if sized else 0
+
+
+def _one_prompt(prompt: Any) -> Tensor:
+    if isinstance(prompt, Tensor) and prompt.dim() != 1:
+        raise InputError(f"A prompt is a 1-D tensor or a list of token ids, not a tensor of {prompt.dim()} dims.")
+    return read_ids(prompt)
+
+
+def _copies(given: Any, defaults: GenerationDefaults) -> int:
+    copies = whole("num_return_sequences", defaults.num_return_sequences if given is None else given)
+    if copies < 1:
+        raise InputError(f"num_return_sequences must be at least 1, got {copies}.")
+    return copies
+
+
+def _pad_id(given: Any, defaults: GenerationDefaults, eos_ids: Sequence[tuple[int, ...]], vocab_size: int) -> int:
+    """What stands behind a sequence that has ended: the pad id, else the first EOS, as in transformers."""
+    if given is None:
+        return defaults.pad_id if defaults.pad_id is not None else (*(eos_ids[0] if eos_ids else ()), 0)[0]
+    pad_id = whole("pad_token_id", given.item() if isinstance(given, Tensor) and given.numel() == 1 else given)
+    if not 0 <= pad_id < vocab_size:
+        raise InputError(f"pad_token_id {pad_id} is not a token id; ids are 0 to {vocab_size - 1}.")
+    return pad_id
+
+
+def _lengths(max_new_tokens: PerSequence, others: Mapping[str, Any], defaults: GenerationDefaults) -> Lengths:
+    """How long sequences become. A caller's ``max_new_tokens`` comes first, then its ``max_length``."""
+    if max_new_tokens is not None:
+        if others.get("max_length") is not None:
+            warn_caller("max_new_tokens is given, so max_length has no effect.")
+        return Lengths(max_new_tokens, None)
+    if others.get("max_length") is not None:
+        return Lengths(None, others["max_length"])
+    return Lengths(defaults.max_new_tokens, defaults.max_length, by_model=True)
+
+
+_IDLE: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
+"""Options that only sampling reads, and the values that ask for nothing."""
+
+
+def _warn_greedy(asked: Mapping[str, PerSequence], batch: int) -> None:
+    """Warn of sampling options that a caller gave without saying whether to sample, where decoding is greedy."""
+    values = {name: per_sequence(name, asked.get(name), off, batch) for name, off in _IDLE.items() if name != "seed"}
+    idle = [name for name, each in values.items() if any(value != _IDLE[name] for value in each)]
+    idle += [] if asked["seed"] is None else ["seed"]
+    if idle:
+        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
+        warn_caller(
+            f"{' and '.join(idle)} {verb} no effect, because decoding is greedy where neither a temperature nor "
+            f"do_sample=True is given; give one of these to sample, temperature=0 to say that greedy is meant, or "
+            f"leave {them} out."
+        )
+
+
+def _stop_strings(others: Mapping[str, Any], defaults: GenerationDefaults) -> list[str]:
+    given = others.get("stop_strings")
+    return read_stop_strings(defaults.stop_strings if given is None else given)
+
+
+def _criteria(strings: list[str], others: Mapping[str, Any], defaults: GenerationDefaults) -> list[Criterion]:
+    seconds = others.get("max_time")
+    seconds = defaults.max_time if seconds is None else seconds
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
+        raise InputError(f"max_time must be a number of seconds above 0, got {seconds!r}.")
+    seconds = None if seconds == math.inf else seconds
+    return stop_criteria(strings, others.get("tokenizer"), seconds)
+
+
+def read_wanted(others: Mapping[str, Any], defaults: GenerationDefaults) -> Wanted:
+    """Which logits the output shall have."""
+    given = {name: read_flag(name, others.get(name)) for name in FLAGS}
+    return Wanted(*(defaults.flags.get(name, False) if value is None else value for name, value in given.items()))
+
+
+def _streamer(given: Any) -> Any:
+    if given is not None and not (callable(getattr(given, "put", None)) and callable(getattr(given, "end", None))):
+        raise InputError(f"streamer has put() and end(), as transformers' streamers have; {given!r} has not.")
+    return given

@@ -1,0 +1,105 @@
+"""A request: the prompt of one sequence with everything that was asked for it, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specgraph.ir.model_info import Rope
+from specgraph.runtime.requests.host_processors import HostProcessor
+from specgraph.runtime.requests.processing import Processing
+from specgraph.runtime.requests.sampling import (
+    Sampling,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode.
+
+    Attributes:
+        prompt: 1-D int64 on the CPU, without padding.
+        limit: the length at which it ends at the latest, prompt included.
+        eos_ids: the ids that end it.
+        capped: whether it was to become longer than the decoder's ``max_length``.
+        processing: what changes its logits.
+        given: the prompt with its padding, 1-D int64 on the CPU.
+        host: what the host does with its logits in every step. They are of this request alone.
+        forbidding: the arguments of the call that forbid tokens behind so many new ones. Is asked only for an error.
+        as_transformers: whether a greedy choice among no tokens is the first token, as in transformers, and no error.
+    """
+
+    prompt: Tensor
+    limit: int
+    sampling: Sampling
+    eos_ids: tuple[int, ...] = ()
+    capped: bool = False
+    processing: Processing = field(default_factory=Processing)
+    given: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    host: tuple[HostProcessor, ...] = ()
+    forbidding: Callable[[int], list[str]] = lambda count: []
+    as_transformers: bool = False
+
+    def unused(self) -> frozenset[str]:
+        """Options that are off, by the names of the state."""
+        return self.sampling.unused() | self.processing.unused()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can grow by a token."""
+        return self.limit > self.prompt.numel()
+
+    @property
+    def limit_reason(self) -> str:
+        """The finish reason of a sequence that reaches its limit."""
+        return "max_length" if self.capped else "length"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One ``generate`` call.
+
+    Attributes:
+        left_padding: how many ids stand before each prompt as it was given; the output keeps them.
+        logprobs: ``none``, ``raw`` or ``processed``.
+        device: where prompts were, and where the output goes.
+        traced: whether steps say what happens to drafts.
+    """
+
+    requests: list[Request]
+    left_padding: list[int]
+    pad_id: int
+    logprobs: str
+    device: torch.device
+    traced: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a decoder can take: ids below ``vocab_size``, and sequences of up to ``max_length`` tokens.
+
+    ``most`` is the longest sequence for which the model can be compiled, if it is known, and ``rope`` says which rotary
+    frequencies it has where these change with the length.
+    """
+
+    vocab_size: int
+    max_length: int
+    most: int | None = None
+    rope: Rope | None = None
+
+    def lengthen(self, verb: str = "compile") -> str:
+        """What a caller can do whose sequences are longer, but for shortening them."""
+        if self.most is not None and self.max_length >= self.most:
+            return f"use a model that is right for more than {self.most} positions"
+        if self.most is None and self.rope is None:
+            return f"{verb} with a larger max_length if the model allows"
+        what = "a larger max_length" if self.most is None else f"a max_length of up to {self.most}"
+        if self.rope is None or self.rope.length is not None:
+            return f"{verb} with {what}"
+        return (
+            f"{verb} with {what}; above {self.rope.original}, this model then has the rotary frequencies of long "
+            "sequences for short ones, too"
+        )

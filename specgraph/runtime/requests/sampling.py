@@ -1,0 +1,97 @@
+"""Turns the sampling arguments that a user passes into checked values, one of each per sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specgraph.errors import InputError
+from specgraph.runtime.requests.values import (
+    PerSequence,
+    check_range,
+    is_number,
+    per_sequence,
+    whole,
+)
+
+LOGPROBS = {False: "none", None: "none", True: "raw", "raw": "raw", "processed": "processed"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one sequence are chosen."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def unused(self) -> frozenset[str]:
+        """Options that are off, by the names of the state: a step without them gives the same tokens, sooner."""
+        off = {"top_k": self.top_k == 0, "top_p": self.top_p == 1, "min_p": self.min_p == 0}
+        return frozenset(name for name, is_off in off.items() if is_off)
+
+
+def read_sampling(
+    batch: int,
+    *,
+    temperature: PerSequence,
+    top_k: PerSequence,
+    top_p: PerSequence,
+    min_p: PerSequence,
+    seed: PerSequence,
+) -> list[Sampling]:
+    """Checked sampling options of each sequence.
+
+    ``seed``: None draws fresh seeds, a number gives sequence b hash(seed, b), a list is taken as it is.
+    """
+    temperatures = per_sequence("temperature", temperature, 0.0, batch)
+    ks, ps, mins = (per_sequence(n, v, d, batch) for n, v, d in (("top_k", top_k, 0), ("top_p", top_p, 1.0),
+                                                                 ("min_p", min_p, 0.0)))  # fmt: skip
+    check_range("temperature", temperatures, "0 or more", 0, 1e30, above=False)
+    check_range("top_k", ks, "0 (off) or a positive integer", 0, math.inf, above=False)
+    check_range("top_p", ps, "in (0, 1]", 0, 1, above=True)
+    check_range("min_p", mins, "in [0, 1]", 0, 1, above=False)
+    whole_ks = [min(whole("top_k", k), 1 << 62) for k in ks]
+    values = zip(temperatures, whole_ks, ps, mins, read_seeds(seed, batch), strict=True)
+    # What truncates a distribution changes no greedy choice. Without it the step is shorter, and a trace says what the
+    # target thinks of a token that top_k would have cut off.
+    return [Sampling(float(t), k, float(p), float(m), s) if t else Sampling(seed=s) for t, k, p, m, s in values]
+
+
+def read_seeds(seed: PerSequence, batch: int) -> list[int]:
+    """64-bit seeds, one per sequence."""
+    if seed is None:
+        return [int(s) for s in torch.randint(-(1 << 62), 1 << 62, (batch,), device="cpu").tolist()]
+    plain: Any = seed.tolist() if isinstance(seed, Tensor) else seed
+    if is_number(plain):
+        return [hash_seed(whole("seed", plain), index) for index in range(batch)]
+    return [_signed(whole("seed", value)) for value in per_sequence("seed", plain, 0, batch)]
+
+
+def hash_seed(seed: int, index: int) -> int:
+    """A 64-bit seed for sequence ``index``: two rounds of the splitmix64 finaliser (Steele et al. 2014)."""
+    value = seed
+    for word in (0x9E3779B97F4A7C15, (index + 1) * 0xD1B54A32D192ED03):
+        value = (value + word) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    return _signed(value)
+
+
+def _signed(value: int) -> int:
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >> 63 else value
+
+
+def read_logprobs(value: bool | str | None) -> str:
+    """The mode of ``return_logprobs``."""
+    if not isinstance(value, bool | str | type(None)) or value not in LOGPROBS:
+        raise InputError(f"return_logprobs is False, True, 'raw' or 'processed', not {value!r}.")
+    return LOGPROBS[value]

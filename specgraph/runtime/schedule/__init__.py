@@ -1,0 +1,1 @@
+"""Decides which sequences a step runs, and with how many drafts."""

@@ -1,0 +1,68 @@
+"""K by what it is worth: how many drafts the next step verifies, where the host may look at them for free.
+
+Every draft is one more row in the target's call. On a CPU, rows are dear: five rows of a float32 linear layer take up
+to twice the time of one. So a step verifies the number of drafts that promises the most tokens per second. The promise
+follows from how often the drafts at each position were right lately, and the price from what steps of so many rows
+have taken in this decoder.
+
+The choice looks at the drafts themselves, at least at their number. That biases no output, because this is done only
+for drafts that are a function of the accepted tokens: given these tokens, nothing about the drafts is random.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from specgraph.runtime.schedule.acceptance import FIRST, SHARED, Outlook, Survival
+from specgraph.runtime.schedule.sequences import ActiveSequence
+from specgraph.runtime.schedule.step_costs import StepCosts
+
+FEW = 2
+"""The number of drafts of the variant between none and all."""
+MARGIN = 1.02
+"""How many times as many tokens per second more drafts have to promise."""
+
+
+def choices(most: int) -> list[int]:
+    """The values of K among which a step has a choice, if the drafter's own is ``most``, in ascending order."""
+    return sorted({0, min(FEW, most), most})
+
+
+class Worth:
+    """Chooses K for the steps of one engine.
+
+    Attributes:
+        costs: what steps have cost, which all engines of a decoder share.
+        choices: the values of K among which it chooses, in ascending order. A step of each is a variant of its own.
+    """
+
+    def __init__(self, most: int, costs: StepCosts, chosen: Counter[int]) -> None:
+        """``most`` is the drafter's K. ``chosen`` counts the steps of each K."""
+        self.costs, self._chosen = costs, chosen
+        self.choices = choices(most)
+        self._shared = Survival([FIRST ** (place + 1) for place in range(most)], SHARED)
+
+    def choose(self, kind: Hashable, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]]) -> int:
+        """K for a step of ``kind`` over sequences that have these drafts."""
+        outlooks = [self._outlook(sequence) for sequence in sequences]
+        for sequence, outlook, own in zip(sequences, outlooks, drafts, strict=True):
+            outlook.propose(len(sequence.new_tokens), own)
+        longest = max(map(len, drafts), default=0)
+        enough = next(k for k in self.choices if k >= longest)
+        best, promised = enough, 0.0
+        for k in [k for k in self.choices if k <= enough]:
+            seconds = self.costs.of(kind, len(sequences) * (k + 1))
+            if seconds is None:
+                continue
+            accepted = (own.own.expected(min(k, len(found))) for own, found in zip(outlooks, drafts, strict=True))
+            rate = (len(sequences) + sum(accepted)) / seconds
+            if rate > (MARGIN if promised else 1.0) * promised:
+                best, promised = k, rate
+        self._chosen[best] += 1
+        return best
+
+    def _outlook(self, sequence: ActiveSequence) -> Outlook:
+        if sequence.outlook is None:
+            sequence.outlook = Outlook.beginning(self._shared)
+        return sequence.outlook

@@ -1,0 +1,35 @@
+"""How an engine chooses its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specgraph.runtime.schedule.num_drafts import Worth
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How steps are chosen.
+
+    Attributes:
+        chunk: the most prompt rows of a sequence in a step.
+        fair: whether somebody waits for every token, so that no step may take long and no sequence waits for others to
+            enter together with it.
+        joint: whether sequences that decode take part in steps that run prompts. Else the two take turns, or, if not
+            ``fair``, all prompts come first. That is better where decode steps have faster code than prompts have.
+        drafts: K by the number of sequences in a decode step: that of the largest key up to this number. None, and an
+            empty table, is the drafter's own. A step that runs prompts makes as many as the sequences that decode in it
+            would get without them, and the drafter's own number if none does.
+        worth: chooses K for every step by what it is worth; None where ``drafts`` decide.
+    """
+
+    chunk: int
+    fair: bool
+    joint: bool = True
+    drafts: Mapping[int, int | None] = field(default_factory=dict)
+    worth: Worth | None = None
+
+    def drafts_of(self, count: int) -> int | None:
+        """K for a decode step of ``count`` sequences."""
+        return self.drafts.get(max((key for key in self.drafts if key <= max(count, 1)), default=0))
