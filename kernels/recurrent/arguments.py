@@ -60,9 +60,8 @@ class GatedDeltaRule:
         q, k: ``[B, T, Hk, Dk]`` of one dtype; each of these heads serves ``H / Hk`` heads of ``v``, which follow each
             other.
         v: ``[B, T, H, Dv]``.
-        gate: ``[B, T, H]``, logarithms of what remains of the state; or ``[B, T, H, Dk]``, of what remains of each of
-            its rows.
-        rate: ``[B, T, H]``, how much of the difference a row corrects; None for a sum without corrections.
+        g: log decays, ``[B, T, H]``, or ``[B, T, H, Dk]`` for one of each row of the state.
+        beta: ``[B, T, H]``, learning rates; None for a sum without corrections.
         scale: the factor on queries.
         normalise: whether queries and keys are brought to length 1.
     """
@@ -70,23 +69,23 @@ class GatedDeltaRule:
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor
-    rate: Tensor | None = None
+    g: Tensor
+    beta: Tensor | None = None
     _: KW_ONLY
     scale: float
     normalise: bool = False
 
 
 @dataclass(slots=True)
-class AnchoredDeltaRule:
+class CachedDeltaRule:
     """:class:`GatedDeltaRule` of new rows behind a state and the rows since it was written.
 
     Attributes:
         state: ``[N, H, Dk, Dv]``, of every sequence at its last settled boundary.
-        keys, errors, gates, inverse: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` and ``[N, R, H, CHUNK]``:
-            ``k``, ``e``, ``g`` and the row of ``A`` of the rows since then, each at its position modulo ``R``. If
-            ``gate`` has channels, ``gates`` are ``[N, R, H, Dk]``. ``keys`` are in the dtype of ``k``, all others
-            float32 or float64. They are written in place. Without a rate, ``inverse`` is not looked at.
+        k_cache, delta_cache, g_cache, a_cache: ``[N, R, Hk, Dk]``, ``[N, R, H, Dv]``, ``[N, R, H]`` (or
+            ``[N, R, H, Dk]``, as ``g``) and ``[N, R, H, CHUNK]``: ``k``, ``delta``, ``g`` and the row of ``A`` of the
+            rows since then, each at its position modulo ``R``. ``k_cache`` is in the dtype of ``k``, all others are
+            float32 or float64. They are written in place. Without ``beta``, ``a_cache`` is not looked at.
         span: int64 ``[B, 5]``, see :class:`~specgraph.kernels.recurrent.span.RecurrentSpan`. The result of rows that
             are not real is zero.
     """
@@ -94,14 +93,14 @@ class AnchoredDeltaRule:
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor
+    g: Tensor
     state: Tensor
-    keys: Tensor
-    errors: Tensor
-    gates: Tensor
-    inverse: Tensor
+    k_cache: Tensor
+    delta_cache: Tensor
+    g_cache: Tensor
+    a_cache: Tensor
     span: Tensor
-    rate: Tensor | None = None
+    beta: Tensor | None = None
     _: KW_ONLY
     scale: float
     normalise: bool = False
@@ -130,7 +129,7 @@ class SelectiveScan:
 
 
 @dataclass(slots=True)
-class AnchoredScan:
+class CachedScan:
     """:class:`SelectiveScan` of new rows behind a state and the rows since it was written.
 
     Attributes:

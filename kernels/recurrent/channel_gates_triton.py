@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.launch import launch_options, supports_pdl
-from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, exact
+from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, exact
 from specgraph.kernels.recurrent.delta_rule_triton import begin_carrying
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, near_span, store_last_rows
 from specgraph.kernels.recurrent.tiles_triton import PRECISION, wait_for_others
@@ -52,219 +52,225 @@ def _row(tile, own):
 
 @triton.jit(do_not_specialize=["rows", "chunks", "q_outer", "k_outer"])
 def _prepare_kernel(
-    q, k, gate, rate, keys, gates, inverse, all_inverse, scores, read, held, kept, left, span, scale, rows, chunks,
+    q, k, g, beta, k_cache, g_cache, a_cache, a_lines, scores, w_q, w_k, w_update, decay, span, scale, rows, chunks,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
     NORMALISE: tl.constexpr, EPSILON: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, chunks, H), from the chunk on in which the state stands.
 
-    ``scores``, ``read``, ``held`` and ``kept`` are by the rows of the call, behind ``BEHIND`` lines for rows that are
-    known, and ``left`` is by the chunks. If ``STORE``, ``all_inverse`` is the cache; else it is by the rows, too.
+    ``scores``, ``w_q``, ``w_k`` and ``w_update`` are by the rows of the call, behind ``BEHIND`` lines for rows that are
+    known, and ``decay`` is by the chunks. If ``STORE``, ``a_lines`` is the cache; else it is by the rows, too.
     """
     wait_for_others(STORE, PDL)
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    row, begin, before, count, _ = near_span(span, entry)
+    slot, begin, before, count, _ = near_span(span, entry)
     first = (before // CHUNK + tl.program_id(1)) * CHUNK
     if (count > 0) & (first < begin + count):
         lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
         group, inside = head // GROUP, key < KEY
         groups: tl.constexpr = HEADS // GROUP
         position = first + lane
-        t, slot = position - begin, position % SLOTS
+        t, ring = position - begin, position % RING
         known, new = t < 0, (t >= 0) & (t < count)
-        base, lines, line = row * SLOTS, entry * (rows + BEHIND), t + BEHIND
+        base, lines, line = slot * RING, entry * (rows + BEHIND), t + BEHIND
+        # ---- load: q, k, g [CHUNK, WIDE]; beta [CHUNK]; A [CHUNK, CHUNK], of which rows of new positions are made here
         known_tile, new_tile = known[:, None] & inside[None, :], new[:, None] & inside[None, :]
-        old_k = keys + (base * groups + group) * KEY + slot[:, None] * (groups * KEY) + key[None, :]
-        own_k = k + entry * k_outer + group * k_head + t[:, None] * k_inner + key[None, :]
-        tile_k = tl.load(own_k, mask=new_tile, other=0)
+        old_k = k_cache + (base * groups + group) * KEY + ring[:, None] * (groups * KEY) + key[None, :]
+        new_k = k + entry * k_outer + group * k_head + t[:, None] * k_inner + key[None, :]
+        tile_k = tl.load(new_k, mask=new_tile, other=0)
         tile_k = tl.where(known[:, None], tl.load(old_k, mask=known_tile, other=0), tile_k)
         tile_q = q + entry * q_outer + group * q_head + t[:, None] * q_inner + key[None, :]
         tile_q = tl.load(tile_q, mask=new_tile, other=0)
-        old_log = gates + (base * HEADS + head) * KEY + slot[:, None] * (HEADS * KEY) + key[None, :]
-        own_log = gate + (entry * rows * HEADS + head) * KEY + t[:, None] * (HEADS * KEY) + key[None, :]
-        log = tl.load(own_log, mask=new_tile, other=0).to(tl.float32)
-        log = tl.where(known[:, None], tl.load(old_log, mask=known_tile, other=0), log)
-        own_rate = tl.full([CHUNK], 1.0, tl.float32)
-        solved = tl.zeros([CHUNK, CHUNK], tl.float32)
-        if rate is not None:
-            own_rate = tl.load(rate + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
-            old = inverse + (base * HEADS + head) * CHUNK + slot[:, None] * (HEADS * CHUNK) + lane[None, :]
-            solved = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
+        old_g = g_cache + (base * HEADS + head) * KEY + ring[:, None] * (HEADS * KEY) + key[None, :]
+        new_g = g + (entry * rows * HEADS + head) * KEY + t[:, None] * (HEADS * KEY) + key[None, :]
+        tile_g = tl.load(new_g, mask=new_tile, other=0).to(tl.float32)
+        tile_g = tl.where(known[:, None], tl.load(old_g, mask=known_tile, other=0), tile_g)
+        tile_beta = tl.full([CHUNK], 1.0, tl.float32)
+        tile_a = tl.zeros([CHUNK, CHUNK], tl.float32)
+        if beta is not None:
+            tile_beta = tl.load(beta + (entry * rows * HEADS + head) + t * HEADS, mask=new, other=0).to(tl.float32)
+            old = a_cache + (base * HEADS + head) * CHUNK + ring[:, None] * (HEADS * CHUNK) + lane[None, :]
+            tile_a = tl.load(old, mask=known[:, None] & (lane[None, :] <= lane[:, None]), other=0)
         if STORE:
             tl.store(old_k, tile_k, mask=new_tile & (head % GROUP == 0))
-            tl.store(old_log, log, mask=new_tile)
+            tl.store(old_g, tile_g, mask=new_tile)
 
+        # ---- for each new row i: scores_ij = sum over channels of e^{G_i - G_j} q_i k_j, and M_ij alike, for j <= i;
+        #   A_i = 1_i - sum over j < i of M_ij A_j;  w_q = e^G q,  w_k = beta e^G k,  w_update = e^{G_last - G} k
         unit_k, unit_q = _unit(tile_k, NORMALISE, EPSILON), _unit(tile_q, NORMALISE, EPSILON) * scale
-        seen = tl.zeros([CHUNK, CHUNK], tl.float32)
+        tile_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
         # Sums of gates: of all rows so far, and of those behind each row.
         total, behind = tl.zeros([WIDE], tl.float32), tl.zeros([CHUNK, WIDE], tl.float32)
         place = (lines * HEADS + head) * KEY
         for i in range(0, loop_bound(tl.minimum(begin + count - first, CHUNK))):
             own = (lane == i)[:, None]
-            log_i = _row(log, own)
-            total += log_i
-            behind = tl.where((lane < i)[:, None], behind + log_i[None, :], 0.0)
+            g_i = _row(tile_g, own)
+            total += g_i
+            behind = tl.where((lane < i)[:, None], behind + g_i[None, :], 0.0)
             if first + i >= begin:
                 query, own_key = _row(unit_q, own), _row(unit_k, own)
-                rate_i = tl.sum(tl.where(lane == i, own_rate, 0.0), 0)
+                beta_i = tl.sum(tl.where(lane == i, tile_beta, 0.0), 0)
                 reaching = tl.where((lane <= i)[:, None], tl.exp(behind) * unit_k, 0.0)
-                seen = tl.where(own, tl.sum(reaching * query[None, :], 1)[None, :], seen)
+                tile_scores = tl.where(own, tl.sum(reaching * query[None, :], 1)[None, :], tile_scores)
                 line_i = place + (first + i - begin + BEHIND) * (HEADS * KEY) + key
-                tl.store(read + line_i, query * tl.exp(total), mask=inside)
-                if rate is not None:
-                    tl.store(held + line_i, rate_i * (own_key * tl.exp(total)), mask=inside)
-                    mixed = tl.where(lane < i, rate_i * tl.sum(reaching * own_key[None, :], 1), 0.0)
-                    solution = tl.where(lane == i, 1.0, -tl.sum(mixed[:, None] * solved, 0))
-                    solved = tl.where(own, solution[None, :], solved)
+                tl.store(w_q + line_i, query * tl.exp(total), mask=inside)
+                if beta is not None:
+                    tl.store(w_k + line_i, beta_i * (own_key * tl.exp(total)), mask=inside)
+                    tile_m = tl.where(lane < i, beta_i * tl.sum(reaching * own_key[None, :], 1), 0.0)
+                    a_row = tl.where(lane == i, 1.0, -tl.sum(tile_m[:, None] * tile_a, 0))
+                    tile_a = tl.where(own, a_row[None, :], tile_a)
 
         if first + CHUNK <= begin + count:
-            tl.store(kept + place + line[:, None] * (HEADS * KEY) + key[None, :], unit_k * tl.exp(behind),
+            tl.store(w_update + place + line[:, None] * (HEADS * KEY) + key[None, :], unit_k * tl.exp(behind),
                      mask=(lane < CHUNK)[:, None] & inside[None, :])  # fmt: skip
-            left += ((entry * chunks + tl.program_id(1)) * HEADS + head) * KEY
-            tl.store(left + key, tl.exp(total), mask=inside)
-        if rate is not None:
+            decay += ((entry * chunks + tl.program_id(1)) * HEADS + head) * KEY
+            tl.store(decay + key, tl.exp(total), mask=inside)
+        if beta is not None:
             stored, real = line, known | new
             if STORE:
-                stored, real = slot, new
+                stored, real = ring, new
             begun = (base if STORE else lines) * HEADS + head
             row_of = stored[:, None] * (HEADS * CHUNK) + lane[None, :]
-            tl.store(all_inverse + begun * CHUNK + row_of, solved, mask=real[:, None])
-            seen = tl.dot(seen, solved, input_precision=PRECISION)
+            tl.store(a_lines + begun * CHUNK + row_of, tile_a, mask=real[:, None])
+            tile_scores = tl.dot(tile_scores, tile_a, input_precision=PRECISION)
         row_of = line[:, None] * (HEADS * CHUNK) + lane[None, :]
-        tl.store(scores + (lines * HEADS + head) * CHUNK + row_of, seen, mask=new[:, None])
+        tl.store(scores + (lines * HEADS + head) * CHUNK + row_of, tile_scores, mask=new[:, None])
 
 
 @triton.jit
 def _chunk(
-    first, current, out, v, rate, errors, all_errors, all_inverse, scores, read, held, kept, left, begin, count, column,
-    v_inner: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
+    first, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, begin, count,
+    column, v_inner: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Output and errors of the new rows of a chunk behind the state ``current``.
+    """Output and errors of the new rows of a chunk behind the state ``tile_s``.
 
     Returns what is left of the state behind it, and keys and updates whose product its rows add to the state.
     """
     lane, key = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     own, inside, full = column < VALUE, key < KEY, first + CHUNK <= begin + count
     position = first + lane
-    t, slot = position - begin, position % SLOTS
+    t, ring = position - begin, position % RING
     real, new = t < count, (t >= 0) & (t < count)
     line = t + BEHIND
-    stored = slot if STORE else line
+    stored = ring if STORE else line
     tile = line[:, None] * (HEADS * KEY) + key[None, :]
-    tile_read = tl.load(read + tile, mask=new[:, None] & inside[None, :], other=0)
-    tile_kept = tl.load(kept + tile, mask=real[:, None] & inside[None, :] & full, other=0)
-    remains = tl.load(left + key, mask=inside & full, other=0)
+    tile_w_q = tl.load(w_q + tile, mask=new[:, None] & inside[None, :], other=0)
+    tile_w_update = tl.load(w_update + tile, mask=real[:, None] & inside[None, :] & full, other=0)
+    tile_decay = tl.load(decay + key, mask=inside & full, other=0)
     tile_v = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0)
     lower = lane[None, :] <= lane[:, None]
-    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
-    error = tl.load(errors + slot[:, None] * (HEADS * VALUE) + column[None, :],
+    tile_scores = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :], mask=new[:, None] & lower, other=0)
+    delta = tl.load(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :],
                     mask=(t < 0)[:, None] & own[None, :], other=0)  # fmt: skip
-    if rate is not None:
-        own_rate = tl.load(rate + t * HEADS, mask=new, other=0).to(tl.float32)
-        tile_held = tl.load(held + tile, mask=new[:, None] & inside[None, :], other=0)
-        solved = tl.load(all_inverse + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
+    if beta is not None:
+        tile_beta = tl.load(beta + t * HEADS, mask=new, other=0).to(tl.float32)
+        tile_w_k = tl.load(w_k + tile, mask=new[:, None] & inside[None, :], other=0)
+        tile_a = tl.load(a_lines + stored[:, None] * (HEADS * CHUNK) + lane[None, :],
                          mask=real[:, None] & lower, other=0)  # fmt: skip
+    # ---- delta = beta v - w_k S: [CHUNK, BLOCK];  out = w_q S + scores A delta;  v_new = A delta
     # All is loaded by here: behind a product, a load would not begin before the product is there.
-    own_error = tile_v.to(tl.float32)
-    if rate is not None:
-        own_error = own_rate[:, None] * own_error - tl.dot(tile_held, current, input_precision=PRECISION)
-    error = tl.where((t < 0)[:, None], error, own_error)
-    result = tl.dot(tile_read, current, input_precision=PRECISION) + tl.dot(seen, error, input_precision=PRECISION)
+    new_delta = tile_v.to(tl.float32)
+    if beta is not None:
+        new_delta = tile_beta[:, None] * new_delta - tl.dot(tile_w_k, tile_s, input_precision=PRECISION)
+    delta = tl.where((t < 0)[:, None], delta, new_delta)
+    result = tl.dot(tile_w_q, tile_s, input_precision=PRECISION) + tl.dot(tile_scores, delta, input_precision=PRECISION)
     tl.store(out + t[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=new[:, None] & own[None, :])  # fmt: skip
-    tl.store(all_errors + stored[:, None] * (HEADS * VALUE) + column[None, :], error,
-             mask=(new & (position >= begin + count - SLOTS))[:, None] & own[None, :])  # fmt: skip
-    update = error
-    if rate is not None:
-        update = tl.dot(solved, error, input_precision=PRECISION)
-    return remains, tile_kept, update
+    tl.store(delta_lines + stored[:, None] * (HEADS * VALUE) + column[None, :], delta,
+             mask=(new & (position >= begin + count - RING))[:, None] & own[None, :])  # fmt: skip
+    v_new = delta
+    if beta is not None:
+        v_new = tl.dot(tile_a, delta, input_precision=PRECISION)
+    return tile_decay, tile_w_update, v_new
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "v_outer"])
 def _carry_kernel(
-    out, v, rate, state, errors, all_errors, all_inverse, scores, read, held, kept, left, span, rows, chunks,
+    out, v, beta, state, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay, span, rows, chunks,
     v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    SLOTS: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    RING: tl.constexpr, BEHIND: tl.constexpr, STORE: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns)."""
-    entry, head, row, begin, before, count, settled, column, out, tile, both, current = begin_carrying(
+    entry, head, slot, begin, before, count, settled, column, out, p_state, state_mask, tile_s = begin_carrying(
         out, state, span, rows, HEADS, KEY, VALUE, WIDE, BLOCK, STORE, PDL
     )
     if count > 0:
         v += entry * v_outer + head * v_head
-        if rate is not None:
-            rate += entry * rows * HEADS + head
+        if beta is not None:
+            beta += entry * rows * HEADS + head
         lines = entry * (rows + BEHIND)
-        place = row * SLOTS if STORE else lines
-        all_inverse += (place * HEADS + head) * CHUNK
+        place = slot * RING if STORE else lines
+        a_lines += (place * HEADS + head) * CHUNK
         scores += (lines * HEADS + head) * CHUNK
-        read += (lines * HEADS + head) * KEY
-        held += (lines * HEADS + head) * KEY
-        kept += (lines * HEADS + head) * KEY
-        left += (entry * chunks * HEADS + head) * KEY
-        errors += (row * SLOTS * HEADS + head) * VALUE
-        all_errors += (place * HEADS + head) * VALUE
+        w_q += (lines * HEADS + head) * KEY
+        w_k += (lines * HEADS + head) * KEY
+        w_update += (lines * HEADS + head) * KEY
+        decay += (entry * chunks * HEADS + head) * KEY
+        delta_cache += (slot * RING * HEADS + head) * VALUE
+        delta_lines += (place * HEADS + head) * VALUE
         start, full = before // CHUNK * CHUNK, (begin + count) // CHUNK * CHUNK
         stored = (begin + settled) // CHUNK * CHUNK
         for first in tl.range(loop_bound(start), loop_bound(full), CHUNK, num_stages=STAGES):
-            remains, tile_kept, update = _chunk(
-                first, current, out, v, rate, errors, all_errors, all_inverse, scores, read, held, kept,
-                left + (first - start) // CHUNK * (HEADS * KEY), begin, count, column,
-                v_inner, HEADS, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+            tile_decay, tile_w_update, v_new = _chunk(
+                first, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update,
+                decay + (first - start) // CHUNK * (HEADS * KEY), begin, count, column,
+                v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
             )  # fmt: skip
-            added = tl.dot(tl.trans(tile_kept), update, input_precision=PRECISION)
-            current = current * remains[:, None] + added
-            tl.store(tile, current, mask=both & (first + CHUNK == stored))
+            # ---- S <- e^{G_last} S + w_update^T v_new: [WIDE, BLOCK]
+            added = tl.dot(tl.trans(tile_w_update), v_new, input_precision=PRECISION)
+            tile_s = tile_s * tile_decay[:, None] + added
+            tl.store(p_state, tile_s, mask=state_mask & (first + CHUNK == stored))
         if full < begin + count:
             _chunk(
-                full, current, out, v, rate, errors, all_errors, all_inverse, scores, read, held, kept, left,
-                begin, count, column, v_inner, HEADS, KEY, VALUE, SLOTS, BEHIND, STORE, CHUNK, WIDE,
+                full, tile_s, out, v, beta, delta_cache, delta_lines, a_lines, scores, w_q, w_k, w_update, decay,
+                begin, count, column, v_inner, HEADS, KEY, VALUE, RING, BEHIND, STORE, CHUNK, WIDE,
             )  # fmt: skip
 
 
-def channel_gates_triton(given: AnchoredDeltaRule) -> Tensor:
-    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredDeltaRule` whose gates are per channel, in two kernels.
+def channel_gates_triton(given: CachedDeltaRule) -> Tensor:
+    """:class:`~specgraph.kernels.recurrent.arguments.CachedDeltaRule` whose gates are per channel, in two kernels.
 
     For prompts there are four more, which store the last rows.
     """
     batch, rows, heads, width = given.v.shape
-    (groups, size), slots = given.k.shape[2:], given.keys.shape[1]
+    (groups, size), ring_size = given.k.shape[2:], given.k_cache.shape[1]
     q, k, v = (by_row(part) for part in (given.q, given.k, given.v))
-    rate, gate = None if given.rate is None else given.rate.contiguous(), given.gate.contiguous()
+    beta, g = None if given.beta is None else given.beta.contiguous(), given.g.contiguous()
     out, pdl = torch.empty(batch, rows, heads, width, dtype=v.dtype, device=v.device), supports_pdl(v.device)
-    unsettled = most_in_place(slots, CHUNK - 1) - 1
+    unsettled = most_in_place(ring_size, CHUNK - 1) - 1
     in_place, behind = rows <= unsettled + 1, CHUNK - 1 + unsettled
     # The rows of a call, behind as many as may be known since the boundary.
     lines, chunks = (batch, behind + rows, heads), triton.cdiv(rows - 1 + unsettled, CHUNK) + 1
     precise: dict[str, Any] = {"dtype": exact(v.dtype), "device": v.device}
     scores = torch.empty(*lines, CHUNK, **precise)
-    read, held, kept = (torch.empty(*lines, size, **precise) for _ in range(3))
-    left = torch.empty(batch, chunks, heads, size, **precise)
+    w_q, w_k, w_update = (torch.empty(*lines, size, **precise) for _ in range(3))
+    decay = torch.empty(batch, chunks, heads, size, **precise)
     # New rows are stored where they are cached, or apart if there they would replace what is still read.
-    caches = given.errors, given.inverse
+    caches = given.delta_cache, given.a_cache
     stored = caches if in_place else tuple(cache.new_empty(*lines[:2], *cache.shape[2:]) for cache in caches)
-    errors, inverse = stored
+    delta_cache, a_cache = stored
     options: dict[str, Any] = {
-        "HEADS": heads, "KEY": size, "SLOTS": slots, "BEHIND": behind, "STORE": in_place, "CHUNK": CHUNK,
+        "HEADS": heads, "KEY": size, "RING": ring_size, "BEHIND": behind, "STORE": in_place, "CHUNK": CHUNK,
         "WIDE": max(16, triton.next_power_of_2(size)), "enable_fp_fusion": False, "PDL": pdl, **launch_options(pdl),
         "num_warps": _WARPS,
     }  # fmt: skip
     _prepare_kernel[batch, chunks, heads](
-        q, k, gate, rate, given.keys, given.gates, given.inverse, inverse, scores, read, held, kept, left, given.span,
-        given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3], GROUP=heads // groups, NORMALISE=given.normalise,
-        EPSILON=EPSILON, **options,
+        q, k, g, beta, given.k_cache, given.g_cache, given.a_cache, a_cache, scores, w_q, w_k, w_update, decay,
+        given.span, given.scale, rows, chunks, *q.stride()[:3], *k.stride()[:3], GROUP=heads // groups,
+        NORMALISE=given.normalise, EPSILON=EPSILON, **options,
     )  # fmt: skip
     block = max(16, min(_COLUMNS, triton.next_power_of_2(width)))
     _carry_kernel[batch, heads, triton.cdiv(width, block)](
-        out, v, rate, given.state, given.errors, errors, inverse, scores, read, held, kept, left, given.span, rows,
-        chunks, *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES, **options,
+        out, v, beta, given.state, given.delta_cache, delta_cache, a_cache, scores, w_q, w_k, w_update, decay,
+        given.span, rows, chunks, *v.stride()[:3], VALUE=width, BLOCK=block, STAGES=1 if in_place else _STAGES,
+        **options,
     )  # fmt: skip
     if not in_place:
-        last = (k, gate.to(given.gates.dtype), *(part[:, behind:] for part in stored))
-        for cache, part in zip((given.keys, given.gates, *caches), last, strict=True):
+        last = (k, g.to(given.g_cache.dtype), *(part[:, behind:] for part in stored))
+        for cache, part in zip((given.k_cache, given.g_cache, *caches), last, strict=True):
             store_last_rows(cache.flatten(2), part.flatten(2), given.span)
     return out

@@ -1,32 +1,36 @@
-"""The gated delta rule: a state ``S`` ``[Dk, Dv]`` per head that forgets, and learns to map keys to values.
+"""The gated delta rule: a state ``S`` ``[Dk, Dv]`` per head that decays, and learns to map keys to values.
 
-For every row, with a gate ``g <= 0`` (a logarithm), a rate ``b``, a key ``k``, a value ``v`` and a query ``q``::
+For every row, with a log decay ``g <= 0``, a learning rate ``beta``, a key ``k``, a value ``v`` and a query ``q``::
 
-    S <- e^g S;   S <- S + k (b (v - S^T k))^T;   out = S^T q
+    S <- e^g S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q
 
-A gate is one number per head, or one per channel of its keys, each for a row of ``S`` (Kimi's delta attention).
-Queries are multiplied by a factor, and if asked for, queries and keys are first brought to length 1. Without a rate,
+``g`` is one number per head, or one per channel of its keys, each for a row of ``S`` (Kimi's delta attention).
+Queries are multiplied by a factor, and if asked for, queries and keys are first brought to length 1. Without ``beta``,
 nothing is corrected: ``S <- S + k v^T``, which is the scan of Mamba-2, with ``C``, ``B`` and ``dt x`` as queries, keys
 and values. Everything is computed in float32, or in float64 if the value is float64.
 
 - ``specgraph::gated_delta_rule`` replaces transformers' function while a model is traced. It begins with a state of
   zero, and is defined row after row.
-- ``specgraph::anchored_delta_rule`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the
-  last absolute chunk boundary, and the rows since then are cached. With ``G_i`` the sum of the gates since the
-  boundary, within a chunk::
+- ``specgraph::cached_delta_rule`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the
+  last absolute chunk boundary, and the rows since then are cached. With ``G_i`` the sum of ``g`` since the boundary,
+  within a chunk::
 
-      e_i   = b_i (v_i - e^{G_i} S^T k_i)
-      u_i   = e_i - sum over j < i of M_ij u_j,   M_ij = b_i e^{G_i - G_j} (k_i . k_j)
-      out_i = e^{G_i} S^T q_i + sum over j <= i of e^{G_i - G_j} (q_i . k_j) u_j
+      delta_i = beta_i (v_i - e^{G_i} S^T k_i)
+      v_new   = A delta,   A = (1 + M)^-1,   M_ij = beta_i e^{G_i - G_j} (k_i . k_j) for j < i
+      out_i   = e^{G_i} S^T q_i + sum over j <= i of e^{G_i - G_j} (q_i . k_j) v_new_j
 
-  so ``u = A e`` with ``A = (1 + M)^-1``, whose rows do not depend on the state. When a chunk is full and settled,
-  ``S <- e^G S + sum over j of e^{G - G_j} k_j u_j^T``. What is cached per row are ``k`` as it was given, ``e``, ``g``
-  and its row of ``A``. With a gate per channel, ``e^{G_i} k_i`` is taken element by element, and so are the products
-  of which ``e^{G_i - G_j} (k_i . k_j)`` is the sum over channels. They do not factor into one of ``i`` and one of
-  ``j``, because ``e^{-G_j}`` overflows where gates are strong.
+  The rows of ``A`` do not depend on the state. When a chunk is full and settled,
+  ``S <- e^G S + sum over j of e^{G - G_j} k_j v_new_j^T``. What is cached per row are ``k`` as it was given, ``delta``,
+  ``g`` and its row of ``A``. With ``g`` per channel, ``e^{G_i} k_i`` is taken element by element, and so are the
+  products of which ``e^{G_i - G_j} (k_i . k_j)`` is the sum over channels. They do not factor into one of ``i`` and one
+  of ``j``, because ``e^{-G_j}`` overflows where decays are strong.
+
+Names are those of flash-linear-attention (``q k v g beta A``, ``v_new``). There, ``v_new`` is ``u - w S`` with
+``u = A (beta v)`` and ``w = A (beta e^G k)``; here the same is ``A delta``, because ``delta`` of a row is final as soon
+as the row is there.
 
 Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; the form by chunks is that of Yang et al. 2024, arXiv
-2406.06484, with the state kept apart from the rows. Gates per channel: Kimi Team 2025, arXiv 2510.26692. Mamba-2: Dao
+2406.06484, with the state kept apart from the rows. ``g`` per channel: Kimi Team 2025, arXiv 2510.26692. Mamba-2: Dao
 and Gu 2024, arXiv 2405.21060.
 """
 
@@ -40,11 +44,11 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, AnchoredDeltaRule, GatedDeltaRule, exact
+from specgraph.kernels.recurrent.arguments import CHUNK, EPSILON, CachedDeltaRule, GatedDeltaRule, exact
 from specgraph.kernels.recurrent.channel_gates_triton import channel_gates_triton
 from specgraph.kernels.recurrent.delta_rule_chunks import covers_chunks, gated_delta_rule_chunks
-from specgraph.kernels.recurrent.delta_rule_cpu import anchored_delta_rule_cpu, covers_cpu
-from specgraph.kernels.recurrent.delta_rule_triton import anchored_delta_rule_triton
+from specgraph.kernels.recurrent.delta_rule_cpu import cached_delta_rule_cpu, covers_cpu
+from specgraph.kernels.recurrent.delta_rule_triton import cached_delta_rule_triton
 from specgraph.kernels.recurrent.last_rows import row_buffer
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
@@ -53,71 +57,71 @@ from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 class _Rows(NamedTuple):
     """Rows of one sequence in the order of heads.
 
-    ``q`` and ``k`` are ``[H, T, Dk]``, ``v`` ``[H, T, Dv]``, ``gate`` ``[H, T, 1 or Dk]`` and ``rate`` ``[H, T]``.
+    ``q`` and ``k`` are ``[H, T, Dk]``, ``v`` ``[H, T, Dv]``, ``g`` ``[H, T, 1 or Dk]`` and ``beta`` ``[H, T]``.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor
-    rate: Tensor | None
+    g: Tensor
+    beta: Tensor | None
 
     def cut(self, first: int, end: int) -> _Rows:
         """The rows from ``first`` up to ``end``."""
         return _Rows(*(None if part is None else part[:, first:end] for part in self))  # type: ignore[arg-type]
 
 
-def _unit(given: GatedDeltaRule | AnchoredDeltaRule, x: Tensor) -> Tensor:
+def _unit(given: GatedDeltaRule | CachedDeltaRule, x: Tensor) -> Tensor:
     """Queries or keys in the dtype of the computation, of length 1 if that is asked for."""
     x = x.to(exact(given.v.dtype))
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) if given.normalise else x
 
 
-def _prepared(given: GatedDeltaRule | AnchoredDeltaRule) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(given: GatedDeltaRule | CachedDeltaRule) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the dtype of the computation: ``[B, T, Hk, Dk]`` twice, and ``[B, T, H, Dv]``."""
     return _unit(given, given.q) * given.scale, _unit(given, given.k), given.v.to(exact(given.v.dtype))
 
 
-def _by_channel(gates: Tensor, v: Tensor) -> Tensor:
-    """A view of gates with a dimension of channels behind that of the heads; its size is 1 if a head has one gate."""
-    return gates if gates.dim() == v.dim() else gates.unsqueeze(-1)
+def _by_channel(g: Tensor, v: Tensor) -> Tensor:
+    """A view of ``g`` with a dimension of channels behind that of the heads, of size 1 if a head has one ``g``."""
+    return g if g.dim() == v.dim() else g.unsqueeze(-1)
 
 
 def gated_delta_rule_reference(given: GatedDeltaRule) -> Tensor:
     """:class:`GatedDeltaRule` in plain PyTorch, row after row as its definition says."""
     q, k, v = _prepared(given)
-    gate, rate = _by_channel(given.gate, v).to(q.dtype), None if given.rate is None else given.rate.to(q.dtype)
+    g, beta = _by_channel(given.g, v).to(q.dtype), None if given.beta is None else given.beta.to(q.dtype)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     state, out = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.new_empty(v.shape)
     for row in range(v.shape[1]):
         key, query = k[:, row].unsqueeze(-1), q[:, row].unsqueeze(-1)
-        state = state * gate[:, row].exp().unsqueeze(-1)
+        state = state * g[:, row].exp().unsqueeze(-1)
         update = v[:, row]
-        if rate is not None:
-            update = (update - (state * key).sum(-2)) * rate[:, row].unsqueeze(-1)
+        if beta is not None:
+            update = (update - (state * key).sum(-2)) * beta[:, row].unsqueeze(-1)
         state = state + key * update.unsqueeze(-2)
         out[:, row] = (state * query).sum(-2)
     return out.to(given.v.dtype)
 
 
-def anchored_delta_rule_reference(given: AnchoredDeltaRule) -> Tensor:
-    """:class:`AnchoredDeltaRule` in plain PyTorch; it waits for the device."""
+def cached_delta_rule_reference(given: CachedDeltaRule) -> Tensor:
+    """:class:`CachedDeltaRule` in plain PyTorch; it waits for the device."""
     q, k, v = _prepared(given)
     out = v.new_zeros(v.shape)
     for own in spans(given.span):
         e, n, groups = own.entry, own.num_rows, v.shape[2] // k.shape[2]
         query, key = (x[e, :n].transpose(0, 1).repeat_interleave(groups, 0) for x in (q, k))
-        gate = _by_channel(given.gate, v)[e, :n].to(q.dtype).transpose(0, 1)
-        rate = None if given.rate is None else given.rate[e, :n].to(q.dtype).T
-        rows = _Rows(query, key, v[e, :n].transpose(0, 1), gate, rate)
+        g = _by_channel(given.g, v)[e, :n].to(q.dtype).transpose(0, 1)
+        beta = None if given.beta is None else given.beta[e, :n].to(q.dtype).T
+        rows = _Rows(query, key, v[e, :n].transpose(0, 1), g, beta)
         out[e, :n] = _sequence(given, own, rows).transpose(0, 1)
     return out.to(given.v.dtype)
 
 
-def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows) -> Tensor:
+def _sequence(given: CachedDeltaRule, own: Span, rows: _Rows) -> Tensor:
     """The rows of one sequence, chunk after chunk: ``[H, T, Dv]``."""
     anchor, groups = own.before // CHUNK * CHUNK, rows.k.shape[0] // given.k.shape[2]
-    caches = (given.keys, given.errors, _by_channel(given.gates, given.errors), given.inverse)
+    caches = (given.k_cache, given.delta_cache, _by_channel(given.g_cache, given.delta_cache), given.a_cache)
     known = [known_rows(cache, own, anchor).transpose(0, 1) for cache in caches]
     known[0] = _unit(given, known[0]).repeat_interleave(groups, 0)
     state, outs, news = given.state[own.row], list[Tensor](), list[tuple[Tensor, ...]]()
@@ -126,61 +130,61 @@ def _sequence(given: AnchoredDeltaRule, own: Span, rows: _Rows) -> Tensor:
         old = slice(first - anchor, max(first, min(last, own.begin)) - anchor)
         new = rows.cut(max(first, own.begin) - own.begin, max(last, own.begin) - own.begin)
         chunk = _chunk(state, _Known(*(part[:, old] for part in known)), new)
-        outs, news = [*outs, chunk.out], [*news, (chunk.errors, new.gate, chunk.inverse)]
+        outs, news = [*outs, chunk.out], [*news, (chunk.delta, new.g, chunk.a)]
         if last == first + CHUNK:
             state = chunk.state
             if last <= own.begin + own.num_settled:
                 given.state[own.row] = state
-    keep_rows(given.keys, own, given.k[own.entry, : own.num_rows])
+    keep_rows(given.k_cache, own, given.k[own.entry, : own.num_rows])
     for cache, parts in zip(caches[1:], zip(*news, strict=True), strict=True):
         keep_rows(cache, own, torch.cat(parts, 1).transpose(0, 1))
     return torch.cat(outs, 1)
 
 
 class _Known(NamedTuple):
-    """Cached rows of a chunk in the order of heads: ``[H, n, ...]``, see :class:`AnchoredDeltaRule`."""
+    """Cached rows of a chunk in the order of heads: ``[H, n, ...]``, see :class:`CachedDeltaRule`."""
 
-    keys: Tensor
-    errors: Tensor
-    gates: Tensor
-    inverse: Tensor
+    k: Tensor
+    delta: Tensor
+    g: Tensor
+    a: Tensor
 
 
 class _Chunk(NamedTuple):
-    """Of the new rows of a chunk: the output, ``e`` and the rows of ``A``; and the state behind all its rows."""
+    """Of the new rows of a chunk: the output, ``delta`` and the rows of ``A``; and the state behind all its rows."""
 
     out: Tensor
-    errors: Tensor
-    inverse: Tensor
+    delta: Tensor
+    a: Tensor
     state: Tensor
 
 
 def _chunk(state: Tensor, known: _Known, rows: _Rows) -> _Chunk:
     """New rows of a chunk behind those that are known."""
-    count, old = rows.k.shape[1], known.keys.shape[1]
-    gates = torch.cat([known.gates, rows.gate], 1)
-    keys = torch.cat([known.keys, rows.k], 1)
+    count, old = rows.k.shape[1], known.k.shape[1]
+    g = torch.cat([known.g, rows.g], 1)
+    k = torch.cat([known.k, rows.k], 1)
     later = torch.ones(old + count, old + count, dtype=torch.bool, device=state.device).triu(1)[..., None]
     # [H, j, i, ...], the sum of the gates behind row j up to row i. It is never above zero, and unlike a difference of
-    # sums since the boundary, it keeps its digits where a gate before row j was strong.
-    between = gates.unsqueeze(1).masked_fill(~later, 0).cumsum(2)
+    # sums since the boundary, it keeps its digits where a decay before row j was strong.
+    between = g.unsqueeze(1).masked_fill(~later, 0).cumsum(2)
     weights = between[:, :, old:].transpose(1, 2).exp().masked_fill(later[old:], 0)
-    decay = gates.cumsum(1)[:, old:].exp()
-    errors, inverse = rows.v, rows.v.new_zeros(*rows.v.shape[:2], CHUNK)
-    inverse[..., old : old + count] = torch.eye(count, dtype=inverse.dtype, device=inverse.device)
-    if rows.rate is not None:
-        rate = rows.rate.unsqueeze(-1)
-        errors = rate * (rows.v - (decay * rows.k) @ state)
-        mixed = rate * _weighted(rows.k, keys, weights)
-        right = inverse - mixed[..., :old] @ known.inverse
-        inverse = torch.linalg.solve_triangular(mixed[..., old:], right, upper=False, unitriangular=True)
-    every = torch.cat([known.errors, errors], 1)
-    updates = every
-    if rows.rate is not None:
-        updates = torch.cat([known.inverse, inverse], 1)[..., : old + count] @ every
-    out = (decay * rows.q) @ state + _weighted(rows.q, keys, weights) @ updates
-    kept = (keys * between[:, :, -1].exp()).transpose(1, 2) @ updates
-    return _Chunk(out, errors, inverse, state * gates.sum(1).exp().unsqueeze(-1) + kept)
+    decay = g.cumsum(1)[:, old:].exp()
+    delta, a = rows.v, rows.v.new_zeros(*rows.v.shape[:2], CHUNK)
+    a[..., old : old + count] = torch.eye(count, dtype=a.dtype, device=a.device)
+    if rows.beta is not None:
+        beta = rows.beta.unsqueeze(-1)
+        delta = beta * (rows.v - (decay * rows.k) @ state)
+        m = beta * _weighted(rows.k, k, weights)
+        right = a - m[..., :old] @ known.a
+        a = torch.linalg.solve_triangular(m[..., old:], right, upper=False, unitriangular=True)
+    deltas = torch.cat([known.delta, delta], 1)
+    v_new = deltas
+    if rows.beta is not None:
+        v_new = torch.cat([known.a, a], 1)[..., : old + count] @ deltas
+    out = (decay * rows.q) @ state + _weighted(rows.q, k, weights) @ v_new
+    kept = (k * between[:, :, -1].exp()).transpose(1, 2) @ v_new
+    return _Chunk(out, delta, a, state * g.sum(1).exp().unsqueeze(-1) + kept)
 
 
 def _weighted(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
@@ -190,16 +194,16 @@ def _weighted(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
     return (left.unsqueeze(2) * right.unsqueeze(1) * weights).sum(-1)
 
 
-def _check(given: GatedDeltaRule | AnchoredDeltaRule) -> None:
+def _check(given: GatedDeltaRule | CachedDeltaRule) -> None:
     q, k, v = given.q, given.k, given.v
     require(q.dim() == 4 and q.shape == k.shape, lambda: f"q and k must be [B, T, Hk, Dk], not {list(k.shape)}")
     require(v.dim() == 4 and v.shape[:2] == k.shape[:2], lambda: "v must be [B, T, H, Dv]")
     _check_dtype("q", q.dtype, k.dtype)
     require(v.shape[2] % k.shape[2] == 0, lambda: f"{v.shape[2]} heads do not group over {k.shape[2]}")
-    per_channel = given.gate.dim() == 4
-    _check_shape("gate", given.gate.shape, (*v.shape[:3], k.shape[3]) if per_channel else v.shape[:3])
-    if given.rate is not None:
-        _check_shape("rate", given.rate.shape, v.shape[:3])
+    per_channel = given.g.dim() == 4
+    _check_shape("g", given.g.shape, (*v.shape[:3], k.shape[3]) if per_channel else v.shape[:3])
+    if given.beta is not None:
+        _check_shape("beta", given.beta.shape, v.shape[:3])
 
 
 def _check_shape(name: str, given: Sequence[int], wanted: Sequence[int]) -> None:
@@ -215,21 +219,21 @@ def _gated_delta_rule_fake(given: GatedDeltaRule) -> Tensor:
     return given.v.new_empty(given.v.shape)
 
 
-def _anchored_delta_rule_fake(given: AnchoredDeltaRule) -> Tensor:
+def _cached_delta_rule_fake(given: CachedDeltaRule) -> Tensor:
     _check(given)
     check_span(given.span, given.q.shape[0])
-    (_, _, heads, width), (keys, size) = given.v.shape, given.k.shape[2:]
-    shapes = {"state": (heads, size, width), "keys": (keys, size), "errors": (heads, width),
-              "gates": given.gate.shape[2:], "inverse": (heads, CHUNK)}  # fmt: skip
+    (_, _, heads, width), (groups, size) = given.v.shape, given.k.shape[2:]
+    shapes = {"state": (heads, size, width), "k_cache": (groups, size), "delta_cache": (heads, width),
+              "g_cache": given.g.shape[2:], "a_cache": (heads, CHUNK)}  # fmt: skip
     for name, wanted in shapes.items():
         value: Tensor = getattr(given, name)
         _check_shape(f"{name}, behind its first dimensions,", value.shape[value.dim() - len(wanted) :], wanted)
-        _check_dtype(name, value.dtype, given.k.dtype if name == "keys" else exact(given.v.dtype))
+        _check_dtype(name, value.dtype, given.k.dtype if name == "k_cache" else exact(given.v.dtype))
     return given.v.new_empty(given.v.shape)
 
 
-def _triton(given: AnchoredDeltaRule) -> Tensor:
-    return channel_gates_triton(given) if given.gate.dim() == 4 else anchored_delta_rule_triton(given)
+def _triton(given: CachedDeltaRule) -> Tensor:
+    return channel_gates_triton(given) if given.g.dim() == 4 else cached_delta_rule_triton(given)
 
 
 GATED_DELTA_RULE = declare(
@@ -244,41 +248,41 @@ GATED_DELTA_RULE = declare(
         ),
     )
 )
-ANCHORED_DELTA_RULE = declare(
+CACHED_DELTA_RULE = declare(
     Op(
-        "anchored_delta_rule",
-        AnchoredDeltaRule,
-        _anchored_delta_rule_fake,
+        "cached_delta_rule",
+        CachedDeltaRule,
+        _cached_delta_rule_fake,
         with_cpu(
-            triton_or_reference(_triton, anchored_delta_rule_reference, covers=not_float64("v")),
-            anchored_delta_rule_cpu,
+            triton_or_reference(_triton, cached_delta_rule_reference, covers=not_float64("v")),
+            cached_delta_rule_cpu,
             covers=covers_cpu,
         ),
-        mutates=("state", "keys", "errors", "gates", "inverse"),
+        mutates=("state", "k_cache", "delta_cache", "g_cache", "a_cache"),
     )
 )
 
 
 def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     """A state, and the rows since its boundary: fewer than a chunk that are settled, and those that are not."""
-    _, k, v, gate = operands[:4]
+    _, k, v, g = operands[:4]
     (heads, width), (groups, size) = (map(int, x.shape[2:]) for x in (v, k))
     dtype = exact(v.dtype)
-    gates = tuple(map(int, gate.shape[2:]))
-    rows = (((groups, size), k.dtype), ((heads, width), dtype), (gates, dtype), ((heads, CHUNK), dtype))
+    g = tuple(map(int, g.shape[2:]))
+    rows = (((groups, size), k.dtype), ((heads, width), dtype), (g, dtype), ((heads, CHUNK), dtype))
     caches = (row_buffer(CHUNK - 1, unsettled, *shape, dtype=kind) for shape, kind in rows)
     return Buffer(("B", heads, size, width), dtype, indexed=True, chunk=CHUNK), *caches
 
 
-def _operations(given: AnchoredDeltaRule) -> int:
+def _operations(given: CachedDeltaRule) -> int:
     """A row adds one product to every state and reads one from it; a correction reads another one."""
     (_, _, heads, width), size = given.v.shape, given.k.shape[3]
-    return 2 * (2 if given.rate is None else 3) * heads * size * width
+    return 2 * (2 if given.beta is None else 3) * heads * size * width
 
 
 RECURRENT[torch.ops.specgraph.gated_delta_rule.default] = Recurrent(
-    torch.ops.specgraph.anchored_delta_rule.default,
-    ("state", "keys", "errors", "gates", "inverse"),
+    torch.ops.specgraph.cached_delta_rule.default,
+    ("state", "k_cache", "delta_cache", "g_cache", "a_cache"),
     _buffers,
     lambda arguments, state, span: (*arguments[:4], *state, span, *arguments[4:]),
     _operations,

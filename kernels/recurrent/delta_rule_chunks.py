@@ -20,34 +20,34 @@ CHUNK = 64
 
 def covers_chunks(given: GatedDeltaRule) -> bool:
     """Gates per head, in anything but float64, which is for checking by the definition."""
-    return given.gate.dim() == 3 and given.v.dtype != torch.float64
+    return given.g.dim() == 3 and given.v.dtype != torch.float64
 
 
 def gated_delta_rule_chunks(given: GatedDeltaRule) -> Tensor:
     """:class:`GatedDeltaRule` in float32, ``[B, T, H, Dv]`` in the dtype of the values."""
     rows = given.v.shape[1]
     q, k = (_chunks(_heads(given, x)) for x in (given.q, given.k))
-    v, gate = _chunks(given.v.float()), _chunks(given.gate.float())
-    sums = gate.cumsum(-1)
+    v, g = _chunks(given.v.float()), _chunks(given.g.float())
+    g_sum = g.cumsum(-1)
     # Gates of rows that are not seen would be differences above zero, whose exponential may overflow.
     seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
-    weights = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
-    decay = sums.exp().unsqueeze(-1)
+    weights = (g_sum.unsqueeze(-1) - g_sum.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
+    decay = g_sum.exp().unsqueeze(-1)
     values, reads = v, None
-    if given.rate is not None:
-        rate = _chunks(given.rate.float()).unsqueeze(-1)
-        mixed = rate * (k @ k.mT) * weights
-        right = torch.cat([rate * v, rate * decay * k], -1)
+    if given.beta is not None:
+        beta = _chunks(given.beta.float()).unsqueeze(-1)
+        mixed = beta * (k @ k.mT) * weights
+        right = torch.cat([beta * v, beta * decay * k], -1)
         solved = torch.linalg.solve_triangular(mixed, right, upper=False, unitriangular=True)
         values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     attended = (q * given.scale @ k.mT) * weights
     queries = q * given.scale * decay
-    written = k * (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    written = k * (g_sum[..., -1:] - g_sum).exp().unsqueeze(-1)
     state, outs = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]), []
     for at in range(v.shape[2]):
         update = values[:, :, at] if reads is None else values[:, :, at] - reads[:, :, at] @ state
         outs.append(queries[:, :, at] @ state + attended[:, :, at] @ update)
-        state = state * sums[:, :, at, -1, None, None].exp() + written[:, :, at].mT @ update
+        state = state * g_sum[:, :, at, -1, None, None].exp() + written[:, :, at].mT @ update
     out = torch.stack(outs, 2).flatten(2, 3)[:, :, :rows]
     return out.transpose(1, 2).contiguous().to(given.v.dtype)
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from specgraph.kernels.launch import supports_pdl
 from specgraph.kernels.recurrent.last_rows import near_span
 from specgraph.kernels.recurrent.tiles_triton import (
-    HELD,
-    KEPT,
-    LEFT,
-    READ,
+    DECAY,
+    W_K,
+    W_Q,
+    W_UPDATE,
     WEIGHTS,
     product,
     store_padding,
@@ -83,28 +83,29 @@ def _answer(low, middle, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def _given(
-    first, v, rate, errors, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
-    SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+def _load_rows(
+    first, v, beta, delta_cache, begin, count, column, v_inner: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    RING: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Values and rates of the new rows of a chunk, and errors of the known ones."""
     lane, own = tl.arange(0, CHUNK), column < VALUE
-    t, slot = first + lane - begin, (first + lane) % SLOTS
+    t, ring = first + lane - begin, (first + lane) % RING
     known, new = (t < 0) & (count > 0), (t >= 0) & (t < count)
     value = tl.load(v + t[:, None] * v_inner + column[None, :], mask=new[:, None] & own[None, :], other=0,
                     cache_modifier=".cg")  # fmt: skip
-    error = tl.load(errors + slot[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
+    delta = tl.load(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :], mask=known[:, None] & own[None, :],
                     other=0, cache_modifier=".cg")  # fmt: skip
-    own_rate = tl.full([CHUNK], 1.0, tl.float32)
-    if rate is not None:
-        own_rate = tl.load(rate + t * HEADS, mask=new, other=0, cache_modifier=".cg").to(tl.float32)
-    return value, own_rate, error
+    tile_beta = tl.full([CHUNK], 1.0, tl.float32)
+    if beta is not None:
+        tile_beta = tl.load(beta + t * HEADS, mask=new, other=0, cache_modifier=".cg").to(tl.float32)
+    return value, tile_beta, delta
 
 
 @triton.jit
 def _rows(
-    first, answer, value, own_rate, error, out, errors, scores, weights, begin, count, column, HEADS: tl.constexpr,
-    VALUE: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr, CORRECTED: tl.constexpr,
+    first, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr, CHUNK: tl.constexpr,
+    CORRECTED: tl.constexpr,
 ):  # fmt: skip
     """Store results and errors of the new rows of a chunk, for whose tile the state gives ``answer``.
 
@@ -115,95 +116,102 @@ def _rows(
     t, asking = first + lane - begin, first + place - begin
     new, asks = (t >= 0) & (t < count), (asking >= 0) & (asking < count)
     line = asking + BEHIND
-    seen = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :],
+    tile_scores = tl.load(scores + line[:, None] * (HEADS * CHUNK) + lane[None, :],
                    mask=asks[:, None] & (lane[None, :] <= place[:, None]), other=0)  # fmt: skip
-    reading = tl.load(weights + line * (WEIGHTS * HEADS) + READ * HEADS, mask=asks, other=0)
-    own_error = value.to(tl.float32)
+    w_q = tl.load(weights + line * (WEIGHTS * HEADS) + W_Q * HEADS, mask=asks, other=0)
+    # ---- delta = beta (v - e^G S^T k): [CHUNK, BLOCK], where `answer` has S^T k at the rows of keys
+    new_delta = value.to(tl.float32)
     if CORRECTED:
-        holding = tl.load(weights + (t + BEHIND) * (WEIGHTS * HEADS) + HELD * HEADS, mask=new, other=0)
-        own_error = own_rate[:, None] * own_error - holding[:, None] * answer
-    error = tl.where(new[:, None], own_error, error)
-    result = reading[:, None] * answer + product(seen, error)
+        w_k = tl.load(weights + (t + BEHIND) * (WEIGHTS * HEADS) + W_K * HEADS, mask=new, other=0)
+        new_delta = tile_beta[:, None] * new_delta - w_k[:, None] * answer
+    delta = tl.where(new[:, None], new_delta, delta)
+    # ---- out = e^G S^T q + scores A delta: [CHUNK, BLOCK], where `answer` has S^T q at the rows of queries
+    result = w_q[:, None] * answer + product(tile_scores, delta)
     tl.store(out + asking[:, None] * (HEADS * VALUE) + column[None, :], result.to(out.dtype.element_ty),
              mask=asks[:, None] & own[None, :])  # fmt: skip
-    slot = (first + lane) % SLOTS
-    tl.store(errors + slot[:, None] * (HEADS * VALUE) + column[None, :], error, mask=new[:, None] & own[None, :])
-    return error
+    ring = (first + lane) % RING
+    tl.store(delta_cache + ring[:, None] * (HEADS * VALUE) + column[None, :], delta, mask=new[:, None] & own[None, :])
+    return delta
 
 
 @triton.jit
 def _update(
-    first, error, inverse, weights, begin, HEADS: tl.constexpr, SLOTS: tl.constexpr, BEHIND: tl.constexpr,
+    first, delta, a_cache, weights, begin, HEADS: tl.constexpr, RING: tl.constexpr, BEHIND: tl.constexpr,
     CHUNK: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
     """What is left of the state behind the full chunk at ``first``, and what its rows add to it with their keys."""
     lane = tl.arange(0, CHUNK)
-    line, slot = first + lane - begin + BEHIND, (first + lane) % SLOTS
-    keeping = tl.load(weights + line * (WEIGHTS * HEADS) + KEPT * HEADS)
-    left = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + LEFT * HEADS)
-    update = error
+    line, ring = first + lane - begin + BEHIND, (first + lane) % RING
+    w_update = tl.load(weights + line * (WEIGHTS * HEADS) + W_UPDATE * HEADS)
+    decay = tl.load(weights + (first + CHUNK - 1 - begin + BEHIND) * (WEIGHTS * HEADS) + DECAY * HEADS)
+    v_new = delta
     if CORRECTED:
-        solved = tl.load(inverse + slot[:, None] * (HEADS * CHUNK) + lane[None, :],
+        tile_a = tl.load(a_cache + ring[:, None] * (HEADS * CHUNK) + lane[None, :],
                          mask=lane[None, :] <= lane[:, None], other=0)  # fmt: skip
-        update = product(solved, error)
-    return left, keeping[:, None] * update
+        v_new = product(tile_a, delta)
+    return decay, w_update[:, None] * v_new
 
 
 @triton.jit(do_not_specialize=["rows", "q_outer", "k_outer", "v_outer"])
 def step_kernel(
-    out, q, k, v, rate, state, keys, errors, inverse, scores, weights, span, rows,
+    out, q, k, v, beta, state, k_cache, delta_cache, a_cache, scores, weights, span, rows,
     q_outer, q_inner: tl.constexpr, q_head: tl.constexpr, k_outer, k_inner: tl.constexpr, k_head: tl.constexpr,
     v_outer, v_inner: tl.constexpr, v_head: tl.constexpr, UNIT: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SLOTS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr,
     BEHIND: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The grid is (B, H, blocks of columns). New rows are stored where they are cached."""
     entry, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, begin, before, count, settled = near_span(span, entry)
+    slot, begin, before, count, settled = near_span(span, entry)
     key, column = tl.arange(0, PART), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     own, group, lines = column < VALUE, head // GROUP, entry * (rows + BEHIND)
     groups: tl.constexpr = HEADS // GROUP
-    corrected: tl.constexpr = rate is not None
+    corrected: tl.constexpr = beta is not None
     q += entry * q_outer * UNIT + group * q_head
     k += entry * k_outer * UNIT + group * k_head
     v += entry * v_outer * UNIT + head * v_head
-    if rate is not None:
-        rate += entry * rows * HEADS + head
+    if beta is not None:
+        beta += entry * rows * HEADS + head
     out += (entry * rows * HEADS + head) * VALUE
-    keys += (row * SLOTS * groups + group) * KEY
-    errors += (row * SLOTS * HEADS + head) * VALUE
-    inverse += (row * SLOTS * HEADS + head) * CHUNK
+    k_cache += (slot * RING * groups + group) * KEY
+    delta_cache += (slot * RING * HEADS + head) * VALUE
+    a_cache += (slot * RING * HEADS + head) * CHUNK
     scores += (lines * HEADS + head) * CHUNK
     weights += lines * (WEIGHTS * HEADS) + head
-    current = state + (row * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
+    p_state = state + (slot * HEADS + head) * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
     first, full = before // CHUNK * CHUNK, (begin + count) // CHUNK * CHUNK
 
     # The first kernel lets this one begin when all kernels before it are done. They have written what is read up to the
     # wait, and it is not read from the L1 cache.
-    value, own_rate, error = _given(first, v, rate, errors, begin, count, column, v_inner, HEADS, VALUE, SLOTS, CHUNK)
+    value, tile_beta, delta = _load_rows(
+        first, v, beta, delta_cache, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
+    )
     tile, there = _tile(first, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
+    # ---- S^T k and S^T q of the new rows, part by part of the keys: [CHUNK, PART] x [PART, BLOCK]
     low = tl.zeros([CHUNK, BLOCK], tl.float32)
     middle, high = low, low
     for part in tl.range(0, WIDE, PART, num_stages=STAGES):
         inside = part + key < KEY
         given = tl.load(tile + part, mask=there[:, None] & inside[None, :], other=0, cache_modifier=".cg")
-        old = tl.load(current + part * VALUE, mask=(inside & (count > 0))[:, None] & own[None, :], other=0,
+        old = tl.load(p_state + part * VALUE, mask=(inside & (count > 0))[:, None] & own[None, :], other=0,
                       cache_modifier=".cg")  # fmt: skip
         low, middle, high = _add(given, old, low, middle, high)
     wait_for_others(True, PDL)
     store_padding(out, count, rows, column, own, HEADS, VALUE, BLOCK)
     if count > 0:
         answer = _answer(low, middle, high, q.dtype.element_ty)
-        error = _rows(first, answer, value, own_rate, error, out, errors, scores, weights, begin, count, column,
-                      HEADS, VALUE, SLOTS, BEHIND, CHUNK, corrected)  # fmt: skip
+        delta = _rows(first, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column,
+                      HEADS, VALUE, RING, BEHIND, CHUNK, corrected)  # fmt: skip
         if first < full:
-            left, update = _update(first, error, inverse, weights, begin, HEADS, SLOTS, BEHIND, CHUNK, corrected)
-            chunk = keys + (first + tl.arange(0, CHUNK))[:, None] % SLOTS * (groups * KEY) + key[None, :]
+            decay, v_new = _update(first, delta, a_cache, weights, begin, HEADS, RING, BEHIND, CHUNK, corrected)
+            chunk = k_cache + (first + tl.arange(0, CHUNK))[:, None] % RING * (groups * KEY) + key[None, :]
             stored = full == (begin + settled) // CHUNK * CHUNK
-            value, own_rate, error = _given(full, v, rate, errors, begin, count, column, v_inner, HEADS, VALUE, SLOTS,
-                                            CHUNK)  # fmt: skip
+            value, tile_beta, delta = _load_rows(
+                full, v, beta, delta_cache, begin, count, column, v_inner, HEADS, VALUE, RING, CHUNK
+            )
             tile, there = _tile(full, q, k, begin, count, q_inner, k_inner, CHUNK, PART, corrected)
+            # ---- S <- e^{G_last} S + sum over j of e^{G_last - G_j} k_j v_new_j^T: [PART, BLOCK], and the rows behind
             low = tl.zeros([CHUNK, BLOCK], tl.float32)
             middle, high = low, low
             for part in tl.range(0, WIDE, PART, num_stages=1):
@@ -211,12 +219,13 @@ def step_kernel(
                 both = inside[:, None] & own[None, :]
                 tile_k = tl.load(chunk + part, mask=inside[None, :], other=0)
                 given = tl.load(tile + part, mask=there[:, None] & inside[None, :], other=0)
-                old = tl.load(current + part * VALUE, mask=both, other=0, cache_modifier=".cg")
-                new = old * left + product(tl.trans(tile_k), update, CHAINED=True)
-                tl.store(current + part * VALUE, new, mask=both & stored)
+                old = tl.load(p_state + part * VALUE, mask=both, other=0, cache_modifier=".cg")
+                new = old * decay + product(tl.trans(tile_k), v_new, CHAINED=True)
+                tl.store(p_state + part * VALUE, new, mask=both & stored)
                 low, middle, high = _add(given, new, low, middle, high)
-            _rows(full, _answer(low, middle, high, q.dtype.element_ty), value, own_rate, error, out, errors, scores,
-                  weights, begin, count, column, HEADS, VALUE, SLOTS, BEHIND, CHUNK, corrected)  # fmt: skip
+            answer = _answer(low, middle, high, q.dtype.element_ty)
+            _rows(full, answer, value, tile_beta, delta, out, delta_cache, scores, weights, begin, count, column, HEADS,
+                  VALUE, RING, BEHIND, CHUNK, corrected)  # fmt: skip
 
 
 def _copied_whole(x: Tensor) -> bool:

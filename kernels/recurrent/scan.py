@@ -8,7 +8,7 @@ vectors ``b`` and ``c`` ``[N]`` that all channels share::
 Everything is computed in float32, or in float64 if the input is float64.
 
 - ``specgraph::selective_scan`` replaces transformers' function while a model is traced. It begins with a state of zero.
-- ``specgraph::anchored_scan`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the last
+- ``specgraph::cached_scan`` is what the pass ``insert_recurrent_state`` makes of it. Its state stands at the last
   absolute chunk boundary. Since every number decays by itself, there is no form by chunks: ``dt``, ``dt x`` and ``b``
   of the rows since then are cached, and a call runs them again.
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from specgraph.kernels.checks import require
 from specgraph.kernels.ops import Op, Variant, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan, SelectiveScan
+from specgraph.kernels.recurrent.arguments import CHUNK, CachedScan, SelectiveScan
 from specgraph.kernels.recurrent.last_rows import row_buffer
-from specgraph.kernels.recurrent.scan_cpu import anchored_scan_cpu
-from specgraph.kernels.recurrent.scan_triton import anchored_scan_triton
+from specgraph.kernels.recurrent.scan_cpu import cached_scan_cpu
+from specgraph.kernels.recurrent.scan_triton import cached_scan_triton
 from specgraph.kernels.recurrent.span import Span, check_span, keep_rows, known_rows, spans
 from specgraph.kernels.state import RECURRENT, Buffer, Recurrent
 
@@ -47,15 +47,15 @@ def selective_scan_reference(given: SelectiveScan) -> Tensor:
     return out
 
 
-def anchored_scan_reference(given: AnchoredScan) -> Tensor:
-    """:class:`AnchoredScan` in plain PyTorch; it waits for the device."""
-    out = _anchored_scan_fake(given).zero_()
+def cached_scan_reference(given: CachedScan) -> Tensor:
+    """:class:`CachedScan` in plain PyTorch; it waits for the device."""
+    out = _cached_scan_fake(given).zero_()
     for own in spans(given.span):
         out[own.entry, :, : own.num_rows] = _sequence(given, own)
     return out
 
 
-def _sequence(given: AnchoredScan, own: Span) -> Tensor:
+def _sequence(given: CachedScan, own: Span) -> Tensor:
     """The rows of one sequence: ``[D, n]``."""
     n, anchor, settled = own.num_rows, own.before // CHUNK * CHUNK, own.begin + own.num_settled
     dt, b = given.dt[own.entry, :, :n].T, given.b[own.entry, :, :n].T
@@ -74,7 +74,7 @@ def _sequence(given: AnchoredScan, own: Span) -> Tensor:
     return torch.stack(outs, 1)
 
 
-def _check(given: SelectiveScan | AnchoredScan) -> None:
+def _check(given: SelectiveScan | CachedScan) -> None:
     x, (channels, size) = given.x, given.a.shape
     require(x.dim() == 3 and x.shape[1] == channels, lambda: f"x must be [B, {channels}, T], not {list(x.shape)}")
     require(given.dt.shape == x.shape, lambda: f"dt {list(given.dt.shape)} must fit x {list(x.shape)}")
@@ -88,7 +88,7 @@ def _selective_scan_fake(given: SelectiveScan) -> Tensor:
     return given.x.new_empty(given.x.shape)
 
 
-def _anchored_scan_fake(given: AnchoredScan) -> Tensor:
+def _cached_scan_fake(given: CachedScan) -> Tensor:
     _check(given)
     check_span(given.span, given.x.shape[0])
     channels, size = given.a.shape
@@ -107,14 +107,14 @@ SELECTIVE_SCAN = declare(
         (Variant("reference", selective_scan_reference, batch_invariant=False),),
     )
 )
-ANCHORED_SCAN = declare(
+CACHED_SCAN = declare(
     Op(
-        "anchored_scan",
-        AnchoredScan,
-        _anchored_scan_fake,
+        "cached_scan",
+        CachedScan,
+        _cached_scan_fake,
         with_cpu(
-            triton_or_reference(anchored_scan_triton, anchored_scan_reference, covers=not_float64("x")),
-            anchored_scan_cpu,
+            triton_or_reference(cached_scan_triton, cached_scan_reference, covers=not_float64("x")),
+            cached_scan_cpu,
             covers=not_float64("x"),
         ),
         mutates=("state", "steps", "entered", "places"),
@@ -130,13 +130,13 @@ def _buffers(operands: Sequence[Tensor], unsettled: int) -> tuple[Buffer, ...]:
     return Buffer(("B", channels, size), x.dtype, indexed=True, chunk=CHUNK), *rows
 
 
-def _operations(given: AnchoredScan) -> int:
+def _operations(given: CachedScan) -> int:
     """A row adds one product to every state and reads one from it."""
     return 4 * given.a.numel()
 
 
 RECURRENT[torch.ops.specgraph.selective_scan.default] = Recurrent(
-    torch.ops.specgraph.anchored_scan.default,
+    torch.ops.specgraph.cached_scan.default,
     ("state", "steps", "entered", "places"),
     _buffers,
     lambda arguments, state, span: (*arguments[:5], *state, span),

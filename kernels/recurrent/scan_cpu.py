@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan
+from specgraph.kernels.recurrent.arguments import CHUNK, CachedScan
 from specgraph.kernels.recurrent.tiles_cpu import Stage, Tiles, tiles_of
 
 
-def anchored_scan_cpu(given: AnchoredScan) -> Tensor:
-    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredScan` in float32."""
+def cached_scan_cpu(given: CachedScan) -> Tensor:
+    """:class:`~specgraph.kernels.recurrent.arguments.CachedScan` in float32."""
     batch, channels, rows = given.x.shape
     out = torch.zeros(batch, rows, channels, dtype=given.x.dtype, device="cpu")
     tiles = tiles_of(given.span, rows, given.steps.shape[1])
@@ -23,7 +23,7 @@ def anchored_scan_cpu(given: AnchoredScan) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _carry(given: AnchoredScan, tiles: Tiles, out: Tensor) -> None:
+def _carry(given: CachedScan, tiles: Tiles, out: Tensor) -> None:
     """Write the rows of ``out`` ``[B * T, D]``, stage after stage, and keep rows and states."""
     x, dt, b, c = (tiles.new(part.transpose(1, 2)) for part in (given.x, given.dt, given.b, given.c))
     caches = given.steps, given.entered, given.places

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
-from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredScan
+from specgraph.kernels.recurrent.arguments import CHUNK, CachedScan
 from specgraph.kernels.recurrent.last_rows import by_row, most_in_place, row_span, store_last_rows
 
 _CHANNELS = 32
@@ -20,7 +20,7 @@ _CHANNELS = 32
 
 @triton.jit(do_not_specialize=["rows", "x_outer", "x_inner", "dt_outer", "dt_inner", "b_outer", "b_inner", "c_outer",
                                "c_inner"])  # fmt: skip
-def _anchored_scan_kernel(
+def _cached_scan_kernel(
     out, x, dt, a, places_given, places_read, state, steps, entered, places, span, rows,
     x_outer, x_inner, dt_outer, dt_inner, b_outer, b_inner, c_outer, c_inner,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, STORE: tl.constexpr,
@@ -65,8 +65,8 @@ def _anchored_scan_kernel(
             tl.store(tile, current, mask=both & ends)
 
 
-def anchored_scan_triton(given: AnchoredScan) -> Tensor:
-    """:class:`~specgraph.kernels.recurrent.arguments.AnchoredScan` in one kernel, or two for prompts."""
+def cached_scan_triton(given: CachedScan) -> Tensor:
+    """:class:`~specgraph.kernels.recurrent.arguments.CachedScan` in one kernel, or two for prompts."""
     batch, channels, rows = given.x.shape
     size, slots = given.a.shape[1], given.steps.shape[1]
     x, dt, b, c = (by_row(part.transpose(1, 2)) for part in (given.x, given.dt, given.b, given.c))
@@ -74,7 +74,7 @@ def anchored_scan_triton(given: AnchoredScan) -> Tensor:
     in_place = rows <= most_in_place(slots, CHUNK - 1)
     block = min(_CHANNELS, triton.next_power_of_2(channels))
     strides = [stride for part in (x, dt, b, c) for stride in part.stride()[:2]]
-    _anchored_scan_kernel[batch, triton.cdiv(channels, block)](
+    _cached_scan_kernel[batch, triton.cdiv(channels, block)](
         out, x, dt, given.a.contiguous(), b, c, given.state, given.steps, given.entered, given.places, given.span, rows,
         *strides, CHANNELS=channels, SIZE=size, SLOTS=slots, CHUNK=CHUNK, STORE=in_place, BLOCK=block,
         WIDE=triton.next_power_of_2(size), num_warps=4, enable_fp_fusion=False,

@@ -9,10 +9,17 @@ from specgraph.kernels.attention.tiles import loop_bound
 
 PRECISION = tl.constexpr("tf32x3")
 """How float32 is multiplied: in three parts of TF32, which is as exact as float32."""
-HELD, READ, KEPT, LEFT, RATE = (tl.constexpr(i) for i in range(5))
+W_K, W_Q, W_UPDATE, DECAY, BETA = (tl.constexpr(i) for i in range(5))
 WEIGHTS = tl.constexpr(5)
-"""Weights of a row: on what the state holds for its key, on what its query reads from the state, on what it adds to the
-state at the end of the chunk, what is left of the state behind it, and the rate, in float32."""
+"""The weights of a row, in float32, with ``G`` the sum of ``g`` since the boundary of its chunk:
+
+- ``W_K = beta e^G / |k|``: on ``S^T k``, which ``beta v`` is lessened by;
+- ``W_Q = scale e^G / |q|``: on ``S^T q``;
+- ``W_UPDATE = e^{G_last - G} / |k|``: on ``k v_new^T``, which the state gains at the end of the chunk;
+- ``DECAY = e^G``: on the state, of which that of the last row counts;
+- ``BETA``: on ``v``.
+
+Lengths are 1 where keys and queries are not normalised."""
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from specgraph.kernels.state import RECURRENT
 from tests.models import BASE, HYBRIDS
 
 CPU = torch.device("cpu")
-DELTA, CONV, SCAN = "anchored_delta_rule", "cached_conv", "anchored_scan"
+DELTA, CONV, SCAN = "cached_delta_rule", "cached_conv", "cached_scan"
 WORDS = {
     "olmo_hybrid": {CONV: "96 channels, 4 weights", DELTA: "4 heads of 8x8"},
     "kimi_linear": {CONV: "96 channels, 4 weights", DELTA: "4 heads of 8x8, gates per channel"},

@@ -15,7 +15,7 @@ import specgraph
 from specgraph import Session, SpeculativeDecoder
 from specgraph.kernels.recurrent import delta_rule_triton
 from specgraph.kernels.recurrent.arguments import GatedDeltaRule
-from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
+from specgraph.kernels.recurrent.delta_rule import CACHED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
 from tests.decoding import CONFIG
 from tests.kernels.recurrent.histories import DEVICE, Memory, assert_near, history
@@ -111,7 +111,7 @@ def decode(inputs: list[tuple[Tensor, ...]], prompt: int, k: int, accept: str, s
 
     def call(*given: Tensor) -> Tensor:
         q, keys, v, gate, rate, span = given
-        op, options = ANCHORED_DELTA_RULE.form("triton"), {"scale": q.shape[-1] ** -0.5, "normalise": True}
+        op, options = CACHED_DELTA_RULE.form("triton"), {"scale": q.shape[-1] ** -0.5, "normalise": True}
         out: Tensor = op(q, keys, v, gate, *buffers, span.to(DEVICE), rate, **options)
         return out
 
@@ -215,6 +215,6 @@ def test_one_warp_prepares_a_prompt_with_the_bits_of_two(
     for alone in (True, False):
         monkeypatch.setattr(delta_rule_triton, "_prepares_alone", lambda q, alone=alone: alone and _PREPARES_ALONE(q))
         buffers = [buffer.allocate({"B": 2}, "cuda") for buffer in state]
-        run = ANCHORED_DELTA_RULE.form("triton")
+        run = CACHED_DELTA_RULE.form("triton")
         found.append([run(q, k, v, gate, *buffers, span, rate, scale=size**-0.5, normalise=True), *buffers])
     assert all(map(torch.equal, *found))

@@ -123,7 +123,7 @@ def test_a_gated_delta_layer_keeps_one_op_beside_its_norm() -> None:
     passes = [InsertKVCache(4), InsertRecurrentState(), *LOWERING, FusePointwise()]
     program = last(first(target=trace(model)), passes)
     counts = targets(program)
-    layers = counts["specgraph.anchored_delta_rule"]
+    layers = counts["specgraph.cached_delta_rule"]
     programs = [n.args[1] for n in program.modules["target"].graph.nodes if "pointwise" in str(n.target)]
     gates = "sigmoid(x0), -exp(float32(x1)) * softplus(float32(x2) + x3)"
     assert layers > 0 and programs.count(gates) == layers

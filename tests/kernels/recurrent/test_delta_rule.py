@@ -19,8 +19,8 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from specgraph.frontend.recurrent import mamba2_hook
-from specgraph.kernels.recurrent.arguments import CHUNK, AnchoredDeltaRule, GatedDeltaRule
-from specgraph.kernels.recurrent.delta_rule import ANCHORED_DELTA_RULE, gated_delta_rule_reference
+from specgraph.kernels.recurrent.arguments import CHUNK, CachedDeltaRule, GatedDeltaRule
+from specgraph.kernels.recurrent.delta_rule import CACHED_DELTA_RULE, gated_delta_rule_reference
 from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run, unsettled
 
@@ -175,7 +175,7 @@ def decode(
     buffers[0][[1, 4]] = torch.nan
 
     def call(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, rate: Tensor, span: Tensor) -> Tensor:
-        run = ANCHORED_DELTA_RULE.form(form)
+        run = CACHED_DELTA_RULE.form(form)
         return run(q, k, v, gate, *buffers, span.to(device), rate if corrected else None, scale=SCALE, normalise=True)
 
     return run(inputs, plans, memory, call, 0), memory, buffers
@@ -272,7 +272,7 @@ def test_values_that_cannot_be_loaded_in_pairs_have_the_same_bits() -> None:
     found = []
     for values in (v, apart):
         buffers = [buffer.allocate({"B": 1}, v.device) for buffer in state]
-        run = ANCHORED_DELTA_RULE.form("triton")
+        run = CACHED_DELTA_RULE.form("triton")
         found.append([run(q, k, values, gate, *buffers, span, rate, scale=SCALE, normalise=True), *buffers])
     assert all(map(torch.equal, *found))
 
@@ -290,19 +290,19 @@ def test_on_a_cpu_a_call_is_what_the_reference_gives(dtype: torch.dtype, near: f
         buffers = [buffer.allocate({"B": 4}, "cpu") for buffer in state]
         for span in ([[2, 0, 0, 20, 20], [0, 0, 0, 0, 0], [3, 0, 0, 9, 9]],
                      [[2, 20, 20, 37, 36], [-1, 0, 0, 0, 0], [3, 9, 9, 2, 1]]):  # fmt: skip
-            arguments = AnchoredDeltaRule(
+            arguments = CachedDeltaRule(
                 *given[:4], *buffers, torch.tensor(span), given[4] if corrected else None, scale=SCALE, normalise=True
             )
-            run = ANCHORED_DELTA_RULE.variant(form).run
+            run = CACHED_DELTA_RULE.variant(form).run
             found.setdefault(form, []).append(run(arguments))
-        assert ANCHORED_DELTA_RULE.choose("cpu", arguments).name == "cpu"
+        assert CACHED_DELTA_RULE.choose("cpu", arguments).name == "cpu"
         found[form] += [buffers[0], buffers[2][3, :11]]
     for actual, wanted in zip(found["cpu"], found["reference"], strict=True):
         assert actual.dtype == wanted.dtype
         assert_near(actual, wanted.double(), near)
-    channels = dataclasses.replace(arguments, gate=arguments.gate.unsqueeze(-1).expand(-1, -1, -1, KEY))
+    channels = dataclasses.replace(arguments, g=arguments.g.unsqueeze(-1).expand(-1, -1, -1, KEY))
     double = dataclasses.replace(arguments, v=arguments.v.double())
-    assert [ANCHORED_DELTA_RULE.choose("cpu", other).name for other in (channels, double)] == ["reference"] * 2
+    assert [CACHED_DELTA_RULE.choose("cpu", other).name for other in (channels, double)] == ["reference"] * 2
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
@@ -311,7 +311,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="4 heads do not group over 3"):
             op(q[:, :, :1].expand(-1, -1, 3, -1), k[:, :, :1].expand(-1, -1, 3, -1), v, gate, rate, scale=1.0)
-        with pytest.raises(ValueError, match=r"gate must be \[1, 3, 4\], not \[1, 3, 3\]"):
+        with pytest.raises(ValueError, match=r"g must be \[1, 3, 4\], not \[1, 3, 3\]"):
             op(q, k, v, gate[..., :3], rate, scale=1.0)
-        with pytest.raises(ValueError, match=r"gate must be \[1, 3, 4, 40\], not \[1, 3, 4, 39\]"):
+        with pytest.raises(ValueError, match=r"g must be \[1, 3, 4, 40\], not \[1, 3, 4, 39\]"):
             op(q, k, v, gate.unsqueeze(-1).expand(-1, -1, -1, KEY - 1), rate, scale=1.0)

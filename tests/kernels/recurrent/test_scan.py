@@ -9,7 +9,7 @@ from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from specgraph.frontend.recurrent import mamba_hook
 from specgraph.kernels.recurrent.arguments import CHUNK, SelectiveScan
-from specgraph.kernels.recurrent.scan import ANCHORED_SCAN, selective_scan_reference
+from specgraph.kernels.recurrent.scan import CACHED_SCAN, selective_scan_reference
 from specgraph.kernels.state import RECURRENT
 from tests.kernels.recurrent.histories import ALL, Memory, assert_near, device_of, history, run, unsettled
 
@@ -69,7 +69,7 @@ def decode(
     buffers[0][[1, 4]] = torch.nan
 
     def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, span: Tensor) -> Tensor:
-        return ANCHORED_SCAN.form(form)(x, dt, decay, b, c, *buffers, span.to(device))
+        return CACHED_SCAN.form(form)(x, dt, decay, b, c, *buffers, span.to(device))
 
     return run(inputs, plans, memory, call, 1), memory, buffers[0]
 
