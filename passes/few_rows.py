@@ -15,7 +15,7 @@ from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.kernels.linear.few_rows import few_rows_linear
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.patterns import aten, dtype_of
+from specgraph.passes.common.patterns import aten, dtype_of
 
 LINEAR = aten.linear.default
 

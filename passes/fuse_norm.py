@@ -17,7 +17,7 @@ import specgraph.kernels.linear.norm  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import (
+from specgraph.passes.common.patterns import (
     CASTS,
     Mismatch,
     aten,

@@ -24,7 +24,16 @@ import specgraph.kernels.pointwise.pointwise  # noqa: F401  (registers the op)
 from specgraph.ir.program import Program
 from specgraph.kernels.pointwise.program import DTYPES
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import CASTS, aten, dtype_of, erase_unused, keep_meta, only_user, producer, same_sizes
+from specgraph.passes.common.patterns import (
+    CASTS,
+    aten,
+    dtype_of,
+    erase_unused,
+    keep_meta,
+    only_user,
+    producer,
+    same_sizes,
+)
 
 POINTWISE = torch.ops.specgraph.pointwise.default
 FORMS: dict[Any, str] = {

@@ -27,7 +27,7 @@ import specgraph.kernels.attention.rotary  # noqa: F401  (all register ops)
 from specgraph.ir.graphs import arguments
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.patterns import (
+from specgraph.passes.common.patterns import (
     CASTS,
     CONVERSIONS,
     Mismatch,

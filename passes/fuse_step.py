@@ -20,7 +20,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.step.after_verify import Settled
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
-from specgraph.passes.patterns import Mismatch, erase_unused
+from specgraph.passes.common.patterns import Mismatch, erase_unused
 
 EMITTED, NUM_EMITTED, ACCEPTED_ROWS, ROWS, POSITIONS, NUM_ROWS, LAST, LENGTH, CHAIN = map(
     Settled._fields.index,

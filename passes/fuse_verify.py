@@ -19,7 +19,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step, verify
 from specgraph.kernels.sampling.sample import process_logits
 from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.patterns import Mismatch, erase_unused, producer
+from specgraph.passes.common.patterns import Mismatch, erase_unused, producer
 
 VERIFY = torch.ops.specgraph.verify.default
 _KEYWORDS = tuple(a.name for a in VERIFY._schema.arguments if a.has_default_value())

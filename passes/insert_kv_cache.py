@@ -23,7 +23,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels.state import STATEFUL, Buffer
 from specgraph.kernels.step import row_slots
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.module_state import add_inputs, bind_target, operands, take_buffers
+from specgraph.passes.common.module_state import add_inputs, bind_target, operands, take_buffers
 
 STATE = {
     "num_rows": Buffer(("B",)),

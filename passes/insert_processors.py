@@ -5,8 +5,8 @@ drafts complete the context of every row. So the row that verifies the third dra
 decoding would give it behind the first two drafts, and what is emitted does not depend on what was drafted. Everything
 that read the logits reads the changed ones instead; only ``raw`` log-probabilities are still those of the target's own.
 
-Drafts are drawn from logits that :class:`~specgraph.passes.process_drafts.ProcessDrafts` lets the same nodes change, in
-the steps of requests that ask for any of this.
+Drafts are drawn from logits that :class:`~specgraph.specialise.process_drafts.ProcessDrafts` lets the same nodes
+change, in the steps of requests that ask for any of this.
 
 What a request asks for is state of its sequence, as its temperature is. ``specialise_step`` takes the nodes out of the
 steps of requests that ask for nothing.

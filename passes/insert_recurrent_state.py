@@ -23,8 +23,8 @@ from specgraph.errors import UnsupportedModelError
 from specgraph.ir.program import Program
 from specgraph.kernels.state import RECURRENT, ROW_INDEX, ROWS, Buffer
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.common.module_state import add_inputs, bind_target, operands, take_buffers
 from specgraph.passes.insert_kv_cache import STATE
-from specgraph.passes.module_state import add_inputs, bind_target, operands, take_buffers
 
 SETTLED = Buffer(("B",), indexed=True)
 """How many rows of a sequence were settled when it was last run. All layers of a module share it."""

@@ -32,9 +32,9 @@ from specgraph.kernels import ops
 from specgraph.kernels.launch import GLUON_RELEASE, is_hopper, runs_gluon
 from specgraph.kernels.linear.linear import ACTIVATIONS
 from specgraph.passes.base import LoweringPass, PassResult
-from specgraph.passes.gate_norms import gate_norms
-from specgraph.passes.group_norms import group_norms
-from specgraph.passes.patterns import (
+from specgraph.passes.common.gate_norms import gate_norms
+from specgraph.passes.common.group_norms import group_norms
+from specgraph.passes.common.patterns import (
     aten,
     dispatched,
     dtype_of,
@@ -45,7 +45,7 @@ from specgraph.passes.patterns import (
     replace,
     weight_name,
 )
-from specgraph.passes.reductions import ONE_LAUNCH, ORDERED, lower_reductions
+from specgraph.passes.common.reductions import ONE_LAUNCH, ORDERED, lower_reductions
 
 LINEAR = torch.ops.specgraph.linear.default
 CONCAT = torch.ops.specgraph.concat.default

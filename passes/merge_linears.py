@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from specgraph.ir.graphs import arguments, calls, get_attribute, set_attribute
 from specgraph.ir.program import Program
 from specgraph.passes.base import LoweringPass, NearMiss, PassResult
-from specgraph.passes.patterns import aten, weight, weight_name
+from specgraph.passes.common.patterns import aten, weight, weight_name
 
 LINEAR = aten.linear.default
 ELSEWHERE = "a weight is read elsewhere, too"

@@ -28,7 +28,6 @@ from specgraph.ir.compiling import start_compiler
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.passes.base import Pass
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_recurrent_state import recurrent_ops
 from specgraph.passes.pipeline import Callback, StageReport, run_passes
@@ -38,6 +37,7 @@ from specgraph.runtime.execution.plain_mode import current
 from specgraph.runtime.model_guard import ModelGuard
 from specgraph.runtime.requests.generation_config import read_generation_config
 from specgraph.runtime.requests.request import Limits
+from specgraph.specialise.index_rows import IndexRows
 
 FALLBACK_MAX_LENGTH = 4096
 

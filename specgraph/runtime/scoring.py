@@ -1,4 +1,4 @@
-"""Scores given tokens: runs sequences through a step that :class:`~specgraph.passes.score_rows.ScoreRows` has made.
+"""Scores given tokens: runs sequences through a step that :class:`~specgraph.specialise.score_rows.ScoreRows` has made.
 
 All tokens are known, so a sequence needs only prompt steps, which are cut and put together as those of ``generate``
 are. Its last token is given to the row before it and not run, so it may stand behind the decoder's ``max_length``. All
@@ -24,7 +24,6 @@ from torch import Tensor, fx
 from specgraph.errors import InputError, NumericsError
 from specgraph.kernels.step import scatter_state_
 from specgraph.kernels.verify.score import KINDS
-from specgraph.passes.score_rows import ScoreRows
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.memory.pages import Reservation
 from specgraph.runtime.memory.slots import Admission, stop, uploaded
@@ -34,6 +33,7 @@ from specgraph.runtime.requests.request import Request
 from specgraph.runtime.requests.values import PerSequence, per_sequence, whole
 from specgraph.runtime.schedule.prefill import Chunk, Prefill
 from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS
+from specgraph.specialise.score_rows import ScoreRows
 
 MOST_LOGITS = 1 << 27
 """The most logits of a step, which has at least two rows nevertheless. In bf16 they take 256 MB, and with a vocabulary
@@ -179,7 +179,7 @@ class Scoring:
     """One call of ``score``: sequences that wait, those in rows of a runner's state, and what steps said of them."""
 
     def __init__(self, runner: Runner, step: fx.GraphModule, cuts: ScoreLimits) -> None:
-        """``step`` is one that :class:`~specgraph.passes.score_rows.ScoreRows` has made."""
+        """``step`` is one that :class:`~specgraph.specialise.score_rows.ScoreRows` has made."""
         self._runner, self._step, self._chunk = runner, step, max(2, min(cuts.chunk, cuts.most_rows))
         self._prefill = Prefill(2, runner.sizes["B"], cuts.overhead, cuts.most_rows, within=runner.pages.within)
         self._free_rows = list(range(runner.sizes["B"]))

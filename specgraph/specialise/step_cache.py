@@ -13,14 +13,14 @@ from specgraph.errors import UnknownStageError
 from specgraph.ir.program import Program
 from specgraph.passes.base import Pass
 from specgraph.passes.insert_processors import OPTIONS
-from specgraph.passes.pack_rows import PackRows
-from specgraph.passes.pause_step import PausedStep, PauseStep, halves
 from specgraph.passes.pipeline import Callback, StageReport, run_passes, unique
-from specgraph.passes.process_drafts import ProcessDrafts
-from specgraph.passes.score_rows import ScoreRows
-from specgraph.passes.specialise_step import SpecialiseStep
-from specgraph.passes.trace_step import TraceStep
 from specgraph.specialise.mode import Mode
+from specgraph.specialise.pack_rows import PackRows
+from specgraph.specialise.pause_step import PausedStep, PauseStep, halves
+from specgraph.specialise.process_drafts import ProcessDrafts
+from specgraph.specialise.score_rows import ScoreRows
+from specgraph.specialise.specialise_step import SpecialiseStep
+from specgraph.specialise.trace_step import TraceStep
 
 
 class StepCache:

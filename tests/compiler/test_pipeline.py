@@ -33,19 +33,19 @@ from specgraph.passes.base import NearMiss, Pass, PassResult
 from specgraph.passes.compile_remainder import CompileRemainder
 from specgraph.passes.expose_features import ExposeFeatures
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.insert_verify import InsertVerify
-from specgraph.passes.pack_rows import PackRows
-from specgraph.passes.pause_step import PauseStep
 from specgraph.passes.pipeline import StageReport, run_passes
-from specgraph.passes.process_drafts import ProcessDrafts
-from specgraph.passes.score_rows import ScoreRows
 from specgraph.passes.share_weights import ShareWeights
-from specgraph.passes.specialise_step import SpecialiseStep
-from specgraph.passes.trace_step import TraceStep
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.pack_rows import PackRows
+from specgraph.specialise.pause_step import PauseStep
+from specgraph.specialise.process_drafts import ProcessDrafts
+from specgraph.specialise.score_rows import ScoreRows
+from specgraph.specialise.specialise_step import SpecialiseStep
+from specgraph.specialise.trace_step import TraceStep
 from tests.models import make_model
 
 aten = torch.ops.aten

@@ -15,13 +15,13 @@ from specgraph.kernels.processors import PROCESSORS, force_tokens
 from specgraph.passes.base import Pass
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_processors import OPTIONS, InsertProcessors
 from specgraph.passes.insert_verify import InsertVerify
-from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.runtime.requests.processing import Bias, Processing
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.specialise_step import SpecialiseStep
 from tests.compiler.test_pipeline import body, first, last, text
 
 BUILT: list[Pass] = [InsertKVCache(4), InsertDraft("strict"), InsertVerify("strict")]

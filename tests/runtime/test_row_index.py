@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from specgraph import PassError, SpeculativeDecoder
 from specgraph.ir.state import State
 from specgraph.kernels.state import Buffer
-from specgraph.passes.index_rows import IndexRows
 from specgraph.runtime.execution.graph_runner import GraphRunner
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.results import Results
 from specgraph.runtime.execution.runner import Runner
 from specgraph.runtime.schedule.prefill import LAID_OUT, Chunk, Prefill
+from specgraph.specialise.index_rows import IndexRows
 from tests.decoding import compiled
 from tests.harness import begun
 from tests.models import ragged_prompts, shared_model

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.execution.inputs import load_block, padded_block
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
@@ -19,6 +18,7 @@ from specgraph.runtime.memory.slots import staged
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.runtime.schedule.prompt_shapes import captured_width, entries, padded_rows
 from specgraph.specialise.mode import Mode
+from specgraph.specialise.pause_step import PausedStep
 
 
 class GraphRunner(Runner):

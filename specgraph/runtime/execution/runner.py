@@ -22,8 +22,6 @@ from specgraph.kernels.launch import counts_arrivals_in, new_counters, own_count
 from specgraph.kernels.state import CONFIDENCE, ROWS
 from specgraph.kernels.step import gather_state
 from specgraph.kernels.step.results import pack_results
-from specgraph.passes.pack_rows import ROOM
-from specgraph.passes.pause_step import PausedStep
 from specgraph.runtime.execution.inputs import load_chunk
 from specgraph.runtime.execution.pause import Pause
 from specgraph.runtime.execution.results import Results
@@ -33,6 +31,8 @@ from specgraph.runtime.memory.slots import Admission, uploaded
 from specgraph.runtime.memory.snapshots import Snapshots
 from specgraph.runtime.schedule.prefill import Chunk
 from specgraph.specialise.mode import Mode
+from specgraph.specialise.pack_rows import ROOM
+from specgraph.specialise.pause_step import PausedStep
 
 StepModule = fx.GraphModule | PausedStep
 """A step, or one that pauses for the host."""

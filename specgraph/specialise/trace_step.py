@@ -25,10 +25,10 @@ from specgraph.ir.graphs import arguments, calls
 from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.index_rows import gathered
-from specgraph.passes.pause_step import last_processor
-from specgraph.passes.process_drafts import DRAWS
-from specgraph.passes.score_rows import PROCESSING, SCORE
+from specgraph.specialise.index_rows import gathered
+from specgraph.specialise.pause_step import last_processor
+from specgraph.specialise.process_drafts import DRAWS
+from specgraph.specialise.score_rows import PROCESSING, SCORE
 
 RANK = torch.ops.specgraph.rank.default
 TRACED = ("traced_tokens", "traced_counts", "traced_rows", "traced_temperature")

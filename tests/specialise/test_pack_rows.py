@@ -17,10 +17,10 @@ from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_processors import InsertProcessors
-from specgraph.passes.pack_rows import ROOM, PackRows, extra_columns
 from specgraph.passes.pipeline import apply
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.pack_rows import ROOM, PackRows, extra_columns
 from tests.compiler.test_pipeline import body
 from tests.drafters.test_matrix import DRAFTERS, VOCAB, decoder, heads_exported_once
 from tests.passes.test_insert_processors import built

@@ -14,7 +14,16 @@ from torch import Tensor, fx
 
 import specgraph.kernels.linear.gated_norm  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import calls
-from specgraph.passes.patterns import CASTS, aten, before_cast, dtype_of, only_user, producer, replace, same_sizes
+from specgraph.passes.common.patterns import (
+    CASTS,
+    aten,
+    before_cast,
+    dtype_of,
+    only_user,
+    producer,
+    replace,
+    same_sizes,
+)
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 GATED = torch.ops.specgraph.gated_rms_norm.default

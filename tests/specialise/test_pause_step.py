@@ -13,9 +13,9 @@ from specgraph.ir.graphs import calls
 from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.insert_processors import OPTIONS
-from specgraph.passes.pause_step import PauseStep, halves
 from specgraph.passes.pipeline import run_passes
-from specgraph.passes.specialise_step import SpecialiseStep
+from specgraph.specialise.pause_step import PauseStep, halves
+from specgraph.specialise.specialise_step import SpecialiseStep
 from tests.decoding import compiled
 from tests.models import shared_model
 

@@ -13,12 +13,12 @@ from specgraph.kernels import step
 from specgraph.passes.base import Pass
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.passes.pipeline import run_passes
-from specgraph.passes.score_rows import ScoreRows
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.score_rows import ScoreRows
 from tests.compiler.test_pipeline import body, first, last, text
 
 EXPECTED = """

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 import specgraph.kernels.linear.head_norms  # noqa: F401  (registers the op)
 from specgraph.ir.graphs import calls
-from specgraph.passes.patterns import keep_meta
+from specgraph.passes.common.patterns import keep_meta
 
 RMS_NORM = torch.ops.specgraph.rms_norm.default
 RMS_NORMS = torch.ops.specgraph.rms_norms.default

@@ -22,7 +22,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.verify.score import KINDS, Scored
 from specgraph.passes.base import Pass, PassResult
-from specgraph.passes.index_rows import drop_unread, gathered
+from specgraph.specialise.index_rows import drop_unread, gathered
 
 SCORE = torch.ops.specgraph.score.default
 PROCESSING = ("temperature", "top_k", "top_p", "min_p")

@@ -15,12 +15,12 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
-from specgraph.passes.process_drafts import DRAWS, ProcessDrafts
-from specgraph.passes.specialise_step import SpecialiseStep
 from specgraph.runtime.requests.processing import Processing
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.process_drafts import DRAWS, ProcessDrafts
+from specgraph.specialise.specialise_step import SpecialiseStep
 from tests.compiler.test_pipeline import body
 from tests.passes.test_insert_processors import built
 

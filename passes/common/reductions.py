@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 import specgraph.kernels.linear.norm  # noqa: F401  (registers ops)
-from specgraph.passes.patterns import aten, is_float, replace
+from specgraph.passes.common.patterns import aten, is_float, replace
 
 Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
 """Inserts the replacement of a node before it and returns it; None if there is no replacement for this node."""

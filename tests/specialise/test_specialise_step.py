@@ -12,12 +12,12 @@ from specgraph.ir.graphs import calls
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_draft import InsertDraft
 from specgraph.passes.insert_kv_cache import InsertKVCache
 from specgraph.passes.insert_verify import InsertVerify
 from specgraph.passes.pipeline import run_passes
-from specgraph.passes.specialise_step import SpecialiseStep
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.specialise_step import SpecialiseStep
 from tests.compiler.test_pipeline import body, first, last
 from tests.drafters.test_matrix import decoder, heads_exported_once
 

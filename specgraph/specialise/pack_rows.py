@@ -33,8 +33,8 @@ from specgraph.kernels import step
 from specgraph.kernels.ops import find
 from specgraph.kernels.state import per_call
 from specgraph.passes.base import NearMiss, Pass, PassResult
-from specgraph.passes.index_rows import gathered
-from specgraph.passes.patterns import Mismatch
+from specgraph.passes.common.patterns import Mismatch
+from specgraph.specialise.index_rows import gathered
 
 SUFFIX = "_packed"
 """What the name of a module that runs packed rows has more than that of the one that runs a grid."""

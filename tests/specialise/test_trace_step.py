@@ -7,13 +7,13 @@ from specgraph.ir.verifier import verify_program
 from specgraph.kernels import step
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
-from specgraph.passes.index_rows import IndexRows
 from specgraph.passes.insert_processors import InsertProcessors
 from specgraph.passes.pipeline import apply
-from specgraph.passes.score_rows import SCORE
-from specgraph.passes.specialise_step import SpecialiseStep
-from specgraph.passes.trace_step import TraceStep
 from specgraph.runtime.requests.processing import Processing
+from specgraph.specialise.index_rows import IndexRows
+from specgraph.specialise.score_rows import SCORE
+from specgraph.specialise.specialise_step import SpecialiseStep
+from specgraph.specialise.trace_step import TraceStep
 from tests.compiler.test_pipeline import body, text
 from tests.passes.test_insert_processors import built
 
