@@ -1,7 +1,8 @@
 """The passes of the pipeline: one file each. ``PASSES`` maps a configuration key to its class.
 
 Beside them stand what a pass is (``base``), what runs them (``pipeline``) and what they did (``report``). What several
-of them share is in ``common``. The passes that make the step for one kind of request are in :mod:`specgraph.specialise`.
+of them share is in ``common``. The passes that make the step for one kind of request are in
+:mod:`specgraph.specialise`.
 """
 
 from __future__ import annotations

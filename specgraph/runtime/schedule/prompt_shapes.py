@@ -2,8 +2,8 @@
 
 Such a step has a window ``[b, W]``: ``b`` sequences with up to ``W`` rows each. Its modules run the ``R`` real rows
 alone (:mod:`specgraph.specialise.pack_rows`), so the padding of the window costs next to nothing. With many rows a step
-is bound by arithmetic, and takes time in proportion to ``R``. But every step also costs what it costs with a single row:
-it reads all weights, launches its kernels, and keeps the host busy. So sequences that decode join a step that runs
+is bound by arithmetic, and takes time in proportion to ``R``. But every step also costs what it costs with a single
+row: it reads all weights, launches its kernels, and keeps the host busy. So sequences that decode join a step that runs
 prompts, and prompts may wait for each other. A CUDA graph is captured for a shape ``(b, W, R)``, so shapes are rounded
 up to few.
 
