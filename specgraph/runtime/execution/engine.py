@@ -1,11 +1,8 @@
-"""Decodes sequences in the rows of one state: admits them as rows and pages become free, and runs steps over them.
+"""Decodes sequences in the slots of one state: carries out what a scheduler plans.
 
-Sequences are admitted in the order in which they came. One that finds no free row, or not enough free pages for its
-whole length, waits, and so do those behind it; what is admitted never waits for memory again. While prompts are
-pending, a step runs some of their rows and all sequences that decode; decode steps follow. Each step is over just the
-rows that it concerns, so nothing that a sequence emits depends on what runs beside it. Steps are enqueued ``lag`` ahead
-of the one that is read. A row is free as soon as the end of its sequence has been read: steps that are under way then
-find it inactive.
+Each step is over just the sequences that it concerns, so nothing that a sequence emits depends on what runs beside it.
+Steps are enqueued ``lag`` ahead of the one that is read. A slot is free as soon as the end of its sequence has been
+read: steps that are under way then find it inactive.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from operator import attrgetter
 
 from specgraph.errors import BusyError, InputError
 from specgraph.kernels.step.tokens import NAN_FOUND
@@ -29,13 +25,14 @@ from specgraph.runtime.memory.slots import Admission, stop
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.policy import Policy
 from specgraph.runtime.schedule.prefill import Prefill
-from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, group_size, rows_beside
-from specgraph.runtime.schedule.sequences import ActiveSequence
+from specgraph.runtime.schedule.prompt_shapes import Overhead
+from specgraph.runtime.schedule.scheduler import Entry, Plan, Scheduler
+from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
 from specgraph.specialise.mode import Mode
 
 
 class Engine:
-    """Sequences in the rows of a runner's state.
+    """Sequences in the slots of a runner's state.
 
     :meth:`submit` and :meth:`cancel` may be called from any thread; :meth:`step` from one at a time.
     """
@@ -53,20 +50,18 @@ class Engine:
         self._logprobs, self._always_draws, self._traced = logprobs, always_draws, traced
         self.pages = runner.pages
         self._host_time = host_time or HostTime()
-        self._free_rows = list(range(runner.sizes["B"]))
+        self._free_slots = list(range(runner.sizes["B"]))
         self._waiting: deque[ActiveSequence] = deque()
         self._cancelled: deque[int] = deque()
         self._ended: list[Output] = []
         self._running: dict[int, ActiveSequence] = {}
-        """By row."""
-        self._decoding: set[ActiveSequence] = set()
-        self._overhead = overhead
+        """By slot, in the order in which they entered."""
         self._prefill = Prefill(runner.width, runner.sizes["B"], overhead.prompt, within=self.pages.within)
-        self._num_ended = self._num_decode_steps = 0
+        choose_drafts = None if policy.worth is None else self._worthwhile_drafts
+        self._scheduler = Scheduler(policy, overhead, self.pages, runner.sizes["B"], runner.width, choose_drafts)
         self._under_way: deque[InFlightStep] = deque()
         self._unused: tuple[str, ...] = ()
         self._mode: Mode | None = None
-        self._last_was_wide = False
         self._reused_tokens = 0
         self._lock = threading.Lock()
         self._begin = time.perf_counter()
@@ -82,7 +77,7 @@ class Engine:
         """
         self._check(request)
         with self._lock:
-            if max_waiting is not None and len(self._waiting) >= max_waiting + len(self._free_rows):
+            if max_waiting is not None and len(self._waiting) >= max_waiting + len(self._free_slots):
                 raise BusyError(
                     f"{len(self._waiting)} sequences wait already, and this session lets {max_waiting} wait for a row; "
                     "try again later, or open it with a larger max_waiting."
@@ -113,7 +108,7 @@ class Engine:
     @property
     def num_free_rows(self) -> int:
         """How many rows no sequence has."""
-        return len(self._free_rows)
+        return len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -136,19 +131,21 @@ class Engine:
             self._begin = time.perf_counter()
         while True:
             self._cancel()
-            self._admit()
             if self._ended:
                 ended, self._ended = self._ended, []
+                return Step(ended, 0, 0.0, ran=False)
+            plan = self._plan()
+            if plan.empty:
+                ended = [Output(s.number, finish_reason=s.request.limit_reason) for s in plan.empty]
                 return Step(ended, 0, 0.0, ran=False)
             if not self._running:
                 # What is enqueued behind the last step has no active sequence, so it is not read.
                 self._under_way.clear()
                 return None
-            going = self._going()
             lag = self._lag()
-            if (self._prefill.pending() or going) and len(self._under_way) <= lag:
+            if plan.sequences and len(self._under_way) <= lag:
                 with self._runner.active():
-                    self._under_way.append(self._enqueue(going))
+                    self._under_way.append(self._enqueue(plan))
                 if len(self._under_way) <= lag:
                     continue
             return self._read(self._under_way.popleft())
@@ -180,48 +177,30 @@ class Engine:
                 f"A sequence has {len(request.eos_ids)} EOS ids, and there is room for {sizes['E']}; give fewer."
             )
 
-    def _admit(self) -> None:
-        """Let sequences in from the front of the queue, as long as there are rows and pages for them."""
-        entering: list[ActiveSequence] = []
+    def _plan(self) -> Plan:
+        """What happens next, with the sequences that enter in their slots."""
         with self._lock:
-            if self._decoding and not self._policy.fair:  # nobody watches, so all together is what counts
-                ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
-                sizes = self._runner.sizes["B"], self._runner.width
-                enough = group_size(*sizes, ends, self._overhead, joint=self._policy.joint)
-                if len(self._free_rows) < min(enough, len(self._waiting)):
-                    return
-            if self._waiting and self._free_rows:
-                self.pages.check_weights()
-            while self._waiting and self._seat(self._waiting[0]):
-                entering.append(self._waiting.popleft())
-        entering = [sequence for sequence in entering if sequence.row >= 0]
-        if entering:
-            self._begin_with(entering)
+            plan = self._scheduler.plan(self._waiting, self._running.values(), self._free_slots)
+            for _ in range(len(plan.entering) + len(plan.empty)):
+                self._waiting.popleft()
+        if plan.entering:
+            self._enter(plan.entering)
+        return plan
 
-    def _seat(self, sequence: ActiveSequence) -> bool:
-        """Give a sequence a row and pages, unless it ends at once; False if it has to wait for them."""
-        if not sequence.request.has_room:
-            self._ended.append(Output(sequence.number, finish_reason=sequence.request.limit_reason))
-            return True
-        reserved = self.pages.reserve(sequence.request.prompt, sequence.request.limit) if self._free_rows else None
-        if reserved is None:
-            return False
-        sequence.row, sequence.reserved = self._free_rows.pop(0), reserved
-        self._running[sequence.row] = sequence
-        return True
-
-    def _begin_with(self, entering: list[ActiveSequence]) -> None:
-        self._choose_options([s.request for s in entering], fresh=len(self._running) == len(entering))
-        begins = [s.reserved.num_shared * self.pages.block_size for s in entering]
+    def _enter(self, entering: Sequence[Entry]) -> None:
+        """Begin sequences in their slots."""
+        self._choose_options([new.sequence.request for new in entering], fresh=not self._running)
+        admissions = []
+        for sequence, slot, reserved in entering:
+            sequence.phase, sequence.slot, sequence.reserved = Phase.PREFILL, slot, reserved
+            self._running[slot] = sequence
+            begin, prompt = self.pages.num_shared_tokens(reserved), sequence.request.prompt
+            sequence.prompt = self._prefill.add(slot, prompt, begin, boundaries=reserved.boundaries)
+            admissions.append(Admission(slot, sequence.request, reserved.pages, begin, reserved.snapshot))
+            self._reused_tokens += begin
+        del self._free_slots[: len(entering)]
         with self._runner.active():
-            new = [
-                Admission(s.row, s.request, s.reserved.pages, n, s.reserved.snapshot)
-                for s, n in zip(entering, begins, strict=True)
-            ]
-            self._runner.admit(new)
-        for sequence, begin in zip(entering, begins, strict=True):
-            self._prefill.add(sequence.row, sequence.request.prompt, begin, boundaries=sequence.reserved.boundaries)
-        self._reused_tokens += sum(begins)
+            self._runner.admit(admissions)
 
     def _choose_options(self, requests: list[Request], *, fresh: bool) -> None:
         """Let steps have what these requests and, unless they are the first, those beside them make use of."""
@@ -244,35 +223,31 @@ class Engine:
         draws = self._always_draws or request.sampling.temperature > 0
         return request.unused() | (frozenset() if draws else {"seeds"})
 
-    def _enqueue(self, going: list[ActiveSequence]) -> InFlightStep:
-        """One more step: over what the last ones laid out for those ``going`` on, and over prompts that are pending."""
-        policy, wide = self._policy, bool(self._prefill.pending())
-        if wide and going and not policy.joint:
-            wide = not (policy.fair and self._last_was_wide)
-            going = [] if wide else going
-        self._last_was_wide = wide
-        for sequence in going:
-            sequence.room -= 1
-        self._num_decode_steps += bool(going)
-        if wide:
-            return self._enqueue_prompts(going)
-        drafts = self._drafts_of(going)
-        self._choose_mode(drafts, going)
-        pause, begin = self._pause(going), time.perf_counter()
-        results = self._runner.decode([s.row for s in going], pause)
-        if policy.worth is not None and not self._traced:
-            seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
-            policy.worth.costs.add(self._kind(), len(going) * results.width, seconds)
-        verified = results.width - 1 if drafts is None else drafts
-        return InFlightStep(results, going, pause=pause, drafts=verified)
+    def _enqueue(self, plan: Plan) -> InFlightStep:
+        """Run one more step: over prompts, and over what the last steps have laid out for sequences that decode."""
+        for sequence in plan.decoding:
+            sequence.tokens_left -= 1
+        step = self._enqueue_prompts(plan) if plan.prompts else self._enqueue_decoding(plan)
+        self._scheduler.ran(plan, step.results.width)
+        return step
 
-    def _drafts_of(self, going: Sequence[ActiveSequence]) -> int | None:
-        """K for the next step of sequences that decode; None for the drafter's own."""
-        worth, rows = self._policy.worth, [s.row for s in going]
-        if worth is None:
-            return self._policy.drafts_of(len(going))
-        drafts = worth.choose(self._kind(), going, self._runner.real_drafts(rows))
-        self._runner.keep_drafts(rows, drafts)
+    def _enqueue_decoding(self, plan: Plan) -> InFlightStep:
+        worth, decoding = self._policy.worth, plan.sequences
+        self._choose_mode(plan.drafts, decoding)
+        pause, begin = self._pause(decoding), time.perf_counter()
+        results = self._runner.decode([s.slot for s in decoding], pause)
+        if worth is not None and not self._traced:
+            seconds = time.perf_counter() - begin - (0.0 if pause is None else pause.seconds)
+            worth.costs.add(self._kind(), len(decoding) * results.width, seconds)
+        verified = results.width - 1 if plan.drafts is None else plan.drafts
+        return InFlightStep(results, decoding, pause=pause, drafts=verified)
+
+    def _worthwhile_drafts(self, decoding: Sequence[ActiveSequence]) -> int | None:
+        """K for the next step of sequences that decode, by what their drafts are worth; None for the drafter's own."""
+        worth, slots = self._policy.worth, [s.slot for s in decoding]
+        assert worth is not None, "without it, K depends on the number of sequences alone"
+        drafts = worth.choose(self._kind(), decoding, self._runner.real_drafts(slots))
+        self._runner.keep_drafts(slots, drafts)
         return drafts if drafts < worth.choices[-1] else None
 
     def _kind(self) -> tuple[object, ...]:
@@ -287,54 +262,31 @@ class Engine:
         if not own:
             return None
         count = len(forced)
-        decoding = [s.row for entry, s in own if entry >= count]
+        decoding = [s.slot for entry, s in own if entry >= count]
         drafts = iter(self._runner.drafts(decoding) if decoding else [])
         parts = [(n, s, [] if n < count else next(drafts), forced[n] if n < count else 0) for n, s in own]
         return Pause(
             [Paused(n, s.request, s.new_tokens, known, given) for n, s, known, given in parts], self._host_time
         )
 
-    def _going(self) -> list[ActiveSequence]:
-        """The sequences of a decode step, by their rows.
-
-        A step gives each of them a token at least. So one whose room will be filled by steps under way is left out.
-        """
-        return sorted([s for s in self._decoding if s.room > 0], key=_row)
-
-    def _enqueue_prompts(self, going: list[ActiveSequence]) -> InFlightStep:
-        drafts = self._drafts_of(going) if going else None
-        width = self._prefill.width if drafts is None else drafts + 1
-        chunk = self._prefill.fill(self._policy.chunk, self._budget(going, width), [s.row for s in going], width)
-        pending = {*self._prefill.pending()}
-        prompts = [self._running[row] for row in chunk.rows[: len(chunk.forced)]]
-        sequences = [*prompts, *going]
-        going_on = frozenset(s for s in prompts if s.row in pending)
-        self._choose_mode(drafts, [s for s in sequences if s not in going_on], packed=True)
+    def _enqueue_prompts(self, plan: Plan) -> InFlightStep:
+        width = self._prefill.width if plan.drafts is None else plan.drafts + 1
+        counts = {s.slot: count for s, count in plan.prompts.items()}
+        chunk = self._prefill.take(counts, [s.slot for s in plan.decoding], width)
+        going_on = frozenset(s for s in plan.prompts if s.prompt.left)
+        sequences = plan.sequences
+        self._choose_mode(plan.drafts, [s for s in sequences if s not in going_on], packed=True)
         pause = self._pause(sequences, chunk.forced, going_on)
         results = self._runner.wide(chunk, pause)
-        reached = [(self._running[row], boundary) for row, boundary in chunk.reached]
-        self._runner.keep_states((s.reserved, s.request.prompt, s.row, boundary) for s, boundary in reached)
+        reached = [(self._running[slot], boundary) for slot, boundary in chunk.reached]
+        self._runner.keep_states((s.reserved, s.request.prompt, s.slot, boundary) for s, boundary in reached)
         # Whoever shares these pages runs behind this step.
-        for sequence in prompts:
-            if sequence in going_on:
-                continue
-            self._decoding.add(sequence)
-            sequence.started = True
-            sequence.room = sequence.request.limit - sequence.request.prompt.numel() - 1
-            self.pages.offer(sequence.reserved, sequence.request.prompt)
+        for sequence in plan.prompts:
+            if sequence not in going_on:
+                sequence.phase = Phase.DECODE
+                sequence.tokens_left = sequence.request.limit - sequence.request.prompt.numel() - 1
+                self.pages.offer(sequence.reserved, sequence.request.prompt)
         return InFlightStep(results, sequences, chunk.forced, going_on, chunk.num_tokens, pause, width - 1)
-
-    def _budget(self, going: list[ActiveSequence], width: int) -> int:
-        """The most prompt rows of a step in which those ``going`` on take part, with ``width`` rows each.
-
-        Where nobody waits for single tokens, large steps are better, unless nearly all sequences decode and have so few
-        rows that those of prompts cost hardly anything beside them.
-        """
-        rows, policy = len(going) * width, self._policy
-        if not (going or (policy.fair and self._decoding)):
-            return MOST_ROWS
-        crowded = 4 * len(going) >= 3 * self._runner.sizes["B"] and 2 * rows <= FULL_ROWS
-        return rows_beside(rows, patient=not (policy.fair or crowded))
 
     def _cancel(self) -> None:
         """End what is to be cancelled, whether it waits or runs."""
@@ -346,27 +298,26 @@ class Engine:
             found = [s for s in (*self._waiting, *self._running.values()) if s.number in numbers]
             self._waiting = deque(s for s in self._waiting if s.number not in numbers)
         self._ended += [Output(s.number, finish_reason="cancelled") for s in found]
-        self._halt([s for s in found if s.row >= 0])
+        self._halt([s for s in found if s.phase is not Phase.WAITING])
 
     def _halt(self, sequences: list[ActiveSequence]) -> None:
         """Stop sequences that could go on, on the device, too."""
         if sequences:
             with self._runner.active():
-                stop(self._runner.state, [s.row for s in sequences])
+                stop(self._runner.state, [s.slot for s in sequences])
         for sequence in sequences:
             self._leave(sequence)
 
     def _leave(self, sequence: ActiveSequence) -> None:
-        """Free the row and the pages of a sequence that has ended."""
-        sequence.ended = True
-        self._num_ended += 1
-        self._decoding.discard(sequence)
-        self._prefill.drop(sequence.row)
-        if sequence.started and self.pages.reuses:
+        """Free the slot and the pages of a sequence that has ended."""
+        decoded, sequence.phase = sequence.phase is Phase.DECODE, Phase.DONE
+        self._scheduler.ended()
+        self._prefill.drop(sequence.slot)
+        if decoded and self.pages.reuses:
             self.pages.offer(sequence.reserved, known_tokens(sequence.request.prompt, sequence.new_tokens))
         self.pages.give_back(sequence.reserved)
-        del self._running[sequence.row]
-        bisect.insort(self._free_rows, sequence.row)
+        del self._running[sequence.slot]
+        bisect.insort(self._free_slots, sequence.slot)
 
     def _read(self, under_way: InFlightStep) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
@@ -381,7 +332,7 @@ class Engine:
             range(count), under_way.sequences, forced, read.tokens, read.logprobs, read.num_emitted, read.bad,
             read.num_rows, read.confidence, strict=True,
         ):  # fmt: skip
-            if sequence.ended:
+            if sequence.phase is Phase.DONE:
                 continue
             if bad == NAN_FOUND:
                 broken.append(sequence)
@@ -419,6 +370,3 @@ class Engine:
         seconds, drafts = self._begin - begin, under_way.drafts
         waited = None if pause is None else pause.seconds
         return Step(outputs, under_way.prompt_tokens, seconds, drafts, reused_tokens=reused, host_seconds=waited)
-
-
-_row = attrgetter("row")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, fill, num_together
+from specgraph.runtime.schedule.prompt_shapes import MOST_ROWS, num_together
 
 LAID_OUT = -1
 """The number of rows that a block gives for a sequence that decodes: those that its last step has laid out."""
@@ -38,51 +39,83 @@ class Chunk(NamedTuple):
     reached: Sequence[tuple[int, int]] = ()
 
 
+@dataclass
+class PendingPrompt:
+    """A prompt of which ``done`` tokens need not be run any more, and neither those from ``end`` on.
+
+    Attributes:
+        boundaries: those ahead, in ascending order, at each of which a window leaves the state of recurrent layers.
+        within: how many tokens, from a boundary on, a window ends in that leaves the state at the boundary.
+    """
+
+    tokens: Tensor
+    done: int
+    end: int
+    boundaries: list[int]
+    within: int
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that are yet to be run."""
+        return self.end - self.done
+
+    def up_to_boundary(self, count: int) -> int:
+        """How many of the next ``count`` tokens a window may run, so that it leaves the state at the next boundary."""
+        return min(count, self.boundaries[0] + self.within - 1 - self.done if self.boundaries else self.left)
+
+    def next(self, most: int) -> int:
+        """The tokens in the next window of at most ``most`` columns: all that are left, or one less than columns."""
+        return self.left if self.left <= most else max(1, most - 1)
+
+    def known(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The next ``count`` tokens and the one behind them, which is known, too, unless the prompt ends there."""
+        return self.tokens[self.done : self.done + count + 1].numpy()
+
+    def advance(self, count: int) -> list[int]:
+        """Some more tokens are run; gives the boundaries that this reaches."""
+        self.done += count
+        reached = [boundary for boundary in self.boundaries if boundary <= self.done]
+        del self.boundaries[: len(reached)]
+        return reached
+
+
 class Prefill:
-    """The prompts that are yet to be run, by the rows of their sequences.
+    """The prompts that are yet to be run, by the slots of their sequences.
 
     The next tokens of a prompt's rows are known, so they are forced; its last row is the first whose next token is not.
-    Where rows are packed (:meth:`fill`), prompts run in the order in which they came, beside sequences that decode.
-    Where a window is run as it is (:meth:`chunk`), it has prompts alone, and one with little left to run joins one with
-    much if the padding costs less than a step of its own
-    (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`).
+    A scheduler decides what a window with packed rows has of each prompt (:meth:`take`). Where a window is run as it is
+    (:meth:`chunk`), it has prompts alone, and one with little left to run joins one with much if the padding costs less
+    than a step of its own (:func:`~specgraph.runtime.schedule.prompt_shapes.num_together`).
 
     Attributes:
         width: the number of rows of a decode step.
     """
 
-    def __init__(self, width: int, rows: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
-        """``width`` is the number of rows of a decode step, which no window is narrower than; ``rows`` is the number of
-        sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows`` is
-        the most rows of a step of several sequences; ``within`` is how many rows, from a boundary on, a window ends in
-        that leaves the state at the boundary."""
-        self.width, self._rows, self._overhead, self._most_rows = width, rows, overhead, most_rows
+    def __init__(self, width: int, slots: int, overhead: int, most_rows: int = MOST_ROWS, *, within: int = 1) -> None:
+        """``width`` is the number of rows of a decode step, which no window is narrower than; ``slots`` is the number
+        of sequences for which there is room; ``overhead`` is what a step costs besides its rows, in rows; ``most_rows``
+        is the most rows of a step of several sequences; ``within`` is that of every :class:`PendingPrompt`."""
+        self.width, self._slots, self._overhead, self._most_rows = width, slots, overhead, most_rows
         self._within = within
-        self._prompts: dict[int, Tensor] = {}
-        self._done: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        self._boundaries: dict[int, list[int]] = {}
+        self._prompts: dict[int, PendingPrompt] = {}
 
     def add(
-        self, row: int, prompt: Tensor, done: int = 0, end: int | None = None, boundaries: Sequence[int] = ()
-    ) -> None:
-        """The sequence in ``row`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
+        self, slot: int, prompt: Tensor, done: int = 0, end: int | None = None, boundaries: Sequence[int] = ()
+    ) -> PendingPrompt:
+        """The sequence in ``slot`` begins with ``prompt``, 1-D int64, of which ``done`` tokens need not be run.
 
-        Neither need those from ``end`` on, of which the first is given as the next token of the row before it. At each
-        of the ``boundaries``, in ascending order, a window leaves the state of recurrent layers.
+        Neither need those from ``end`` on, of which the first is given as the next token of the row before it.
         """
-        self._boundaries[row] = list(boundaries)
-        self._prompts[row], self._done[row], self._ends[row] = prompt, done, prompt.numel() if end is None else end
+        end = prompt.numel() if end is None else end
+        self._prompts[slot] = PendingPrompt(prompt, done, end, list(boundaries), self._within)
+        return self._prompts[slot]
 
-    def drop(self, row: int) -> None:
-        """What is left of the prompt in ``row``, if anything is, is not wanted any more."""
-        self._prompts.pop(row, None)
-        self._done.pop(row, None)
-        self._ends.pop(row, None)
-        self._boundaries.pop(row, None)
+    def drop(self, slot: int) -> None:
+        """What is left of the prompt in ``slot``, if anything is, is not wanted any more."""
+        self._prompts.pop(slot, None)
 
     def pending(self) -> list[int]:
-        """The rows that still have prompt tokens to run, in the order in which they came."""
+        """The slots that still have prompt tokens to run, in the order in which they came."""
         return list(self._prompts)
 
     def chunk(self, most: int) -> Chunk:
@@ -91,61 +124,34 @@ class Prefill:
         It has at most ``most`` columns: the rest of a prompt, or one row less and the token behind it. (There is one
         more column if a token behind the rest is given.)
         """
-        return self._cut({row: self._next_rows(row, most) for row in self._together(most)})
+        widths = {slot: prompt.next(most) for slot, prompt in self._prompts.items()}
+        waiting = sorted(widths, key=widths.__getitem__, reverse=True)
+        taken = num_together([widths[slot] for slot in waiting], self._slots, self._overhead, self._most_rows)
+        return self.take({slot: widths[slot] for slot in sorted(waiting[:taken])})
 
-    def fill(self, most: int, budget: int, decoding: Sequence[int] = (), width: int = 1) -> Chunk:
-        """The next window whose rows are packed; call it while sequences are pending.
+    def take(self, counts: Mapping[int, int], decoding: Sequence[int] = (), width: int = 0) -> Chunk:
+        """A window with the next rows of some prompts, which are then done, beside sequences that decode.
 
         Args:
-            most: the most columns of a prompt, as for :meth:`chunk`.
-            budget: the most prompt rows of all sequences together.
-            decoding: the rows of sequences that decode in the same step.
+            counts: the most rows of each prompt, by slot; there are fewer up to a boundary.
+            decoding: the slots of sequences that decode in the same step.
             width: how many rows each of these has at most.
         """
-        waiting = self.pending()[:budget]
-        left = [self._ends[row] - self._done[row] for row in waiting]
-        counts = fill(left, most, budget, len(decoding), self.width)
-        return self._cut(dict(zip(waiting, counts, strict=False)), decoding, width)
-
-    def _cut(self, counts: Mapping[int, int], decoding: Sequence[int] = (), width: int = 0) -> Chunk:
-        """A window with the next rows of some sequences, which are then done."""
-        counts = {row: min(count, self._most(row)) for row, count in counts.items()}
-        rows = list(counts)
-        # One token more than rows: what follows the chunk's last row is known, too, unless the prompt ends there.
-        known = [self._prompts[row][self._done[row] : self._done[row] + n + 1].numpy() for row, n in counts.items()]
+        counts = {slot: self._prompts[slot].up_to_boundary(count) for slot, count in counts.items()}
+        slots = list(counts)
+        known = [self._prompts[slot].known(count) for slot, count in counts.items()]
         forced = [len(tokens) - 1 for tokens in known]
         columns = max(self.width, *map(len, known))
-        block = np.zeros((len(rows) + len(decoding), 3 + columns), dtype=np.int64)
-        for line, row, tokens in zip(block, rows, known, strict=False):
-            line[:3] = row, counts[row], len(tokens) - 1
+        block = np.zeros((len(slots) + len(decoding), 3 + columns), dtype=np.int64)
+        for line, slot, tokens in zip(block, slots, known, strict=False):
+            line[:3] = slot, counts[slot], len(tokens) - 1
             line[3 : 3 + len(tokens)] = tokens
-        block[len(rows) :, 0] = decoding
-        block[len(rows) :, 1] = LAID_OUT
-        reached = [(row, boundary) for row, count in counts.items() for boundary in self._advance(row, count)]
+        block[len(slots) :, 0] = decoding
+        block[len(slots) :, 1] = LAID_OUT
+        reached = [(slot, boundary) for slot, n in counts.items() for boundary in self._prompts[slot].advance(n)]
+        for slot in slots:
+            if not self._prompts[slot].left:
+                self.drop(slot)
         total = sum(counts.values())
-        return Chunk([*rows, *decoding], forced, total, total + width * len(decoding), torch.from_numpy(block), reached)
-
-    def _most(self, row: int) -> int:
-        """The most rows of a prompt that the next window may run, so that it leaves the state at the next boundary."""
-        ahead = self._boundaries[row]
-        return (ahead[0] + self._within - 1 if ahead else self._ends[row]) - self._done[row]
-
-    def _advance(self, row: int, count: int) -> list[int]:
-        """Some more rows of a prompt are run; gives the boundary that this reaches, if there is one."""
-        self._done[row] += count
-        reached = [boundary for boundary in self._boundaries[row] if boundary <= self._done[row]]
-        del self._boundaries[row][: len(reached)]
-        if self._done[row] == self._ends[row]:
-            self.drop(row)
-        return reached
-
-    def _next_rows(self, row: int, most: int) -> int:
-        left = self._ends[row] - self._done[row]
-        return left if left <= most else max(1, most - 1)
-
-    def _together(self, most: int) -> list[int]:
-        """The pending sequences of the next window: those with the most rows to run."""
-        waiting = sorted(self.pending(), key=lambda row: self._next_rows(row, most), reverse=True)
-        widths = [self._next_rows(row, most) for row in waiting]
-        taken = num_together(widths, self._rows, self._overhead, self._most_rows)
-        return sorted(waiting[:taken])
+        packed = total + width * len(decoding)
+        return Chunk([*slots, *decoding], forced, total, packed, torch.from_numpy(block), reached)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from specgraph.runtime.memory.pages import Reservation
 from specgraph.runtime.requests.request import Request
 from specgraph.runtime.schedule.acceptance import Outlook
+from specgraph.runtime.schedule.prefill import PendingPrompt
+
+
+class Phase(enum.Enum):
+    """How far a sequence is: in the queue, then in a slot while its prompt runs, then decoding, then ended."""
+
+    WAITING = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    DONE = enum.auto()
 
 
 @dataclass(eq=False)
 class ActiveSequence:
-    """A sequence on its way: waiting without a row, then in one, then ended."""
+    """A sequence of an engine. It has a slot, pages and a pending prompt as soon as it no longer waits.
+
+    Attributes:
+        tokens_left: the most tokens that may be missing when the steps under way are done.
+        outlook: how probable it is that its drafts are accepted, where K is chosen by what it is worth.
+    """
 
     number: int
     request: Request
-    row: int = -1
+    phase: Phase = Phase.WAITING
+    slot: int = -1
     reserved: Reservation = field(default_factory=Reservation)
     new_tokens: list[int] = field(default_factory=list)
-    started: bool = False
-    ended: bool = False
-    room: int = 0
-    """The most tokens that may be missing when the steps under way are done."""
+    tokens_left: int = 0
     outlook: Outlook | None = None
-    """How probable it is that its drafts are accepted, where K is chosen by what it is worth."""
+    prompt: PendingPrompt = field(init=False)

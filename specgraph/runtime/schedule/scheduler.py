@@ -1,0 +1,148 @@
+"""Plans the steps of an engine: which sequences enter, and what the next step runs. It needs no device.
+
+Sequences are admitted in the order in which they came. One that finds no free slot, or not enough free pages for its
+whole length, waits, and so do those behind it; what is admitted never waits for memory again. While prompts are
+pending, a step runs some of their tokens and all sequences that decode; decode steps follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from specgraph.runtime.memory.pages import PagePool, Reservation
+from specgraph.runtime.schedule.policy import Policy
+from specgraph.runtime.schedule.prompt_shapes import FULL_ROWS, MOST_ROWS, Overhead, fill, group_size, rows_beside
+from specgraph.runtime.schedule.sequences import ActiveSequence, Phase
+
+
+class Entry(NamedTuple):
+    """A sequence that enters a slot, with the pages that are reserved for it."""
+
+    sequence: ActiveSequence
+    slot: int
+    reserved: Reservation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens next. The first sequences of the queue are those of ``entering`` and ``empty`` together.
+
+    Attributes:
+        entering: sequences that are admitted before the step, whose prompts may begin in it.
+        empty: sequences that end at once, since no token may come behind their prompts. Nothing else is run before
+            this has been told.
+        prompts: how many prompt tokens the step runs of each sequence, in the order in which they came.
+        decoding: the sequences that decode in the step, by their slots.
+        drafts: K for those that decode; None for the drafter's own.
+    """
+
+    entering: Sequence[Entry] = ()
+    empty: Sequence[ActiveSequence] = ()
+    prompts: Mapping[ActiveSequence, int] = field(default_factory=dict)
+    decoding: Sequence[ActiveSequence] = ()
+    drafts: int | None = None
+
+    @property
+    def sequences(self) -> list[ActiveSequence]:
+        """All sequences of the step, in the order of its entries."""
+        return [*self.prompts, *self.decoding]
+
+
+class Scheduler:
+    """Makes plans. :meth:`plan` changes nothing but ``pages``, where it reserves those of sequences that enter."""
+
+    def __init__(
+        self, policy: Policy, overhead: Overhead, pages: PagePool, num_slots: int, width: int,
+        choose_drafts: Callable[[Sequence[ActiveSequence]], int | None] | None = None,
+    ) -> None:  # fmt: skip
+        """``width`` is the number of tokens that a decode step runs of a sequence, with the drafter's own K.
+
+        ``choose_drafts`` gives K for a step of some sequences; without it, their number decides (``policy.drafts``).
+        """
+        self._policy, self._overhead, self._pages = policy, overhead, pages
+        self._num_slots, self._width, self._present_width = num_slots, width, width
+        self._choose_drafts = choose_drafts or (lambda decoding: policy.drafts_of(len(decoding)))
+        self._num_ended = self._num_decode_steps = 0
+        self._ran_prompts = False
+
+    def plan(self, waiting: Sequence[ActiveSequence], running: Collection[ActiveSequence], free: Sequence[int]) -> Plan:
+        """What happens next, where some sequences wait, some run (in the order in which they entered), and the slots
+        ``free`` belong to nobody."""
+        decodes = any(sequence.phase is Phase.DECODE for sequence in running)
+        entering, empty = self._admitted(waiting, free, decodes)
+        if empty:
+            return Plan(entering, empty)
+        left = {s: s.prompt.left for s in running if s.phase is Phase.PREFILL}
+        left |= {s: s.request.prompt.numel() - self._pages.num_shared_tokens(own) for s, _, own in entering}
+        # A step gives each of them a token at least. So one whose length is filled by steps under way is left out.
+        decoding = sorted([s for s in running if s.phase is Phase.DECODE and s.tokens_left > 0], key=attrgetter("slot"))
+        if left and decoding and not self._policy.joint:
+            if self._policy.fair and self._ran_prompts:
+                left = {}
+            else:
+                decoding = []
+        drafts = self._choose_drafts(decoding) if decoding else None
+        prompts = self._prompts(left, decoding, self._width if drafts is None else drafts + 1, decodes=decodes)
+        return Plan(entering, empty, prompts, decoding, drafts)
+
+    def ran(self, plan: Plan, width: int) -> None:
+        """The step of ``plan`` is enqueued; one that decodes runs ``width`` tokens of a sequence at present."""
+        self._present_width = width
+        self._ran_prompts = bool(plan.prompts)
+        self._num_decode_steps += bool(plan.decoding)
+
+    def ended(self) -> None:
+        """A sequence has left its slot."""
+        self._num_ended += 1
+
+    def _admitted(
+        self, waiting: Sequence[ActiveSequence], free: Sequence[int], decodes: bool
+    ) -> tuple[list[Entry], list[ActiveSequence]]:
+        """The first sequences of the queue for which there are slots and pages, and those among them that end at once.
+
+        Where nobody waits for single tokens, sequences enter in groups beside those that decode.
+        """
+        entering: list[Entry] = []
+        empty: list[ActiveSequence] = []
+        if decodes and not self._policy.fair:
+            ends = (1 + self._num_ended) / (1 + self._num_decode_steps)
+            enough = group_size(self._num_slots, self._present_width, ends, self._overhead, joint=self._policy.joint)
+            if len(free) < min(enough, len(waiting)):
+                return entering, empty
+        if waiting and free:
+            self._pages.check_weights()
+        for sequence in waiting:
+            request = sequence.request
+            if not request.has_room:
+                empty.append(sequence)
+                continue
+            slots = free[len(entering) :]
+            reserved = self._pages.reserve(request.prompt, request.limit) if slots else None
+            if reserved is None:
+                break
+            entering.append(Entry(sequence, slots[0], reserved))
+        return entering, empty
+
+    def _prompts(
+        self, left: Mapping[ActiveSequence, int], decoding: Sequence[ActiveSequence], width: int, *, decodes: bool
+    ) -> dict[ActiveSequence, int]:
+        """How many tokens the step runs of the prompts that are pending, of which so many are ``left``."""
+        if not left:
+            return {}
+        budget = self._budget(len(decoding), width, decodes=decodes)
+        counts = fill([*left.values()][:budget], self._policy.chunk, budget, len(decoding), self._width)
+        return dict(zip(left, counts, strict=False))
+
+    def _budget(self, count: int, width: int, *, decodes: bool) -> int:
+        """The most prompt tokens of a step in which ``count`` sequences decode, with ``width`` tokens each.
+
+        Where nobody waits for single tokens, large steps are better, unless nearly all sequences decode and have so few
+        tokens that those of prompts cost hardly anything beside them.
+        """
+        if not (count or (self._policy.fair and decodes)):
+            return MOST_ROWS
+        crowded = 4 * count >= 3 * self._num_slots and 2 * count * width <= FULL_ROWS
+        return rows_beside(count * width, patient=not (self._policy.fair or crowded))
