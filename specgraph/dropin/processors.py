@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import generation
 from transformers.generation import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -21,6 +22,8 @@ from transformers.generation import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
+
+from specgraph.runtime.requests.processing import OPTIONS
 
 Options = dict[str, Any]
 
@@ -126,17 +129,22 @@ def _suppressed_first(processor: SuppressTokensAtBeginLogitsProcessor, call: Cal
     return {"begin_suppress_tokens": processor.begin_suppress_tokens.tolist()} if behind else None
 
 
+_READERS: dict[str, Callable[[Any, Called], Options | None]] = {
+    "sequence_bias": _sequence_bias,
+    "repetition_penalty": _repetition,
+    "no_repeat_ngram_size": _ngrams,
+    "bad_words_ids": _bad_words,
+    "min_length": _min_length,
+    "min_new_tokens": _min_new_tokens,
+    "forced_bos_token_id": _forced_first,
+    "forced_eos_token_id": _forced_last,
+    "suppress_tokens": _suppressed,
+    "begin_suppress_tokens": _suppressed_first,
+}
 READERS: dict[type[LogitsProcessor], Callable[[Any, Called], Options | None]] = {
-    SequenceBiasLogitsProcessor: _sequence_bias,
-    RepetitionPenaltyLogitsProcessor: _repetition,
-    NoRepeatNGramLogitsProcessor: _ngrams,
-    NoBadWordsLogitsProcessor: _bad_words,
-    MinLengthLogitsProcessor: _min_length,
-    MinNewTokensLengthLogitsProcessor: _min_new_tokens,
-    ForcedBOSTokenLogitsProcessor: _forced_first,
-    ForcedEOSTokenLogitsProcessor: _forced_last,
-    SuppressTokensLogitsProcessor: _suppressed,
-    SuppressTokensAtBeginLogitsProcessor: _suppressed_first,
+    getattr(generation, option.processor): _READERS[name]
+    for name, option in OPTIONS.items()
+    if option.processor is not None
 }
 """By the class of a processor, in transformers' order, what gives the decoder's options for it; None if it does
 something else. Forbidding a token commutes with the others, so a step may do so in another place."""

@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from specgraph import InputError, SpeculativeDecoder
-from specgraph.runtime.requests.processing import ARGUMENTS, Processing
-from specgraph.runtime.requests.processing_options import OFF, Sequences, read_processing
+from specgraph.kernels.processors.ngrams import MOST
+from specgraph.passes.insert_processors import OPTIONS as STATE_OF_THE_PASS
+from specgraph.runtime.requests.processing import MOST_NGRAM, OPTIONS, STATE, Processing
+from specgraph.runtime.requests.processing_options import Sequences, read_processing
 from tests.decoding import CONFIG, compiled
 from tests.models import VOCAB, ragged_prompts, shared_model
 from tests.runtime.test_decoder import noisy_copy
@@ -248,12 +250,16 @@ def test_last_tokens_of_several_are_drawn_alike(decoders: dict[str, SpeculativeD
         assert [token for event in session for token in event.tokens][-1] == 4
 
 
+def test_the_table_of_options_fills_what_the_step_reads() -> None:
+    assert STATE.keys() == STATE_OF_THE_PASS.keys() and MOST_NGRAM == MOST
+
+
 def test_every_option_has_a_value_that_asks_for_nothing(decoders: dict[str, SpeculativeDecoder]) -> None:
-    assert OFF.keys() == ARGUMENTS
-    out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **OFF)
+    off = {name: option.off for name, option in OPTIONS.items()}
+    out = decoders["ngram"].generate(PROMPTS, max_new_tokens=3, **off)
     assert out.stats.host_steps == 0
     known = Sequences([3], [5], [(2,)], VOCAB)
-    assert read_processing(known, OFF, {"forced_eos_token_id": 7, "suppress_tokens": [3]}) == [Processing()]
+    assert read_processing(known, off, {"forced_eos_token_id": 7, "suppress_tokens": [3]}) == [Processing()]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

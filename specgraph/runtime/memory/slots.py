@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from specgraph.kernels.state import Buffer, map_input
 from specgraph.kernels.step import scatter_state_
 from specgraph.passes.insert_processors import kept_for_processors
 from specgraph.runtime.memory.pages import num_pages
+from specgraph.runtime.requests.processing import STATE, Processing
 from specgraph.runtime.requests.request import Request
 
 _ALIGNMENT = 16
@@ -152,6 +153,10 @@ def _buffers(program: Program, state: State) -> list[tuple[str, Buffer, Tensor]]
     return found
 
 
+def _option(values: Callable[[Processing], Sequence[float]], new: Admission) -> Sequence[float]:
+    return values(new.request.processing)
+
+
 KNOWN: dict[str, Callable[[Admission], Sequence[float]]] = {
     "start": lambda new: [new.begin],
     "block_table": lambda new: new.pages,
@@ -163,16 +168,7 @@ KNOWN: dict[str, Callable[[Admission], Sequence[float]]] = {
     "min_p": lambda new: [new.request.sampling.min_p],
     "seeds": lambda new: [new.request.sampling.seed],
     "prompt_length": lambda new: [new.request.prompt.numel()],
-    "repetition_penalty": lambda new: [new.request.processing.repetition_penalty],
-    "frequency_penalty": lambda new: [new.request.processing.frequency_penalty],
-    "presence_penalty": lambda new: [new.request.processing.presence_penalty],
-    "bias_tokens": lambda new: [token for bias in new.request.processing.biases for token in bias.tokens],
-    "bias_ends": lambda new: [*accumulate(len(bias.tokens) for bias in new.request.processing.biases)],
-    "bias_values": lambda new: [bias.value for bias in new.request.processing.biases],
-    "bias_until": lambda new: [bias.until for bias in new.request.processing.biases],
-    "no_repeat_ngram_size": lambda new: [new.request.processing.no_repeat_ngram_size],
-    "forced_bos_token_id": lambda new: [new.request.processing.forced_bos_token_id],
-    "forced_eos_token_id": lambda new: [new.request.processing.forced_eos_token_id],
+    **{name: functools.partial(_option, values) for name, values in STATE.items()},
 }
 """What is known of a sequence that begins, by the names of a state's inputs: the first values of its row."""
 

@@ -15,12 +15,11 @@ from transformers import GenerationConfig
 
 from specgraph.errors import InputError, warn_caller
 from specgraph.runtime.model_guard import ModelGuard
-from specgraph.runtime.requests.arguments import STRUCTURE, check_names
+from specgraph.runtime.requests.arguments import PROCESSING, STRUCTURE, check_names
 from specgraph.runtime.requests.generation_config import FLAGS, GenerationDefaults, LiveDefaults
 from specgraph.runtime.requests.grammar import Grammars, are_structured
 from specgraph.runtime.requests.host_processors import Allowed, HostProcessor, PythonProcessors, read_processors
 from specgraph.runtime.requests.limits import EosIds, Lengths, read_eos, read_limits
-from specgraph.runtime.requests.processing import ARGUMENTS
 from specgraph.runtime.requests.processing_options import (
     Sequences,
     forbidding,
@@ -174,7 +173,7 @@ class RequestParser:
         seeds = None if seed is None else [seed]
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seeds}
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        check_names(others, ARGUMENTS | STRUCTURE | {"tokenizer", "stop_strings", "max_time"}, "submit")
+        check_names(others, PROCESSING | STRUCTURE | {"tokenizer", "stop_strings", "max_time"}, "submit")
         return self.call([_one_prompt(prompt)], None, others, **options)
 
     def _hosts(

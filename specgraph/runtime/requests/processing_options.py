@@ -11,22 +11,9 @@ from torch import Tensor
 from transformers.generation import ForcedEOSTokenLogitsProcessor, LogitsProcessor
 
 from specgraph.errors import InputError, warn_caller
-from specgraph.kernels.processors.ngrams import MOST
-from specgraph.runtime.requests.processing import ALWAYS, Bias, Processing
+from specgraph.runtime.requests.processing import ALWAYS, OPTIONS, Bias, Form, Processing
 from specgraph.runtime.requests.values import check_range, is_number, per_sequence, read_token_ids, whole
 
-NUMBERS: dict[str, tuple[str, float, float]] = {
-    "repetition_penalty": ("more than 0; 1 is off", 0, math.inf),
-    "frequency_penalty": ("a finite number; 0 is off", -math.inf, math.inf),
-    "presence_penalty": ("a finite number; 0 is off", -math.inf, math.inf),
-}
-"""Options with one number per sequence: what is allowed in words, and the bounds; the lower one is excluded."""
-COUNTS: dict[str, tuple[str, float]] = {
-    "no_repeat_ngram_size": (f"0 (off) to {MOST}", MOST),
-    "min_new_tokens": ("0 or more", math.inf),
-    "min_length": ("0 or more", math.inf),
-}
-"""Options with one count per sequence: what is allowed in words, and the most."""
 FIRST, LAST = "forced_bos_token_id", "forced_eos_token_id"
 """The token at the beginning, one per sequence, and that at the end, which may be one of several."""
 
@@ -62,7 +49,9 @@ def read_processing(known: Sequences, given: Mapping[str, Any], defaults: Mappin
     """
     batch = len(known.eos_ids)
     options = _merged(given, defaults)
-    columns: dict[str, Sequence[Any]] = {name: _numbers(name, options.get(name), batch) for name in NUMBERS}
+    columns: dict[str, Sequence[Any]] = {
+        name: _numbers(name, options.get(name), batch) for name in _of_form(Form.NUMBER)
+    }
     minimums = read_minimums(known, given, defaults)
     columns[FIRST] = _first_tokens(options.get(FIRST), batch, known.vocab_size)
     # One of several is chosen by the host; see forced_ends.
@@ -164,16 +153,16 @@ def _biases(words: Mapping[str, list[Bias]], eos_ids: tuple[int, ...], least: in
 
 
 def _numbers(name: str, value: Any, batch: int) -> list[float]:
-    allowed, low, high = NUMBERS[name]
-    values = per_sequence(name, value, getattr(Processing, name), batch)
-    check_range(name, values, allowed, low, high, above=True)
+    option = OPTIONS[name]
+    values = per_sequence(name, value, option.off, batch)
+    check_range(name, values, option.allowed, option.above, option.most, above=True)
     return [float(number) for number in values]
 
 
 def _counts(name: str, value: Any, batch: int) -> list[int]:
-    allowed, most = COUNTS[name]
+    option = OPTIONS[name]
     counts = [whole(name, number) for number in per_sequence(name, value, 0, batch)]
-    check_range(name, counts, allowed, 0, most, above=False)
+    check_range(name, counts, option.allowed, 0, option.most, above=False)
     return counts
 
 
@@ -206,7 +195,7 @@ def _words(name: str, value: Any, batch: int, vocab_size: int) -> list[list[Bias
     read, is_entry = WORDS[name]
     if plain is None:
         return [[]] * batch
-    wrong = InputError(f"{name} is {FORMS[name]}, or a list with one of these per sequence, not {plain!r}.")
+    wrong = InputError(f"{name} is {OPTIONS[name].allowed}, or a list with one of these per sequence, not {plain!r}.")
     if not isinstance(plain, list | tuple) and not (isinstance(plain, Mapping) and name == "sequence_bias"):
         raise wrong
     several = not isinstance(plain, Mapping) and len(plain) > 0 and not any(map(is_entry, plain))
@@ -249,17 +238,10 @@ WORDS: dict[str, tuple[Callable[[Any], list[Bias]], Callable[[Any], bool]]] = {
     "begin_suppress_tokens": (_suppressed(_BEGIN), is_number),
 }
 """Options that are words: what reads those of a sequence, and what tells such a word from the entry of a sequence."""
-FORMS = {
-    "sequence_bias": "a mapping from tuples of token ids to numbers",
-    "bad_words_ids": "a list of words, each a list of token ids",
-    "suppress_tokens": "a list of token ids",
-    "begin_suppress_tokens": "a list of token ids",
-}
-OFF: Mapping[str, Any] = {
-    **{name: getattr(Processing, name) for name in NUMBERS}, **dict.fromkeys(COUNTS, 0), FIRST: (), LAST: (),
-    **dict.fromkeys(WORDS, ()),
-}  # fmt: skip
-"""The value of every option that asks for nothing, whatever the model's configuration says."""
+
+
+def _of_form(form: Form) -> list[str]:
+    return [name for name, option in OPTIONS.items() if option.form is form]
 
 
 def _check_word(name: str, bias: Bias, vocab_size: int) -> None:
