@@ -321,28 +321,27 @@ class Engine:
 
     def _read(self, under_way: InFlightStep) -> Step:
         """Wait for a step, and tell what it meant for each of its sequences that has not ended before."""
-        count = len(under_way.sequences)
+        count, num_prompts = len(under_way.sequences), len(under_way.forced)
         read = under_way.results.read(count, logprobs=self._logprobs != "none")
         told = under_way.results.trace(count) if self._traced else None
         pause, going_on = under_way.pause, under_way.going_on
         outputs, broken, failed = [], [], list[ActiveSequence]()
-        forced = [*under_way.forced, *[None] * (count - len(under_way.forced))]
         # What stands in this loop is paid for every token, on a host that has to keep up with the device.
-        for place, sequence, given, tokens, logprobs, emitted, bad, left, confidence in zip(
-            range(count), under_way.sequences, forced, read.tokens, read.logprobs, read.num_emitted, read.bad,
-            read.num_rows, read.confidence, strict=True,
-        ):  # fmt: skip
+        for place, sequence in enumerate(under_way.sequences):
             if sequence.phase is Phase.DONE:
                 continue
+            bad = read.bad[place]
             if bad == NAN_FOUND:
                 broken.append(sequence)
                 continue
+            tokens, logprobs, left = read.tokens[place], read.logprobs[place], read.num_rows[place]
+            given = under_way.forced[place] if place < num_prompts else 0
             if given:  # the last tokens were read; how many of them come before those that were not forced?
-                before = max(0, len(tokens) + given - emitted)
+                before = max(0, len(tokens) + given - read.num_emitted[place])
                 tokens, logprobs = tokens[before:], logprobs[before:]
             error = None
             if bad or (pause and pause.errors):
-                kept, error = under_way.refused(place, bad, given or 0, len(tokens))
+                kept, error = under_way.refused(place, bad, given, len(tokens))
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
             sequence.new_tokens += tokens
             if sequence.outlook is not None:
@@ -358,9 +357,11 @@ class Engine:
                 request = sequence.request
                 reason = "eos" if tokens and tokens[-1] in request.eos_ids else request.limit_reason
                 self._leave(sequence)
-            decoding = given is None and len(tokens) > 0
+            decoding = place >= num_prompts and len(tokens) > 0
             traced = None if told is None else DraftTraceView(told, place, max(left - 1, 0))
-            outputs.append(Output(sequence.number, tokens, logprobs, decoding, confidence, reason, error, traced))
+            outputs.append(
+                Output(sequence.number, tokens, logprobs, decoding, read.confidence[place], reason, error, traced)
+            )
         self._halt([*broken, *failed])
         if broken:
             self.pages.forget()  # nobody shall find a NaN there

@@ -61,8 +61,15 @@ class Lengths(NamedTuple):
     by_model: bool = False
 
 
-def read_limits(prompts: Prompts, asked: Lengths, limits: Limits) -> list[tuple[int, bool]]:
-    """The length at which each sequence ends, and whether that is only because the decoder's own is less than asked."""
+class End(NamedTuple):
+    """The length at which a sequence ends, and whether that is only because the decoder's own is less than asked."""
+
+    limit: int
+    capped: bool
+
+
+def read_limits(prompts: Prompts, asked: Lengths, limits: Limits) -> list[End]:
+    """Where each sequence ends at the latest."""
     longest = limits.max_length
     name = "max_length" if asked.max_new_tokens is None and asked.max_length is not None else "max_new_tokens"
     ends = (_ends_by_length if name == "max_length" else _ends)(prompts, asked)
@@ -72,7 +79,7 @@ def read_limits(prompts: Prompts, asked: Lengths, limits: Limits) -> list[tuple[
             f"{name}={most} is more than the decoder's max_length of {longest}, which counts the prompt, too; ask for "
             f"fewer, or {limits.lengthen()}."
         )
-    return [(min(longest, end), end > longest) for end in ends]
+    return [End(min(longest, end), end > longest) for end in ends]
 
 
 def _ends(prompts: Prompts, asked: Lengths) -> list[int]:

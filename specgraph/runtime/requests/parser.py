@@ -128,18 +128,20 @@ class RequestParser:
                 f"num_return_sequences={copies} would give equal sequences, since decoding is greedy; pass "
                 "do_sample=True or a temperature, or leave it out."
             )
-        rooms = [end - prompt.numel() for prompt, (end, _) in zip(prompts.prompts, ends, strict=True)]
+        rooms = [end.limit - prompt.numel() for prompt, end in zip(prompts.prompts, ends, strict=True)]
         lengths, structured = [given.numel() for given in prompts.given], are_structured(others, count)
         known = Sequences(lengths, rooms, eos_ids, self.limits.vocab_size, structured, as_transformers)
         processing = read_processing(known, others, defaults.processing)
         hosts = self._hosts(others, defaults, known, forces=as_transformers)
         forbids = [functools.partial(_forbidding, known, others, defaults, place) for place in range(count)]
-        parts = zip(prompts.prompts, ends, options, eos_ids, processing, prompts.given, hosts, forbids, strict=True)
-        as_argmax = [as_transformers and each for each in greedy]
         requests = [
-            Request(p, end, own, eos, capped, how, padded, host, forbidding, first)
-            for (p, (end, capped), own, eos, how, padded, host, forbidding), first in zip(parts, as_argmax, strict=True)
-        ]
+            Request(
+                prompts.prompts[place], ends[place].limit, options[place], eos_ids[place], ends[place].capped,
+                processing[place], prompts.given[place], hosts[place], forbids[place],
+                as_transformers and greedy[place],
+            )
+            for place in range(count)
+        ]  # fmt: skip
         device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
         batch = Batch(requests, prompts.left_padding, pad_id, read_logprobs(return_logprobs), device,
                       bool(read_flag("trace", trace)))  # fmt: skip
