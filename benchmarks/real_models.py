@@ -1,6 +1,6 @@
 """Measures specgraph on a real model, beside transformers in the same process.
 
-    python benchmarks/real_models.py MODEL --out FILE.jsonl [--draft FOLDER] [--gsm8k FILE] [--budget SECONDS]
+    python -m benchmarks.real_models MODEL --out FILE.jsonl [--draft FOLDER] [--gsm8k FILE] [--budget SECONDS]
 
 Every cell is a set of prompts, a decoder, K, a number of sequences and a temperature. It appends one JSON line to the
 file, and prints the Markdown table of all lines at the end. The same command goes on where it stopped: cells that are
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fetch_models import convert
-from markdown import table
-from texts import SETS, read_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import specgraph
+from benchmarks.fetch_models import convert
+from benchmarks.markdown import table
+from benchmarks.texts import SETS, read_prompts
 from specgraph.bench.peers import transformers_generate
 from specgraph.config import group_choices
 

@@ -10,13 +10,14 @@ set -euo pipefail
 model=$1 data=$2 work=$3 algorithm=${4:-eagle3} seconds=${5:-900}
 shift $(($# < 5 ? $# : 5))
 limit=${LIMIT:-560}
-here=$(dirname "$0")
+# Run as modules: a script's own folder would be searched first, and other packages ask for one called ``kernels``.
+export PYTHONPATH=$(cd "$(dirname "$0")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH}
 head=$work/$algorithm
 left() { echo $((limit - SECONDS)); }
 
 mkdir -p "$work"
 folder=${model%.gguf}
-[ "$folder" = "$model" ] || "${PYTHON:-python3}" "$here/fetch_models.py" "$model" "$folder"
+[ "$folder" = "$model" ] || "${PYTHON:-python3}" -m benchmarks.fetch_models "$model" "$folder"
 if [ ! -e "$head/training_report.json" ]; then
     # Stopped at the limit, it goes on from its last checkpoint the next time.
     timeout "$(left)" "${PYTHON:-python3}" -m specgraph train draft="$algorithm" model="$folder" \
@@ -27,7 +28,7 @@ if [ ! -e "$head/training_report.json" ]; then
         { echo "stopped with code $?: run the same command again to go on"; exit 0; }
 fi
 if [ "$(left)" -gt 60 ]; then
-    "${PYTHON:-python3}" "$here/real_models.py" "$folder" --draft "$head" --drafters ngram --k 2 4 --sets gsm8k \
+    "${PYTHON:-python3}" -m benchmarks.real_models "$folder" --draft "$head" --drafters ngram --k 2 4 --sets gsm8k \
         --gsm8k "$data/gsm8k_test.jsonl" --prompts 40 --peer-prompts 8 --new-tokens 192 --out "$work/measured.jsonl" \
         --budget "$(($(left) - 50))" ${MEASURE:-}
 fi

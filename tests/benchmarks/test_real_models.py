@@ -20,22 +20,17 @@ DECODERS = ["none", "ngram", "draft", "transformers generate", "transformers loo
 
 
 def run_script(name: str, *arguments: object) -> None:
-    """Run a script as Python does, in this process. What it imports from its own folder is forgotten afterwards."""
+    """Run a script as ``python -m`` does, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
-        patch.syspath_prepend(BENCHMARKS)
-        patch.delitem(sys.modules, "markdown", raising=False)  # a package of that name, which others may have imported
-        try:
-            runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
-        finally:
-            for file in BENCHMARKS.glob("*.py"):
-                sys.modules.pop(file.stem, None)
+        patch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # runpy warns about what is imported already
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
 
 
 def measure(out: Path, budget: int = 500) -> None:
     """Measure what is missing of two temperatures and six decoders on the smallest models."""
     run_script(
-        "real_models.py", MODELS / "target", "--out", out, "--draft", MODELS / "draft", "--gsm8k", QUESTIONS,
+        "real_models", MODELS / "target", "--out", out, "--draft", MODELS / "draft", "--gsm8k", QUESTIONS,
         "--temperature", 0, 0.7, "--budget", budget, "--device", "cpu", "--dtype", "float64", *NUMBERS.split(),
     )  # fmt: skip
 
@@ -113,7 +108,7 @@ def test_no_cell_begins_behind_the_budget(tmp_path: Path, capsys: pytest.Capture
 def test_the_table_has_a_row_for_each_cell_and_ratios_to_plain_decoding(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_script("markdown.py", run.file)
+    run_script("markdown", run.file)
     table = capsys.readouterr().out.strip()
     assert table == run.table.strip()
     title, blank, header, ruler, *rows = table.splitlines()
@@ -135,9 +130,9 @@ def test_a_folder_takes_the_place_of_a_model_to_fetch(tmp_path: Path, capsys: py
     file = tmp_path / "model.gguf"
     file.write_bytes(b"PK..")
     with pytest.raises(SystemExit, match=r"model\.gguf is no GGUF file: it begins with b'PK\.\.'\."):
-        run_script("fetch_models.py", file, tmp_path / "out")
+        run_script("fetch_models", file, tmp_path / "out")
     with pytest.raises(SystemExit):
-        run_script("fetch_models.py", "another", tmp_path)
+        run_script("fetch_models", "another", tmp_path)
     assert "another is neither a file nor one of gemma-270m, qwen-0.5b, qwen-1.5b" in capsys.readouterr().err
 
 

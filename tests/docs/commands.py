@@ -222,7 +222,7 @@ CHECKS = cast(
         ("make",): _make,
         ("bash", "tests/gpu/run_offline.sh"): _on_a_gpu,
         ("bash", "benchmarks/train_head.sh"): _trained_head,
-        **{("python", f"benchmarks/{name}.py"): functools.partial(_benchmark, name) for name in BENCHMARKS},
+        **{("python", "-m", f"benchmarks.{name}"): functools.partial(_benchmark, name) for name in BENCHMARKS},
         **{("python", "-m", f"benchmarks.{name}"): functools.partial(_timed, name) for name in TIMED},
         ("python",): _example,
     },
