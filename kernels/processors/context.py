@@ -10,7 +10,8 @@ than the rows of the window: the ``R`` rows begin at row ``min(num_forced, T - R
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -18,6 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
+
+CONTEXT = ("history", "rows", "window", "start", "num_forced")
+"""The arguments that say what comes before a row, in the order in which kernels take them."""
 
 
 class HasContext(Protocol):
@@ -37,13 +42,19 @@ def check_context(given: HasContext) -> None:
     Raises:
         ValueError: names the argument, and what it must be.
     """
+    check_rows(given)
+    require(given.history.dim() == 2, lambda: f"history must be [N, S], not {given.history.dim()}-d")
+    for name in ("rows", "window", "start", "num_forced"):
+        check_batch(name, getattr(given, name), given.logits.shape[0])
+
+
+def check_rows(given: Any) -> None:
+    """Refuse logits and a window that do not fit, with a ``ValueError`` like that of :func:`check_context`."""
     logits, window = given.logits, given.window
     require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
-    require(window.dim() == 2 and given.history.dim() == 2, lambda: "window must be [B, T], history [N, S]")
+    require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
     fits = logits.shape[1] <= window.shape[1]
     require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {window.shape[1]} rows")
-    for name in ("rows", "window", "start", "num_forced"):
-        check_batch(name, getattr(given, name), logits.shape[0])
 
 
 def first_rows(given: HasContext) -> Tensor:
@@ -101,8 +112,33 @@ def row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width
     return tl.maximum(row, 0), start, start + first + r + 1
 
 
+def empty(logits: Tensor) -> Tensor:
+    """Room ``[B, R, V]`` for changed logits: float32, or float64 for float64 logits."""
+    return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def copied(logits: Tensor) -> Tensor:
-    """A copy ``[B, R, V]`` that changed logits are written to: float32, or float64 for float64 logits."""
-    return torch.empty_like(
-        logits, dtype=torch.promote_types(logits.dtype, torch.float32), memory_format=torch.contiguous_format
-    ).copy_(logits)
+    """A copy of logits that changed ones are written to."""
+    return empty(logits).copy_(logits)
+
+
+def contiguous(given: object, *names: str) -> list[Any]:
+    """Arguments as kernels take them. Those that are not given are None. Of a history, only the rows have to be
+    contiguous, because a copy of all sequences would be large."""
+    parts = [getattr(given, name) for name in names]
+    return [part if part is None or (n == "history" and part.stride(1) == 1) else part.contiguous()
+            for n, part in zip(names, parts, strict=True)]  # fmt: skip
+
+
+def declare_processor(
+    name: str, arguments: type[Any], check: Callable[[Any], None], triton: Callable[..., Tensor],
+    reference: Callable[..., Tensor], cpu: Callable[..., Tensor], *, moves_only: bool = False,
+) -> Op:  # fmt: skip
+    """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64."""
+
+    def fake(given: Any) -> Tensor:
+        check(given)
+        return empty(given.logits)
+
+    forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only)
+    return declare(Op(name, arguments, fake, with_cpu(forms, cpu)))
