@@ -35,6 +35,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch, require
 from specgraph.kernels.processors.context import (
     CONTEXT,
+    Context,
     by_position,
     check_context,
     context_lengths,
@@ -50,12 +51,11 @@ BLOCK = 64
 
 
 @dataclass(slots=True)
-class AddBiases:
+class AddBiases(Context):
     """Add the biases of words to the logits of their last tokens.
 
     Args:
-        logits, history, rows, window, start, num_forced, prompt_length: as for
-            :class:`~specgraph.kernels.processors.penalties.Penalise`.
+        prompt_length: int64 ``[B]``; tokens at positions from here on were generated.
         bias_tokens: int64 ``[B, P]``, the tokens of all words of a sequence, one word behind the other.
         bias_ends: int64 ``[B, L]``, where each word ends in ``bias_tokens``; it begins where the word before it ends.
             Behind the last word of a sequence there are zeros.
@@ -66,12 +66,6 @@ class AddBiases:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
-    logits: Tensor
-    history: Tensor
-    rows: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
     prompt_length: Tensor
     bias_tokens: Tensor
     bias_ends: Tensor

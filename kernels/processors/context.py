@@ -11,7 +11,8 @@ than the rows of the window: the ``R`` rows begin at row ``min(num_forced, T - R
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,8 +26,18 @@ CONTEXT = ("history", "rows", "window", "start", "num_forced")
 """The arguments that say what comes before a row, in the order in which kernels take them."""
 
 
-class HasContext(Protocol):
-    """The arguments that such ops share; :class:`~specgraph.kernels.processors.penalties.Penalise` describes them."""
+@dataclass(slots=True)
+class Context:
+    """The arguments that such ops share.
+
+    Args:
+        logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
+        history: int64 ``[N, S]``, the tokens of each sequence; those before ``start`` are read.
+        rows: int64 ``[B]``, the row of ``history`` of each sequence, -1 for no sequence.
+        window: int64 ``[B, T]``, the tokens at positions ``start``, ``start + 1``, ...
+        start: int64 ``[B]``, the position of the window's first token.
+        num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
+    """
 
     logits: Tensor
     history: Tensor
@@ -36,7 +47,7 @@ class HasContext(Protocol):
     num_forced: Tensor
 
 
-def check_context(given: HasContext) -> None:
+def check_context(given: Context) -> None:
     """Refuse shapes that do not fit.
 
     Raises:
@@ -57,17 +68,17 @@ def check_rows(given: Any) -> None:
     require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {window.shape[1]} rows")
 
 
-def first_rows(given: HasContext) -> Tensor:
+def first_rows(given: Context) -> Tensor:
     """The row of the window ``[B]`` that the first row of logits belongs to."""
     return given.num_forced.clamp(max=given.window.shape[1] - given.logits.shape[1])
 
 
-def starts(given: HasContext) -> Tensor:
+def starts(given: Context) -> Tensor:
     """The position ``[B, 1]`` of the window's first token; 0 for no sequence."""
     return torch.where(given.rows >= 0, given.start, 0).unsqueeze(1)
 
 
-def known_tokens(given: HasContext, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def known_tokens(given: Context, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens of the history and of the window side by side, their positions, and which of them are known by row
     ``last`` ``[B]`` of the window; all ``[B, S + T]``."""
     history, window = given.history[given.rows.clamp_min(0)], given.window
@@ -78,13 +89,13 @@ def known_tokens(given: HasContext, last: Tensor) -> tuple[Tensor, Tensor, Tenso
     return torch.cat([history, window], dim=1), torch.cat([place, start + column], dim=1), known
 
 
-def context_lengths(given: HasContext) -> Tensor:
+def context_lengths(given: Context) -> Tensor:
     """How many tokens of its sequence come before the token that each row gives, int64 ``[B, R]``."""
     rows = torch.arange(given.logits.shape[1], device=given.logits.device)
     return starts(given) + first_rows(given).unsqueeze(1) + rows + 1
 
 
-def by_position(given: HasContext) -> Tensor:
+def by_position(given: Context) -> Tensor:
     """The tokens of the history, and behind them those of the window, int64 ``[B, S + T]``: element ``i`` is the token
     at position ``i``. What lies behind the window is not known."""
     width = given.window.shape[1]

@@ -30,6 +30,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.processors.context import (
     CONTEXT,
+    Context,
     by_position,
     check_context,
     context_lengths,
@@ -49,24 +50,16 @@ PROGRAMS = 1056
 
 
 @dataclass(slots=True)
-class BanNgrams:
+class BanNgrams(Context):
     """Forbid tokens that would complete an n-gram that occurs already.
 
     Args:
-        logits, history, rows, window, start, num_forced: as for
-            :class:`~specgraph.kernels.processors.penalties.Penalise`.
         no_repeat_ngram_size: int64 ``[B]``, the ``n`` of each sequence, at most :data:`MOST`; 0 forbids nothing.
 
     Returns:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
-    logits: Tensor
-    history: Tensor
-    rows: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
     no_repeat_ngram_size: Tensor
 
 

@@ -41,6 +41,7 @@ from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
 from specgraph.kernels.processors.context import (
     CONTEXT,
+    Context,
     check_context,
     contiguous,
     copied,
@@ -62,16 +63,10 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(slots=True)
-class Penalise:
+class Penalise(Context):
     """Change the logits of tokens that occur in the context of each row.
 
     Args:
-        logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
-        history: int64 ``[N, S]``, the tokens of each sequence; those before ``start`` are read.
-        rows: int64 ``[B]``, the row of ``history`` of each sequence, -1 for no sequence.
-        window: int64 ``[B, T]``, the tokens at positions ``start``, ``start + 1``, ...
-        start: int64 ``[B]``, the position of the window's first token.
-        num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
         prompt_length: int64 ``[B]``; tokens at positions from here on were generated.
         repetition_penalty: float ``[B]``, more than 0; 1 changes nothing. None is 1 for all sequences.
         frequency_penalty, presence_penalty: float ``[B]``; 0 changes nothing. None is 0 for all sequences.
@@ -80,12 +75,6 @@ class Penalise:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
-    logits: Tensor
-    history: Tensor
-    rows: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
     prompt_length: Tensor
     repetition_penalty: Tensor | None
     frequency_penalty: Tensor | None
