@@ -215,7 +215,8 @@ def train(cfg: DictConfig) -> dict[str, str]:
     """Train a target and a draft. Progress is shown on standard error."""
     from specgraph.training import run_training
 
-    report = run_training(OmegaConf.to_object(cfg))
+    options: Any = OmegaConf.to_object(cfg)
+    report = run_training(options)
     print(report)
     measured = report.acceptance
     result = {"held-out loss": f"{report.target.heldout_loss:.3f}"}

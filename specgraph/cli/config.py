@@ -125,7 +125,7 @@ def options_of(name: str, cfg: DictConfig) -> Any:
     Raises:
         ConfigError: a key that has no default is not set.
     """
-    for key in [key for key in cfg if OmegaConf.is_missing(cfg, key)]:
+    for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
         raise ConfigError(f"{key} is not set: python -m specgraph {name} {CONFIGURATIONS[name].usage}")
     return OmegaConf.to_object(cfg)
 
