@@ -102,7 +102,7 @@ class KernelRow:
     @property
     def time(self) -> str:
         """The time with its unit."""
-        return f"{self.us:.3g} us"
+        return f"{self.us:.2f} us"
 
 
 def bench_kernels(
@@ -406,7 +406,7 @@ def main(words: Sequence[str]) -> list[KernelRow]:
     dtype = dtype_on(name, device)
     recurrent, bandwidth = recurrent_calls(config, dtype), measure_bandwidth(device)
     rows = bench_kernels(Sizes.of(config), options, device, dtype, bandwidth, recurrent)
-    found = gather(rows, lambda row: f"{row.label}: {row.us:.2f} us")
+    found = gather(rows)
     finish(options, about_run(options, device, dtype, bandwidth) | about_repeats(options), found, plot_ratios)
     return found
 

@@ -47,7 +47,7 @@ class LinearRow(KernelRow):
     product: Product
 
     @property
-    def times(self) -> str:
+    def time(self) -> str:
         """Both times as text."""
         other = "cannot run" if self.library_us is None else f"{self.library_us:.2f} us"
         return f"our form {self.us:.2f} us, the library's {other}"
@@ -115,7 +115,7 @@ def main(words: Sequence[str]) -> list[LinearRow]:
     device, name = place_of(options)
     dtype, bandwidth = dtype_on(name, device), measure_bandwidth(device)
     rows = bench_linears(Sizes.of(model_config_of(options)), options, device, dtype, bandwidth)
-    found = gather(rows, lambda row: f"{row.label}: {row.times}")
+    found = gather(rows)
     finish(options, about_run(options, device, dtype, bandwidth) | about_repeats(options), found, plot_ratios)
     print("\n" + "\n".join(describe_crossovers(found)))
     return found

@@ -57,6 +57,16 @@ class OptionRow:
     host_ms: float | None = field(metadata=column("host ms", ".3f"))
     steps: int = field(metadata=column("steps"))
 
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"batch {self.batch}, K = {self.k}, {self.option}"
+
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
+        return f"{self.ms:.3f} ms per step"
+
 
 class _Round(NamedTuple):
     """One request: the milliseconds of a decode step, those of the host in it, and how many steps there were."""
@@ -205,7 +215,7 @@ def main(words: Sequence[str]) -> list[OptionRow]:
     config, options = read_options(words, BenchConfig, {**given, "debug.self_check": False})
     model = target_of(options)
     rows = bench_options(model, options, config)
-    found = gather(rows, lambda row: f"batch {row.batch}, K = {row.k}, {row.option}: {row.ms:.3f} ms per step")
+    found = gather(rows)
     about = about_run(options, model.device, model.dtype) | about_decoder(config)
     about |= {name: getattr(options, name) for name in ("prompt_length", "new_tokens", "rounds")}
     finish(options, about, found)

@@ -14,8 +14,6 @@ steps of requests that ask for nothing.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,11 +61,11 @@ class InsertProcessors(Pass):
         readers = [*logits.users]
         state = {name: program.placeholder(name, buffer) for name, buffer in STATE.items()}
         state |= {name: program.input(name) for name in ("window", "start", "num_forced", "max_length")}
-        for function in PROCESSORS:
+        for op in PROCESSORS:
             with program.graph.inserting_before(first_of(program, readers)):
-                given = {name: changed if name == "logits" else state[name] for name in _parameters(function)}
-                changed = program.graph.call_function(function, tuple(given.values()))
-            changed.name = f"after_{function.__name__}"
+                given = {name: changed if name == "logits" else state[name] for name in parameters(op)}
+                changed = program.graph.call_function(op, tuple(given.values()))
+            changed.name = f"after_{op._opname}"
         for reader in readers:
             read_changed(reader, logits, changed)
         if not recorded:
@@ -75,8 +73,9 @@ class InsertProcessors(Pass):
         return PassResult(len(PROCESSORS), notes=(f"{len(OPTIONS)} options of requests change logits",))
 
 
-def _parameters(function: Callable[..., object]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def parameters(op: Any) -> list[str]:
+    """The names of the arguments of an op."""
+    return [argument.name for argument in op._schema.arguments]
 
 
 def first_of(program: Program, nodes: list[fx.Node]) -> fx.Node:
@@ -116,8 +115,8 @@ def kept_for_processors(program: Program) -> bool:
 
 def removable(node: fx.Node) -> bool:
     """Whether a processor has no option of a request left, so that it gives its logits as they are."""
-    options = PROCESSORS.get(node.target)  # type: ignore[arg-type]
+    options = PROCESSORS.get(node.target)
     if options is None:
         return False
-    given = dict(zip(_parameters(node.target), node.args, strict=True))  # type: ignore[arg-type]
+    given = dict(zip(parameters(node.target), node.args, strict=True))
     return all(given[name] is None for name in options)

@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 
 from specgraph.ir.graphs import get_attribute
 from specgraph.ir.program import Program
-from specgraph.ir.tensors import FLOAT8, equal_tensors, pieces, widen
+from specgraph.ir.tensors import FLOAT8, equal_tensors, pieces, view_of, widen
 from specgraph.passes.base import NearMiss, Pass, PassResult
 
 TARGET = ("target", "lm_head")
@@ -193,7 +193,7 @@ class _Weight:
 
     @property
     def view(self) -> tuple[object, ...]:
-        return _view(self.tensor)
+        return view_of(self.tensor)
 
     @cached_property
     def sample(self) -> Tensor:
@@ -216,7 +216,7 @@ def _weights(program: Program, of_target: bool) -> list[_Weight]:
     for name, module in program.modules.unchanged.items():
         if (name in TARGET) == of_target:
             for attribute, tensor in _attributes(module):
-                found.setdefault(_view(tensor), _Weight(tensor, [])).places.append((name, attribute))
+                found.setdefault(view_of(tensor), _Weight(tensor, [])).places.append((name, attribute))
     return list(found.values())
 
 
@@ -235,12 +235,6 @@ def _is_plain(value: object) -> bool:
         return False
     assert isinstance(value, Tensor)
     return value.layout == torch.strided and not value.is_meta and value.dtype in _DTYPES
-
-
-def _view(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors have in common when they show the same memory in the same way."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
 
 
 def _storages(program: Program) -> dict[tuple[torch.device, int], int]:

@@ -1,21 +1,21 @@
-"""Functions of step graphs that change logits as a request asks for, before tokens are drawn from them."""
+"""Ops of step graphs that change logits as a request asks for, before tokens are drawn from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-from specgraph.kernels.processors.biases import add_biases
-from specgraph.kernels.processors.forced import force_tokens
-from specgraph.kernels.processors.ngrams import ban_ngrams
-from specgraph.kernels.processors.penalties import penalise
+import torch
 
-PROCESSORS: dict[Callable[..., object], tuple[str, ...]] = {
-    add_biases: ("bias_tokens", "bias_ends", "bias_values", "bias_until"),
-    penalise: ("repetition_penalty", "frequency_penalty", "presence_penalty"),
-    ban_ngrams: ("no_repeat_ngram_size",),
-    force_tokens: ("forced_bos_token_id", "forced_eos_token_id"),
+from specgraph.kernels.processors import biases, forced, ngrams, penalties
+
+PROCESSORS: dict[Any, tuple[str, ...]] = {
+    torch.ops.specgraph.add_biases.default: ("bias_tokens", "bias_ends", "bias_values", "bias_until"),
+    torch.ops.specgraph.penalise.default: penalties.PENALTIES,
+    torch.ops.specgraph.ban_ngrams.default: ("no_repeat_ngram_size",),
+    torch.ops.specgraph.force_tokens.default: ("forced_bos_token_id", "forced_eos_token_id"),
 }
-"""Every such function, in the order in which a step calls them, and the parameters that are options of a request. Where
-all of these are None, the function returns its first argument, the logits, as it is."""
+"""Every such op, in the order in which a step calls them, and those of its arguments that are options of a request. The
+names of all arguments are those of inputs of the step. Where a request has none of the options, its step has no such
+op."""
 
-__all__ = ["PROCESSORS", "add_biases", "ban_ngrams", "force_tokens", "penalise"]
+__all__ = ["PROCESSORS", "biases", "forced", "ngrams", "penalties"]

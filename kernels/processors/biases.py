@@ -6,8 +6,8 @@ generated. Several words may give a token its bias, and these add up. A bias of 
 forbidden words, tokens that are suppressed, at the beginning or always, and an EOS that is forbidden until a sequence
 is long enough are all words of this kind. Results are float32, or float64 for float64 logits.
 
-The words of sequence ``b`` lie one behind the other in ``tokens[b]``, and ``ends[b]`` says where each of them ends.
-A sequence may have fewer words than there is room for.
+The words of sequence ``b`` lie one behind the other in ``bias_tokens[b]``, and ``bias_ends[b]`` says where each of them
+ends. A sequence may have fewer words than there is room for.
 
 Programs. One launch copies the logits. The second has a program per row and block of words, and finds the words whose
 beginning is there: their biases ``[B, R, L]``. The third has such programs, too. Each adds up all biases of the last
@@ -33,12 +33,15 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.processors.context import (
+    CONTEXT,
+    Context,
     by_position,
     check_context,
     context_lengths,
+    contiguous,
     copied,
+    declare_processor,
     load_context,
     row_context,
 )
@@ -48,70 +51,63 @@ BLOCK = 64
 
 
 @dataclass(slots=True)
-class AddBiases:
+class AddBiases(Context):
     """Add the biases of words to the logits of their last tokens.
 
     Args:
-        logits, history, rows, window, start, num_forced, prompt_length: as for
-            :class:`~specgraph.kernels.processors.penalties.Penalise`.
-        tokens: int64 ``[B, P]``, the tokens of all words of a sequence, one word behind the other.
-        ends: int64 ``[B, L]``, where each word ends in ``tokens``; it begins where the word before it ends. Behind the
-            last word of a sequence there are zeros.
-        values: float ``[B, L]``, what is added.
-        until: int64 ``[B, L]``, the number of generated tokens from which on the word's bias does not hold any more.
+        prompt_length: int64 ``[B]``; tokens at positions from here on were generated.
+        bias_tokens: int64 ``[B, P]``, the tokens of all words of a sequence, one word behind the other.
+        bias_ends: int64 ``[B, L]``, where each word ends in ``bias_tokens``; it begins where the word before it ends.
+            Behind the last word of a sequence there are zeros.
+        bias_values: float ``[B, L]``, what is added.
+        bias_until: int64 ``[B, L]``, the number of generated tokens from which on the word's bias does not hold.
 
     Returns:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
-    logits: Tensor
-    history: Tensor
-    rows: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
     prompt_length: Tensor
-    tokens: Tensor
-    ends: Tensor
-    values: Tensor
-    until: Tensor
+    bias_tokens: Tensor
+    bias_ends: Tensor
+    bias_values: Tensor
+    bias_until: Tensor
 
 
 def add_biases_reference(given: AddBiases) -> Tensor:
     """:class:`AddBiases` in plain PyTorch, which never reads a value on the host."""
-    return _biased(given, given.tokens.shape[1])
+    return _biased(given, given.bias_tokens.shape[1])
 
 
 def _biased(given: AddBiases, longest: int) -> Tensor:
     """``longest``: no word has more tokens."""
     _check(given)
     out, (batch, count, vocab) = copied(given.logits), given.logits.shape
-    begins = torch.nn.functional.pad(given.ends[:, :-1], (1, 0))
-    size = given.ends - begins
+    begins = torch.nn.functional.pad(given.bias_ends[:, :-1], (1, 0))
+    size = given.bias_ends - begins
     length = context_lengths(given)
     generated = length - given.prompt_length.unsqueeze(1)
-    holds = (size > 0).unsqueeze(1) & (generated.unsqueeze(2) < given.until.unsqueeze(1))
+    holds = (size > 0).unsqueeze(1) & (generated.unsqueeze(2) < given.bias_until.unsqueeze(1))
     context = by_position(given)
     for back in range(1, longest):
-        wanted = given.tokens.gather(1, (given.ends - 1 - back).clamp_min(0)).unsqueeze(1)
+        wanted = given.bias_tokens.gather(1, (given.bias_ends - 1 - back).clamp_min(0)).unsqueeze(1)
         place = length - back
         found = context.gather(1, place.clamp(0, context.shape[1] - 1)).unsqueeze(2)
         equal = (found == wanted) & (place >= 0).unsqueeze(2)
         holds &= equal | (size <= back).unsqueeze(1)
-    last = given.tokens.gather(1, (given.ends - 1).clamp_min(0)).unsqueeze(1).expand(-1, count, -1)
+    last = given.bias_tokens.gather(1, (given.bias_ends - 1).clamp_min(0)).unsqueeze(1).expand(-1, count, -1)
     inside = holds & (last >= 0) & (last < vocab)
-    biases = torch.where(inside, given.values.to(out.dtype).unsqueeze(1), 0.0)
+    biases = torch.where(inside, given.bias_values.to(out.dtype).unsqueeze(1), 0.0)
     total = torch.zeros(batch, count, vocab + 1, dtype=out.dtype, device=out.device)
     return out.add_(total.scatter_add_(2, torch.where(inside, last, vocab), biases)[..., :vocab])
 
 
 def add_biases_cpu(given: AddBiases) -> Tensor:
     """:func:`add_biases_reference` on what there is of words and tokens, since a CPU may look at values."""
-    sizes = (given.ends - torch.nn.functional.pad(given.ends[:, :-1], (1, 0))).clamp_min(0)
+    sizes = (given.bias_ends - torch.nn.functional.pad(given.bias_ends[:, :-1], (1, 0))).clamp_min(0)
     words, longest = max([1, *(sizes > 0).sum(1).tolist()]), max([1, *sizes.flatten().tolist()])
     known = replace(
-        given, history=given.history[:, : max([1, *given.start.tolist()])], ends=given.ends[:, :words],
-        values=given.values[:, :words], until=given.until[:, :words],
+        given, history=given.history[:, : max([1, *given.start.tolist()])], bias_ends=given.bias_ends[:, :words],
+        bias_values=given.bias_values[:, :words], bias_until=given.bias_until[:, :words],
     )  # fmt: skip
     return _biased(known, longest)
 
@@ -165,21 +161,19 @@ def _add_kernel(out_ptr, logits_ptr, found_ptr, tokens_ptr, ends_ptr, count, voc
 
 def add_biases_triton(given: AddBiases) -> Tensor:
     """:class:`AddBiases` in three launches."""
-    logits, history = given.logits.contiguous(), given.history
+    logits = given.logits.contiguous()
     batch, count, vocab = logits.shape
-    words, total = given.ends.shape[1], given.tokens.shape[1]
+    words, total = given.bias_ends.shape[1], given.bias_tokens.shape[1]
     out = copied(logits)
     if out.numel() == 0:
         return out
-    history = history if history.stride(1) == 1 else history.contiguous()
     found = torch.empty(batch, count, words, dtype=torch.float32, device=logits.device)
-    context = [part.contiguous() for part in (given.rows, given.window, given.start, given.num_forced,
-                                              given.prompt_length)]  # fmt: skip
-    tokens, ends = given.tokens.contiguous(), given.ends.contiguous()
+    history, *context = contiguous(given, *CONTEXT, "prompt_length")
+    tokens, ends, *rest = contiguous(given, "bias_tokens", "bias_ends", "bias_values", "bias_until")
     grid = (triton.cdiv(words, BLOCK), count, batch)
     _match_kernel[grid](
-        found, history, *context, tokens, ends, given.values.contiguous(), given.until.contiguous(), history.stride(0),
-        history.shape[1], count, given.window.shape[1], words, total, BLOCK=BLOCK, num_warps=2,
+        found, history, *context, tokens, ends, *rest, history.stride(0), history.shape[1], count,
+        given.window.shape[1], words, total, BLOCK=BLOCK, num_warps=2,
     )  # fmt: skip
     _add_kernel[grid](out, logits, found, tokens, ends, count, vocab, words, total, BLOCK=BLOCK, num_warps=2)
     return out
@@ -187,45 +181,11 @@ def add_biases_triton(given: AddBiases) -> Tensor:
 
 def _check(given: AddBiases) -> None:
     check_context(given)
-    for name in ("prompt_length", "tokens", "ends", "values", "until"):
+    for name in ("prompt_length", "bias_tokens", "bias_ends", "bias_values", "bias_until"):
         check_batch(name, getattr(given, name), given.logits.shape[0])
-    alike = given.ends.shape == given.values.shape and given.ends.shape == given.until.shape
-    require(given.ends.dim() == 2 and alike, lambda: "ends, values and until must be [B, L] alike")
-    require(given.tokens.dim() == 2, lambda: f"tokens must be [B, P], not {given.tokens.dim()}-d")
+    alike = given.bias_ends.shape == given.bias_values.shape and given.bias_ends.shape == given.bias_until.shape
+    require(given.bias_ends.dim() == 2 and alike, lambda: "bias_ends, bias_values and bias_until must be [B, L] alike")
+    require(given.bias_tokens.dim() == 2, lambda: f"bias_tokens must be [B, P], not {given.bias_tokens.dim()}-d")
 
 
-def _add_biases_fake(given: AddBiases) -> Tensor:
-    _check(given)
-    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
-
-
-ADD_BIASES = declare(
-    Op(
-        "add_biases",
-        AddBiases,
-        _add_biases_fake,
-        with_cpu(
-            triton_or_reference(add_biases_triton, add_biases_reference, covers=not_float64("logits")),
-            add_biases_cpu,
-        ),
-    )
-)
-
-
-def add_biases(
-    logits: Tensor, history: Tensor, rows: Tensor, window: Tensor, start: Tensor, num_forced: Tensor,
-    prompt_length: Tensor, bias_tokens: Tensor | None, bias_ends: Tensor | None, bias_values: Tensor | None,
-    bias_until: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Add the biases of words to the logits of their last tokens.
-
-    :class:`AddBiases` has the arguments. Without words, the logits as given.
-    A step whose requests have no words has no such node.
-    """
-    words = (bias_tokens, bias_ends, bias_values, bias_until)
-    if all(part is None for part in words):
-        return logits
-    changed: Tensor = torch.ops.specgraph.add_biases(
-        logits, history, rows, window, start, num_forced, prompt_length, *words
-    )
-    return changed
+ADD_BIASES = declare_processor("add_biases", AddBiases, _check, add_biases_triton, add_biases_reference, add_biases_cpu)

@@ -10,7 +10,9 @@ than the rows of the window: the ``R`` rows begin at row ``min(num_forced, T - R
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,10 +20,24 @@ import triton.language as tl
 from torch import Tensor
 
 from specgraph.kernels.checks import check_batch, require
+from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
+
+CONTEXT = ("history", "rows", "window", "start", "num_forced")
+"""The arguments that say what comes before a row, in the order in which kernels take them."""
 
 
-class HasContext(Protocol):
-    """The arguments that such ops share; :class:`~specgraph.kernels.processors.penalties.Penalise` describes them."""
+@dataclass(slots=True)
+class Context:
+    """The arguments that such ops share.
+
+    Args:
+        logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
+        history: int64 ``[N, S]``, the tokens of each sequence; those before ``start`` are read.
+        rows: int64 ``[B]``, the row of ``history`` of each sequence, -1 for no sequence.
+        window: int64 ``[B, T]``, the tokens at positions ``start``, ``start + 1``, ...
+        start: int64 ``[B]``, the position of the window's first token.
+        num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
+    """
 
     logits: Tensor
     history: Tensor
@@ -31,32 +47,38 @@ class HasContext(Protocol):
     num_forced: Tensor
 
 
-def check_context(given: HasContext) -> None:
+def check_context(given: Context) -> None:
     """Refuse shapes that do not fit.
 
     Raises:
         ValueError: names the argument, and what it must be.
     """
+    check_rows(given)
+    require(given.history.dim() == 2, lambda: f"history must be [N, S], not {given.history.dim()}-d")
+    for name in ("rows", "window", "start", "num_forced"):
+        check_batch(name, getattr(given, name), given.logits.shape[0])
+
+
+def check_rows(given: Any) -> None:
+    """Refuse logits and a window that do not fit, with a ``ValueError`` like that of :func:`check_context`."""
     logits, window = given.logits, given.window
     require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
-    require(window.dim() == 2 and given.history.dim() == 2, lambda: "window must be [B, T], history [N, S]")
+    require(window.dim() == 2, lambda: f"window must be [B, T], not {window.dim()}-d")
     fits = logits.shape[1] <= window.shape[1]
     require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {window.shape[1]} rows")
-    for name in ("rows", "window", "start", "num_forced"):
-        check_batch(name, getattr(given, name), logits.shape[0])
 
 
-def first_rows(given: HasContext) -> Tensor:
+def first_rows(given: Context) -> Tensor:
     """The row of the window ``[B]`` that the first row of logits belongs to."""
     return given.num_forced.clamp(max=given.window.shape[1] - given.logits.shape[1])
 
 
-def starts(given: HasContext) -> Tensor:
+def starts(given: Context) -> Tensor:
     """The position ``[B, 1]`` of the window's first token; 0 for no sequence."""
     return torch.where(given.rows >= 0, given.start, 0).unsqueeze(1)
 
 
-def known_tokens(given: HasContext, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def known_tokens(given: Context, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens of the history and of the window side by side, their positions, and which of them are known by row
     ``last`` ``[B]`` of the window; all ``[B, S + T]``."""
     history, window = given.history[given.rows.clamp_min(0)], given.window
@@ -67,13 +89,13 @@ def known_tokens(given: HasContext, last: Tensor) -> tuple[Tensor, Tensor, Tenso
     return torch.cat([history, window], dim=1), torch.cat([place, start + column], dim=1), known
 
 
-def context_lengths(given: HasContext) -> Tensor:
+def context_lengths(given: Context) -> Tensor:
     """How many tokens of its sequence come before the token that each row gives, int64 ``[B, R]``."""
     rows = torch.arange(given.logits.shape[1], device=given.logits.device)
     return starts(given) + first_rows(given).unsqueeze(1) + rows + 1
 
 
-def by_position(given: HasContext) -> Tensor:
+def by_position(given: Context) -> Tensor:
     """The tokens of the history, and behind them those of the window, int64 ``[B, S + T]``: element ``i`` is the token
     at position ``i``. What lies behind the window is not known."""
     width = given.window.shape[1]
@@ -101,8 +123,33 @@ def row_context(rows_ptr, start_ptr, num_forced_ptr, b, r, longest, count, width
     return tl.maximum(row, 0), start, start + first + r + 1
 
 
+def empty(logits: Tensor) -> Tensor:
+    """Room ``[B, R, V]`` for changed logits: float32, or float64 for float64 logits."""
+    return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def copied(logits: Tensor) -> Tensor:
-    """A copy ``[B, R, V]`` that changed logits are written to: float32, or float64 for float64 logits."""
-    return torch.empty_like(
-        logits, dtype=torch.promote_types(logits.dtype, torch.float32), memory_format=torch.contiguous_format
-    ).copy_(logits)
+    """A copy of logits that changed ones are written to."""
+    return empty(logits).copy_(logits)
+
+
+def contiguous(given: object, *names: str) -> list[Any]:
+    """Arguments as kernels take them. Those that are not given are None. Of a history, only the rows have to be
+    contiguous, because a copy of all sequences would be large."""
+    parts = [getattr(given, name) for name in names]
+    return [part if part is None or (n == "history" and part.stride(1) == 1) else part.contiguous()
+            for n, part in zip(names, parts, strict=True)]  # fmt: skip
+
+
+def declare_processor(
+    name: str, arguments: type[Any], check: Callable[[Any], None], triton: Callable[..., Tensor],
+    reference: Callable[..., Tensor], cpu: Callable[..., Tensor], *, moves_only: bool = False,
+) -> Op:  # fmt: skip
+    """Declare an op that changes logits, with a form in Triton, one for a CPU, and the definition for float64."""
+
+    def fake(given: Any) -> Tensor:
+        check(given)
+        return empty(given.logits)
+
+    forms = triton_or_reference(triton, reference, covers=not_float64("logits"), moves_only=moves_only)
+    return declare(Op(name, arguments, fake, with_cpu(forms, cpu)))

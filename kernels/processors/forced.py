@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgraph.kernels.checks import check_batch, require
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.processors.context import copied
+from specgraph.kernels.checks import check_batch
+from specgraph.kernels.processors.context import check_rows, contiguous, copied, declare_processor, empty
 
 TILE = 4096
 """Logits of a program."""
+PER_SEQUENCE = ("start", "num_forced", "max_length", "forced_bos_token_id", "forced_eos_token_id")
 
 
 @dataclass(slots=True)
@@ -35,29 +35,29 @@ class ForceTokens:
 
     Args:
         logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
+        window: ``[B, T]``, of which only the number of rows counts.
         start: int64 ``[B]``, the position of the window's first token.
         num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
         max_length: int64 ``[B]``, the length at which each sequence ends.
-        first, last: int64 ``[B]``, the token at position 1, and that at position ``max_length - 1``; -1 forces none.
-            None is -1 for all sequences. The last token has precedence.
-        width: ``T``, the number of rows of the window.
+        forced_bos_token_id: int64 ``[B]``, the token at position 1; -1 forces none, and None is -1 for all sequences.
+        forced_eos_token_id: likewise, the token at position ``max_length - 1``, which has precedence.
 
     Returns:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
     logits: Tensor
+    window: Tensor
     start: Tensor
     num_forced: Tensor
     max_length: Tensor
-    first: Tensor | None
-    last: Tensor | None
-    width: int
+    forced_bos_token_id: Tensor | None
+    forced_eos_token_id: Tensor | None
 
 
 def force_tokens_reference(given: ForceTokens) -> Tensor:
     """:class:`ForceTokens` in plain PyTorch."""
-    logits, token = given.logits.to(torch.promote_types(given.logits.dtype, torch.float32)), _forced(given)
+    logits, token = copied(given.logits), _forced(given)
     is_it = token.unsqueeze(2) == torch.arange(logits.shape[2], device=logits.device)
     only = torch.zeros_like(logits).masked_fill_(~is_it, -float("inf"))
     return torch.where((token >= 0).unsqueeze(2), only, logits)
@@ -76,15 +76,15 @@ def force_tokens_cpu(given: ForceTokens) -> Tensor:
 def _forced(given: ForceTokens) -> Tensor:
     """The token of each row that is forced, int64 ``[B, R]``; -1 for none."""
     _check(given)
-    count = given.logits.shape[1]
+    count, first, last = given.logits.shape[1], given.forced_bos_token_id, given.forced_eos_token_id
     rows = torch.arange(count, device=given.logits.device)
-    position = (given.start + given.num_forced.clamp(max=given.width - count)).unsqueeze(1) + rows + 1
+    position = (given.start + given.num_forced.clamp(max=given.window.shape[1] - count)).unsqueeze(1) + rows + 1
     token = torch.full_like(position, -1)
-    if given.first is not None:
-        token = torch.where(position == 1, given.first.unsqueeze(1), token)
-    if given.last is not None:
-        ends = (position == given.max_length.unsqueeze(1) - 1) & (given.last >= 0).unsqueeze(1)
-        token = torch.where(ends, given.last.unsqueeze(1), token)
+    if first is not None:
+        token = torch.where(position == 1, first.unsqueeze(1), token)
+    if last is not None:
+        ends = (position == given.max_length.unsqueeze(1) - 1) & (last >= 0).unsqueeze(1)
+        token = torch.where(ends, last.unsqueeze(1), token)
     return token
 
 
@@ -111,63 +111,24 @@ def _force_kernel(
 
 def force_tokens_triton(given: ForceTokens) -> Tensor:
     """:class:`ForceTokens` in one launch."""
-    logits, out = given.logits.contiguous(), _force_tokens_fake(given)
+    _check(given)
+    logits, out = given.logits.contiguous(), empty(given.logits)
     batch, count, vocab = logits.shape
     if out.numel() == 0:
         return out
-    rows = [part.contiguous() for part in (given.start, given.num_forced, given.max_length)]
-    tokens = [None if part is None else part.contiguous() for part in (given.first, given.last)]
     _force_kernel[(triton.cdiv(vocab, TILE), count, batch)](
-        out, logits, *rows, *tokens, count, given.width, vocab, TILE=TILE, num_warps=4
+        out, logits, *contiguous(given, *PER_SEQUENCE), count, given.window.shape[1], vocab, TILE=TILE, num_warps=4
     )
     return out
 
 
 def _check(given: ForceTokens) -> None:
-    logits = given.logits
-    require(logits.dim() == 3, lambda: f"logits must be [B, R, V], not {logits.dim()}-d")
-    fits = logits.shape[1] <= given.width
-    require(fits, lambda: f"there are {logits.shape[1]} rows of logits for a window of {given.width} rows")
-    for name in ("start", "num_forced", "max_length", "first", "last"):
-        values = getattr(given, name)
-        if values is not None:
-            check_batch(name, values, logits.shape[0])
+    check_rows(given)
+    for name in PER_SEQUENCE:
+        if (values := getattr(given, name)) is not None:
+            check_batch(name, values, given.logits.shape[0])
 
 
-def _force_tokens_fake(given: ForceTokens) -> Tensor:
-    _check(given)
-    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
-
-
-FORCE_TOKENS = declare(
-    Op(
-        "force_tokens",
-        ForceTokens,
-        _force_tokens_fake,
-        with_cpu(
-            triton_or_reference(
-                force_tokens_triton,
-                force_tokens_reference,
-                covers=not_float64("logits"),
-                moves_only=True,
-            ),
-            force_tokens_cpu,
-        ),
-    )
+FORCE_TOKENS = declare_processor(
+    "force_tokens", ForceTokens, _check, force_tokens_triton, force_tokens_reference, force_tokens_cpu, moves_only=True
 )
-
-
-def force_tokens(
-    logits: Tensor, window: Tensor, start: Tensor, num_forced: Tensor, max_length: Tensor,
-    forced_bos_token_id: Tensor | None, forced_eos_token_id: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Force the token at position 1, or the last one.
-
-    :class:`ForceTokens` has the arguments. Without tokens, the logits as given.
-    ``window`` ``[B, T]`` says how many rows the window has.
-    """
-    tokens = (forced_bos_token_id, forced_eos_token_id)
-    if all(token is None for token in tokens):
-        return logits
-    changed: Tensor = torch.ops.specgraph.force_tokens(logits, start, num_forced, max_length, *tokens, window.shape[1])
-    return changed

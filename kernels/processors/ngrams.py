@@ -28,12 +28,15 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
 from specgraph.kernels.processors.context import (
+    CONTEXT,
+    Context,
     by_position,
     check_context,
     context_lengths,
+    contiguous,
     copied,
+    declare_processor,
     load_context,
     row_context,
 )
@@ -47,25 +50,17 @@ PROGRAMS = 1056
 
 
 @dataclass(slots=True)
-class BanNgrams:
+class BanNgrams(Context):
     """Forbid tokens that would complete an n-gram that occurs already.
 
     Args:
-        logits, history, rows, window, start, num_forced: as for
-            :class:`~specgraph.kernels.processors.penalties.Penalise`.
-        sizes: int64 ``[B]``, the ``n`` of each sequence, at most :data:`MOST`; 0 forbids nothing.
+        no_repeat_ngram_size: int64 ``[B]``, the ``n`` of each sequence, at most :data:`MOST`; 0 forbids nothing.
 
     Returns:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
-    logits: Tensor
-    history: Tensor
-    rows: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
-    sizes: Tensor
+    no_repeat_ngram_size: Tensor
 
 
 def ban_ngrams_reference(given: BanNgrams) -> Tensor:
@@ -86,7 +81,7 @@ def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
     vocab = given.logits.shape[2]
     context, length = by_position(given), context_lengths(given).unsqueeze(2)
     place = torch.arange(context.shape[1], device=context.device)
-    n = given.sizes[:, None, None]
+    n = given.no_repeat_ngram_size[:, None, None]
     holds = (n > 0) & (place >= n - 1) & (place < length)
     for back in range(1, longest):
         wanted = context.gather(1, (length.squeeze(2) - back).clamp(0, context.shape[1] - 1)).unsqueeze(2)
@@ -99,8 +94,8 @@ def _found(given: BanNgrams, longest: int) -> tuple[Tensor, Tensor]:
 def ban_ngrams_cpu(given: BanNgrams) -> Tensor:
     """:func:`ban_ngrams_reference` on the known tokens alone, since a CPU may look at values. Other logits are only
     copied."""
-    known = max([1, *given.start.tolist()])
-    token, inside = _found(replace(given, history=given.history[:, :known]), max([1, *given.sizes.tolist()]))
+    known, longest = max([1, *given.start.tolist()]), max([1, *given.no_repeat_ngram_size.tolist()])
+    token, inside = _found(replace(given, history=given.history[:, :known]), longest)
     out, (b, r, place) = copied(given.logits), inside.nonzero(as_tuple=True)
     out[b, r, token[b, r, place]] = -float("inf")
     return out
@@ -131,13 +126,12 @@ def _ban_kernel(
 
 def ban_ngrams_triton(given: BanNgrams) -> Tensor:
     """:class:`BanNgrams` in two launches."""
-    out, history, width = copied(given.logits), given.history, given.window.shape[1]
+    out, width = copied(given.logits), given.window.shape[1]
     batch, count, vocab = out.shape
     if out.numel() == 0:
         return out
-    history = history if history.stride(1) == 1 else history.contiguous()
+    history, *context = contiguous(given, *CONTEXT, "no_repeat_ngram_size")
     parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, PROGRAMS // (batch * count)))
-    context = [part.contiguous() for part in (given.rows, given.window, given.start, given.num_forced, given.sizes)]
     _ban_kernel[(parts, count, batch)](
         out, history, *context, history.stride(0), history.shape[1], count, width, vocab, TILE=TILE, num_warps=4
     )
@@ -146,38 +140,7 @@ def ban_ngrams_triton(given: BanNgrams) -> Tensor:
 
 def _check(given: BanNgrams) -> None:
     check_context(given)
-    check_batch("sizes", given.sizes, given.logits.shape[0])
+    check_batch("no_repeat_ngram_size", given.no_repeat_ngram_size, given.logits.shape[0])
 
 
-def _ban_ngrams_fake(given: BanNgrams) -> Tensor:
-    _check(given)
-    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
-
-
-BAN_NGRAMS = declare(
-    Op(
-        "ban_ngrams",
-        BanNgrams,
-        _ban_ngrams_fake,
-        with_cpu(
-            triton_or_reference(ban_ngrams_triton, ban_ngrams_reference, covers=not_float64("logits")),
-            ban_ngrams_cpu,
-        ),
-    )
-)
-
-
-def ban_ngrams(
-    logits: Tensor, history: Tensor, rows: Tensor, window: Tensor, start: Tensor, num_forced: Tensor,
-    no_repeat_ngram_size: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Forbid tokens that would complete an n-gram that occurs already.
-
-    :class:`BanNgrams` has the arguments. Without sizes, the logits as given.
-    """
-    if no_repeat_ngram_size is None:
-        return logits
-    changed: Tensor = torch.ops.specgraph.ban_ngrams(
-        logits, history, rows, window, start, num_forced, no_repeat_ngram_size
-    )
-    return changed
+BAN_NGRAMS = declare_processor("ban_ngrams", BanNgrams, _check, ban_ngrams_triton, ban_ngrams_reference, ban_ngrams_cpu)

@@ -39,8 +39,18 @@ from torch import Tensor
 
 from specgraph.kernels.attention.tiles import loop_bound
 from specgraph.kernels.checks import check_batch
-from specgraph.kernels.ops import Op, declare, not_float64, triton_or_reference, with_cpu
-from specgraph.kernels.processors.context import check_context, copied, first_rows, known_tokens, starts
+from specgraph.kernels.processors.context import (
+    CONTEXT,
+    Context,
+    check_context,
+    contiguous,
+    copied,
+    declare_processor,
+    empty,
+    first_rows,
+    known_tokens,
+    starts,
+)
 
 TILE = 2048
 """Logits, or tokens of the sequence, that a program reads at a time."""
@@ -49,37 +59,26 @@ PROGRAMS = 528
 IN_PROMPT = 1 << 30
 """The bit of a table entry that says that the prompt has the token."""
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(slots=True)
-class Penalise:
+class Penalise(Context):
     """Change the logits of tokens that occur in the context of each row.
 
     Args:
-        logits: ``[B, R, V]`` of any float dtype, the rows from ``min(num_forced, T - R)`` of the window on.
-        history: int64 ``[N, S]``, the tokens of each sequence; those before ``start`` are read.
-        rows: int64 ``[B]``, the row of ``history`` of each sequence, -1 for no sequence.
-        window: int64 ``[B, T]``, the tokens at positions ``start``, ``start + 1``, ...
-        start: int64 ``[B]``, the position of the window's first token.
-        num_forced: int64 ``[B]``, how many of the tokens that the window's rows give are known.
         prompt_length: int64 ``[B]``; tokens at positions from here on were generated.
-        repetition: float ``[B]``, more than 0; 1 changes nothing. None is 1 for all sequences.
-        frequency, presence: float ``[B]``; 0 changes nothing. None is 0 for all sequences.
+        repetition_penalty: float ``[B]``, more than 0; 1 changes nothing. None is 1 for all sequences.
+        frequency_penalty, presence_penalty: float ``[B]``; 0 changes nothing. None is 0 for all sequences.
 
     Returns:
         ``[B, R, V]``, float32, or float64 for float64 logits.
     """
 
-    logits: Tensor
-    history: Tensor
-    rows: Tensor
-    window: Tensor
-    start: Tensor
-    num_forced: Tensor
     prompt_length: Tensor
-    repetition: Tensor | None
-    frequency: Tensor | None
-    presence: Tensor | None
+    repetition_penalty: Tensor | None
+    frequency_penalty: Tensor | None
+    presence_penalty: Tensor | None
 
 
 def penalise_reference(given: Penalise) -> Tensor:
@@ -87,7 +86,8 @@ def penalise_reference(given: Penalise) -> Tensor:
     _check(given)
     logits, vocab = given.logits, given.logits.shape[2]
     wide = torch.promote_types(logits.dtype, torch.float32)
-    penalties = [None if part is None else part.to(wide).unsqueeze(1) for part in _penalties(given)]
+    options = [getattr(given, name) for name in PENALTIES]
+    penalties = [None if part is None else part.to(wide).unsqueeze(1) for part in options]
     first = first_rows(given)
     tokens, place, common = known_tokens(given, first)
     generated = place >= given.prompt_length.unsqueeze(1)
@@ -109,10 +109,6 @@ def penalise_reference(given: Penalise) -> Tensor:
     return torch.stack(out, dim=1)
 
 
-def _penalties(given: Penalise) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return given.repetition, given.frequency, given.presence
-
-
 def _penalised(penalties: Sequence[Tensor | None], x: Tensor, occurs: Tensor | None, number: Tensor) -> Tensor:
     """The formula, for the three penalties, logits, whether each token occurs (None: all do), and how often it was
     generated. Their shapes broadcast."""
@@ -132,7 +128,8 @@ def penalise_cpu(given: Penalise) -> Tensor:
     _check(given)
     out, vocab = copied(given.logits), given.logits.shape[2]
     known = replace(given, history=given.history[:, : max([1, *given.start.tolist()])])
-    counts = given.frequency is not None or given.presence is not None
+    options = [getattr(given, name) for name in PENALTIES]
+    counts = given.frequency_penalty is not None or given.presence_penalty is not None
     for row in range(out.shape[1]):
         tokens, place, seen = known_tokens(known, first_rows(given) + row)
         sequence, column = (seen & (tokens >= 0) & (tokens < vocab)).nonzero(as_tuple=True)
@@ -142,7 +139,7 @@ def penalise_cpu(given: Penalise) -> Tensor:
             generated = place[sequence, column] >= given.prompt_length[sequence]
             table, at = torch.zeros(len(tokens) * vocab, dtype=torch.int64), sequence * vocab + token
             number = table.scatter_add_(0, at, generated.long())[at]
-        penalties = [None if part is None else part.to(out.dtype)[sequence] for part in _penalties(given)]
+        penalties = [None if part is None else part.to(out.dtype)[sequence] for part in options]
         # A token that occurs twice gets the same value twice.
         out[sequence, row, token] = _penalised(penalties, out[sequence, row, token], None, number)
     return out
@@ -202,22 +199,20 @@ def _penalise_kernel(
 
 def penalise_triton(given: Penalise) -> Tensor:
     """:class:`Penalise` in a launch that fills a table with zeros, one that counts, and one that computes."""
-    logits, history = given.logits.contiguous(), given.history
+    _check(given)
+    logits, out = given.logits.contiguous(), empty(given.logits)
     batch, count, vocab = logits.shape
-    width, out = given.window.shape[1], _penalise_fake(given)
+    width = given.window.shape[1]
     if out.numel() == 0:
         return out
-    history = history if history.stride(1) == 1 else history.contiguous()
     table = torch.zeros(batch, vocab, dtype=torch.int32, device=logits.device)
-    shared = [part.contiguous() for part in (given.rows, given.window, given.start, given.num_forced,
-                                             given.prompt_length)]  # fmt: skip
+    history, *shared = contiguous(given, *CONTEXT, "prompt_length")
     parts = min(triton.cdiv(history.shape[1] + width, TILE), max(1, PROGRAMS // batch))
     _count_kernel[(parts, batch)](
         table, history, *shared, history.stride(0), history.shape[1], count, width, vocab,
         TILE=TILE, num_warps=4,
     )  # fmt: skip
-    options = [None if part is None else part.contiguous() for part in (given.repetition, given.frequency,
-                                                                       given.presence)]  # fmt: skip
+    options = contiguous(given, *PENALTIES)
     # Without contraction, a logit has the bits of the definition in PyTorch.
     _penalise_kernel[(triton.cdiv(vocab, TILE), count, batch)](
         out, logits, table, *shared, *options, count, width, vocab, TILE=TILE, num_warps=4, enable_fp_fusion=False,
@@ -227,44 +222,9 @@ def penalise_triton(given: Penalise) -> Tensor:
 
 def _check(given: Penalise) -> None:
     check_context(given)
-    options = {"repetition": given.repetition, "frequency": given.frequency, "presence": given.presence}
-    for name, values in {"prompt_length": given.prompt_length, **options}.items():
-        if values is not None:
+    for name in ("prompt_length", *PENALTIES):
+        if (values := getattr(given, name)) is not None:
             check_batch(name, values, given.logits.shape[0])
 
 
-def _penalise_fake(given: Penalise) -> Tensor:
-    _check(given)
-    return given.logits.new_empty(given.logits.shape, dtype=torch.promote_types(given.logits.dtype, torch.float32))
-
-
-PENALISE = declare(
-    Op(
-        "penalise",
-        Penalise,
-        _penalise_fake,
-        with_cpu(
-            triton_or_reference(penalise_triton, penalise_reference, covers=not_float64("logits")),
-            penalise_cpu,
-        ),
-    )
-)
-
-
-def penalise(
-    logits: Tensor, history: Tensor, rows: Tensor, window: Tensor, start: Tensor, num_forced: Tensor,
-    prompt_length: Tensor, repetition_penalty: Tensor | None, frequency_penalty: Tensor | None,
-    presence_penalty: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Change the logits of tokens that occur in the context of each row.
-
-    :class:`Penalise` has the arguments. Without a penalty, the logits as given.
-    A step whose requests use none of the penalties has no such node.
-    """
-    penalties = (repetition_penalty, frequency_penalty, presence_penalty)
-    if all(penalty is None for penalty in penalties):
-        return logits
-    changed: Tensor = torch.ops.specgraph.penalise(
-        logits, history, rows, window, start, num_forced, prompt_length, *penalties
-    )
-    return changed
+PENALISE = declare_processor("penalise", Penalise, _check, penalise_triton, penalise_reference, penalise_cpu)

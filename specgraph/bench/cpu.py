@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
+from specgraph.bench.drafts import checkpoint_of, needs_head, with_draft, with_rule
 from specgraph.bench.models import random_head
 from specgraph.bench.peers import transformers_generate
 from specgraph.bench.report import column
@@ -59,6 +59,16 @@ class CpuRow:
     tokens_per_step: float | None = field(metadata=column("tokens/step", ".2f"))
     equal: str | None = field(metadata=column("equal"))
     first_s: float = field(metadata=column("first s", ".1f"))
+
+    @property
+    def label(self) -> str:
+        """What was measured."""
+        return f"{self.decoder}, {self.threads} threads"
+
+    @property
+    def time(self) -> str:
+        """The speed with its unit."""
+        return f"{self.tokens_per_second:.1f} tokens/s"
 
 
 @dataclass
@@ -159,12 +169,9 @@ def _decoder(model: PreTrainedModel, draft: str, config: Config) -> tuple[Specul
     A drafter with heads that is named without a checkpoint has a random head. No target would accept its drafts, so
     ``verify.rule`` decides about them; everything else runs ``strict``.
     """
-    strict = with_rule(config, "strict")
-    if not is_drafter(draft):
-        return compile_speculative(model, with_draft(strict, "ngram"), draft=draft), True
-    if not needs_head(draft):
-        return compile_speculative(model, with_draft(strict, draft)), True
     named = with_draft(config, draft)
+    if not needs_head(draft):
+        return compile_speculative(model, with_rule(named, "strict"), draft=checkpoint_of(draft)), True
     decoder = compile_speculative(model, named, draft=random_head(model, named.draft))
     return decoder, config.verify.rule == "strict"
 

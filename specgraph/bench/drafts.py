@@ -24,9 +24,14 @@ def needs_head(draft: str) -> bool:
     )
 
 
+def checkpoint_of(draft: str) -> str | None:
+    """The checkpoint that ``draft`` names, if it is not the name of a drafter."""
+    return None if is_drafter(draft) else draft
+
+
 def with_draft(config: Config, name: str) -> Config:
-    """The configuration with the keys of ``conf/draft/<name>.yaml``."""
-    draft: Any = OmegaConf.to_object(compose(Config, {"draft": name}).draft)
+    """The configuration with the keys of ``conf/draft/<name>.yaml``; those of a checkpoint are the defaults."""
+    draft: Any = OmegaConf.to_object(compose(Config, {"draft": name} if is_drafter(name) else {}).draft)
     return dataclasses.replace(config, draft=draft)
 
 

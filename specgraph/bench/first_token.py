@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,10 +13,9 @@ from transformers import PreTrainedModel
 from specgraph.bench.arithmetic import prompt_flops
 from specgraph.bench.config import BenchConfig
 from specgraph.bench.report import GB, column
-from specgraph.bench.steps import head_of, random_prompts, with_drafts
+from specgraph.bench.steps import check_positions, head_of, random_prompts, with_drafts
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config
-from specgraph.errors import ConfigError
 from specgraph.ir.traffic import STAGE, step_traffic
 from specgraph.runtime.decoder import SpeculativeDecoder
 
@@ -72,7 +70,7 @@ def bench_first_token(
         ConfigError: a prompt does not fit into the target's positions.
     """
     longest = max(options.prompt_lengths) + 1
-    _check_length(model, options, longest)
+    check_positions(model, options, longest, f"prompt_lengths={options.prompt_lengths}")
     config = with_drafts(config, min(options.num_speculative_tokens))
     config = dataclasses.replace(config, max_batch_size=max(options.batches), max_length=longest)
     decoder = compile_speculative(model, config, draft=head_of(model, config))
@@ -81,16 +79,6 @@ def bench_first_token(
     for length in options.prompt_lengths:
         for batch in options.batches:
             yield _measure(decoder, length, batch, bandwidth, rate)
-
-
-def _check_length(model: PreTrainedModel, options: BenchConfig, longest: int) -> None:
-    text: Any = model.config.get_text_config()
-    known = getattr(text, "max_position_embeddings", None)
-    if known is not None and longest > known:
-        raise ConfigError(
-            f"prompt_lengths={options.prompt_lengths} take up to {longest} positions, but {options.target} is right "
-            f"for {known}; leave out the longest."
-        )
 
 
 def _measure(decoder: SpeculativeDecoder, length: int, batch: int, bandwidth: float, rate: float) -> FirstTokenRow:

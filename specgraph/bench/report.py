@@ -1,6 +1,7 @@
 """Shows measurements as tables, JSON and plots.
 
-A measurement is an object of a dataclass. A table shows the fields whose metadata is a :func:`column`; JSON has all.
+A measurement is an object of a dataclass that is a :class:`Row`. A table shows the fields whose metadata is a
+:func:`column`; JSON has all.
 """
 
 from __future__ import annotations
@@ -21,39 +22,20 @@ from specgraph.plots import draw_times, new_figure, save
 from specgraph.tables import text_table
 
 GB = 1e9
-Row = TypeVar("Row")
+Plot = Callable[[str, str, Sequence[Any]], None]
+"""Draws rows to a file, below a title."""
 
 
-class Limited(Protocol):
-    """A measured time beside the time that its bytes take."""
-
-    @property
-    def label(self) -> str:
-        """What was measured."""
+class Row(Protocol):
+    """A measurement: what was measured, and the time or the speed with its unit."""
 
     @property
-    def ratio(self) -> float:
-        """The time over its limit."""
-
-
-class LimitedTime(Limited, Protocol):
-    """The same with the time as text."""
-
+    def label(self) -> str: ...
     @property
-    def time(self) -> str:
-        """The time with its unit."""
+    def time(self) -> str: ...
 
 
-class LimitedMs(Limited, Protocol):
-    """The same in milliseconds."""
-
-    @property
-    def ms(self) -> float:
-        """The time."""
-
-    @property
-    def limit_ms(self) -> float:
-        """The time that its bytes take."""
+R = TypeVar("R", bound=Row)
 
 
 def column(title: str, spec: str = "", unit: float = 1) -> dict[str, Any]:
@@ -79,12 +61,12 @@ def _cell(value: Any, title: str, spec: str, unit: float) -> str:
     return format(value if unit == 1 else value / unit, spec)
 
 
-def gather(rows: Iterable[Row], line: Callable[[Row], str]) -> list[Row]:
+def gather(rows: Iterable[R]) -> list[R]:
     """All rows. A line about each is printed as soon as it has been measured."""
-    found: list[Row] = []
+    found: list[R] = []
     for row in rows:
         found.append(row)
-        print(line(row), flush=True)
+        print(f"{row.label}: {row.time}", flush=True)
     return found
 
 
@@ -129,8 +111,7 @@ def draft_name(config: Config) -> str:
 
 
 def finish(
-    options: BenchConfig, about: Mapping[str, Any], rows: Sequence[Row],
-    plot: Callable[[str, str, Sequence[Row]], None] | None = None,
+    options: BenchConfig, about: Mapping[str, Any], rows: Sequence[Any], plot: Plot | None = None
 ) -> None:  # fmt: skip
     """Print what was measured and the table, and write the JSON and the plot if they were asked for.
 
@@ -157,7 +138,7 @@ def write_json(path: str, about: Mapping[str, Any], rows: Sequence[Any]) -> None
     Path(path).expanduser().write_text(json.dumps(written, indent=1) + "\n")
 
 
-def plot_times(path: str, title: str, rows: Sequence[LimitedMs]) -> None:
+def plot_times(path: str, title: str, rows: Sequence[Any]) -> None:
     """Draw the measured times beside the limit of each, in milliseconds."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()
@@ -166,7 +147,7 @@ def plot_times(path: str, title: str, rows: Sequence[LimitedMs]) -> None:
     save(figure, path)
 
 
-def plot_ratios(path: str, title: str, rows: Sequence[LimitedTime]) -> None:
+def plot_ratios(path: str, title: str, rows: Sequence[Any]) -> None:
     """Draw the ratios of times to their limits, where the times differ by orders of magnitude."""
     figure = new_figure(7, 1 + 0.3 * len(rows))
     axes = figure.subplots()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.cpu import CpuRow, bench_cpu
-from specgraph.bench.first_token import FirstTokenRow, bench_first_token
+from specgraph.bench.cpu import GENERATE, bench_cpu
+from specgraph.bench.first_token import bench_first_token
 from specgraph.bench.models import SHAPES, random_target
 from specgraph.bench.report import (
+    Plot,
     about_decoder,
     about_repeats,
     about_run,
@@ -23,13 +25,31 @@ from specgraph.bench.report import (
     plot_ratios,
     plot_times,
 )
-from specgraph.bench.sessions import SessionRow, bench_sessions, file_workload, random_workload
-from specgraph.bench.steps import StepRow, bench_steps, random_prompts
+from specgraph.bench.sessions import bench_sessions, file_workload, random_workload
+from specgraph.bench.steps import bench_steps, random_prompts
 from specgraph.bench.timing import measure_bandwidth, measure_matmul
-from specgraph.bench.tune import TuneRow, bench_tune, plot_tuning, recommendation
+from specgraph.bench.tune import bench_tune, plot_tuning, recommendation
 from specgraph.config import Config
 from specgraph.config.errors import did_you_mean
 from specgraph.errors import ConfigError
+
+
+class _Given(NamedTuple):
+    """The target, what to measure of it, the prompts of a file if there is one, and the bandwidth of the device."""
+
+    model: PreTrainedModel
+    options: BenchConfig
+    config: Config
+    prompts: Sequence[Tensor] | None
+    bandwidth: float
+
+
+class _Measured(NamedTuple):
+    """The measurements, as they are made, what they say of themselves, and what draws them."""
+
+    rows: Iterator[Any]
+    about: dict[str, Any]
+    plot: Plot | None = None
 
 
 def check_target(name: str) -> None:
@@ -55,93 +75,76 @@ def make_target(options: BenchConfig, device: torch.device) -> PreTrainedModel:
     return random_target(options.target, device, dtype_on(options.dtype, device))
 
 
-def run_steps(model: PreTrainedModel, options: BenchConfig, config: Config) -> list[StepRow]:
-    """Measure and print whole steps of a loaded model."""
-    device = next(model.parameters()).device
+def run(
+    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor] | None
+) -> dict[str, str]:
+    """Measure what ``options.what`` names, print it, and return what a sweep compares, by name.
+
+    ``prompts`` are those of a file, 1-D int64 token ids each; without them, prompts are random.
+
+    Raises:
+        ConfigError: whole answers on a CPU are asked for, and the model is on a GPU.
+    """
+    device, what = model.device, options.what
+    if what == "cpu" and device.type != "cpu":
+        raise ConfigError(f"bench cpu measures on a CPU, and the model is on {device}; add device=cpu.")
     bandwidth = measure_bandwidth(device)
-    found = gather(bench_steps(model, options, config, bandwidth), lambda row: f"{row.label}: {row.ms:.3f} ms per step")
-    about = about_run(options, device, model.dtype, bandwidth) | about_repeats(options) | about_decoder(config)
-    finish(options, about, found, plot_times)
-    return found
+    measured = _KINDS[what](_Given(model, options, config, prompts, bandwidth))
+    found = gather(measured.rows)
+    if what == "tune":
+        found.sort(key=lambda row: (row.batch, -row.tokens_per_second))
+    finish(options, about_run(options, device, model.dtype, bandwidth) | measured.about, found, measured.plot)
+    if what == "tune":
+        print("\nFastest:\n" + "\n".join(recommendation(found)))
+        return {row.label: f"{row.tokens_per_second:.1f}" for row in found}
+    if what == "cpu":
+        return {row.label: f"{row.to_generate:.2f}" for row in found if row.decoder != GENERATE}
+    return {"worst ratio to the limit": f"{max(row.ratio for row in found):.2f}"}
 
 
-def run_first_token(model: PreTrainedModel, options: BenchConfig, config: Config) -> list[FirstTokenRow]:
-    """Measure and print requests for one token of a loaded model."""
-    device = next(model.parameters()).device
-    bandwidth, rate = measure_bandwidth(device), measure_matmul(device, model.dtype)
-    found = gather(
-        bench_first_token(model, options, config, bandwidth, rate), lambda row: f"{row.label}: {row.ms:.2f} ms"
-    )
-    about = about_run(options, device, model.dtype, bandwidth)
-    about |= {"draft": draft_name(config), "lowering": config.lowering.name, "matmul_tflop_per_s": rate / 1e12}
-    finish(options, about, found, plot_ratios)
-    return found
+def _steps(given: _Given) -> _Measured:
+    rows = bench_steps(given.model, given.options, given.config, given.bandwidth)
+    return _Measured(rows, about_repeats(given.options) | about_decoder(given.config), plot_times)
 
 
-def run_sessions(
-    model: PreTrainedModel, prompts: Sequence[Tensor] | None, options: BenchConfig, config: Config
-) -> list[SessionRow]:
-    """Measure and print sessions of a loaded model, over ``prompts`` or over random ones."""
-    device = next(model.parameters()).device
-    bandwidth = measure_bandwidth(device)
-    vocab_size = model.config.get_text_config().vocab_size
-    workload = random_workload(options, vocab_size) if prompts is None else file_workload(options, prompts)
-    found = gather(
-        bench_sessions(model, workload, options, config, bandwidth),
-        lambda row: f"K = {row.k}, {row.how}: {row.tokens_per_second:.1f} tokens/s",
-    )
+def _first_token(given: _Given) -> _Measured:
+    config, rate = given.config, measure_matmul(given.model.device, given.model.dtype)
+    about = {"draft": draft_name(config), "lowering": config.lowering.name, "matmul_tflop_per_s": rate / 1e12}
+    return _Measured(bench_first_token(given.model, given.options, config, given.bandwidth, rate), about, plot_ratios)
+
+
+def _sessions(given: _Given) -> _Measured:
+    model, options, config, prompts, bandwidth = given
+    workload = random_workload(options, _vocab_size(model)) if prompts is None else file_workload(options, prompts)
     about = {
-        "what": options.what,
         "prompts": "random" if prompts is None else options.prompts,
         "num_prompts": options.num_prompts,
         "prompt_tokens": sum(map(len, workload.prompts)),
         "max_batch_size": config.max_batch_size,
     }
-    about |= about_run(options, device, model.dtype, bandwidth) | about_decoder(config)
-    finish(options, about, found, plot_ratios)
-    return found
+    rows = bench_sessions(model, workload, options, config, bandwidth)
+    return _Measured(rows, about | about_decoder(config), plot_ratios)
 
 
-def run_cpu(
-    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor] | None
-) -> list[CpuRow]:
-    """Measure and print whole answers to ``prompts`` on a CPU; None makes random ones.
-
-    Raises:
-        ConfigError: the model is on a GPU.
-    """
-    if model.device.type != "cpu":
-        raise ConfigError(f"bench cpu measures on a CPU, and the model is on {model.device}; add device=cpu.")
+def _cpu(given: _Given) -> _Measured:
+    model, options, config, prompts, _ = given
     if prompts is None:
-        prompts = random_prompts(model.config.get_text_config().vocab_size, options.num_decoded, options.prompt_length)
-    found = gather(
-        bench_cpu(model, options, config, prompts),
-        lambda row: f"{row.decoder}, {row.threads} threads: {row.tokens_per_second:.1f} tokens/s",
-    )
-    about = about_run(options, model.device, model.dtype, measure_bandwidth(model.device))
-    about |= {"prompts": len(prompts), "new_tokens": options.new_tokens, "transformers": transformers.__version__}
-    about |= {"lowering": config.lowering.name}
-    finish(options, about, found)
-    return found
+        prompts = random_prompts(_vocab_size(model), options.num_decoded, options.prompt_length)
+    about = {"prompts": len(prompts), "new_tokens": options.new_tokens, "transformers": transformers.__version__}
+    return _Measured(bench_cpu(model, options, config, prompts), about | {"lowering": config.lowering.name})
 
 
-def run_tune(model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor]) -> list[TuneRow]:
-    """Measure and print drafts, rules and K on ``prompts``, and what to choose for each number of sequences."""
-    device = next(model.parameters()).device
-    bandwidth = measure_bandwidth(device)
-    refused: list[str] = []
-    found = gather(
-        bench_tune(model, options, config, prompts, bandwidth, refused),
-        lambda row: (
-            f"batch {row.batch}, {row.draft}, K = {row.k}, {row.rule}: {row.tokens_per_step:.2f} tokens per step, "
-            f"{row.ms:.3f} ms"
-        ),
-    )
-    found.sort(key=lambda row: (row.batch, -row.tokens_per_second))
-    about = about_run(options, device, model.dtype, bandwidth) | {"lowering": config.lowering.name}
-    about |= {"prompts": f"{len(prompts)} of {options.prompts}", "temperature": options.temperature}
-    finish(options, about | {"new_tokens": options.new_tokens, "steps": options.steps}, found, plot_tuning)
-    if refused:
-        print("\nNot possible:\n" + "\n".join(refused))
-    print("\nFastest:\n" + "\n".join(recommendation(found)))
-    return found
+def _tune(given: _Given) -> _Measured:
+    model, options, config, prompts, bandwidth = given
+    about = {"lowering": config.lowering.name, "prompts": f"{len(prompts or ())} of {options.prompts}"}
+    about |= {name: getattr(options, name) for name in ("temperature", "new_tokens", "steps")}
+    return _Measured(bench_tune(model, options, config, prompts or (), bandwidth), about, plot_tuning)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+_KINDS: dict[str, Callable[[_Given], _Measured]] = {
+    "steps": _steps, "first_token": _first_token, "sessions": _sessions, "cpu": _cpu, "tune": _tune,
+}  # fmt: skip

@@ -66,6 +66,11 @@ class StepRow:
         """What was measured."""
         return f"batch {self.batch}, K = {self.k}"
 
+    @property
+    def time(self) -> str:
+        """The time with its unit."""
+        return f"{self.ms:.3f} ms per step"
+
 
 @dataclass(frozen=True)
 class Timed:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.bench.config import BenchConfig
-from specgraph.bench.drafts import is_drafter, needs_head, with_draft, with_rule
+from specgraph.bench.drafts import checkpoint_of, needs_head, with_draft, with_rule
 from specgraph.bench.report import column
 from specgraph.bench.steps import check_positions, needed_length, time_steps, with_drafts
 from specgraph.compiler.compile import compile_speculative
@@ -72,9 +72,9 @@ class TuneRow:
         return f"batch {self.batch}, {Path(self.draft).name}" + (f", K = {self.k}, {self.rule}" if self.k else "")
 
     @property
-    def ratio(self) -> float:
-        """The time of a step over its limit."""
-        return self.ms / self.limit_ms
+    def time(self) -> str:
+        """What a step gives, and the time that it takes."""
+        return f"{self.tokens_per_step:.2f} tokens per step, {self.ms:.3f} ms"
 
 
 class _Choice(NamedTuple):
@@ -119,10 +119,11 @@ def check_tune(options: BenchConfig) -> None:
 
 
 def bench_tune(
-    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor], bandwidth: float,
-    refused: list[str],
-) -> Iterator[TuneRow]:  # fmt: skip
+    model: PreTrainedModel, options: BenchConfig, config: Config, prompts: Sequence[Tensor], bandwidth: float
+) -> Iterator[TuneRow]:
     """Measure every draft, rule, K and number of sequences, plain decoding first. Each choice compiles a decoder.
+
+    What a draft does not allow, such as more drafts than it has heads, is printed.
 
     Args:
         model: the target.
@@ -130,7 +131,6 @@ def bench_tune(
         config: all other options of the decoders.
         prompts: 1-D int64 token ids each.
         bandwidth: bytes per second, for the limits.
-        refused: is given a sentence for each choice that a draft does not allow, such as more drafts than it has heads.
 
     Raises:
         SpecgraphError: a draft allows none of the choices, or the prompts do not fit into the target's positions.
@@ -144,7 +144,7 @@ def bench_tune(
                 decoder = _compile(model, choice, config, room)
             except SpecgraphError as error:
                 errors.append(error)
-                refused.append(f"{choice.keys}: {error}")
+                print(f"Not possible: {choice.keys}: {error}", flush=True)
                 continue
             for row in _measure(decoder, choice, prompts, room, bandwidth):
                 plain.setdefault(row.batch, row.tokens_per_second)
@@ -167,9 +167,8 @@ def _compile(model: PreTrainedModel, choice: _Choice, config: Config, room: Benc
     keys = f"A prompt of {room.prompt_length} tokens, steps={room.steps} and new_tokens={room.new_tokens}"
     check_positions(model, room, longest, f"{keys} at K = {choice.k}")
     config = dataclasses.replace(config, max_length=longest, max_batch_size=max(room.batches))
-    named = is_drafter(choice.draft)
-    own = with_drafts(with_draft(config, choice.draft if named else "ngram"), choice.k)
-    return compile_speculative(model, with_rule(own, choice.rule), draft=None if named else choice.draft)
+    own = with_drafts(with_draft(config, choice.draft), choice.k)
+    return compile_speculative(model, with_rule(own, choice.rule), draft=checkpoint_of(choice.draft))
 
 
 def _measure(

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +17,7 @@ from specgraph import dump as dumps
 from specgraph.checkpoints.causal_lm import load_causal_lm
 from specgraph.checkpoints.gguf import is_gguf
 from specgraph.cli.check_options import RAY, check_engine, check_options
-from specgraph.cli.config import COMMANDS
+from specgraph.cli.config import options_of
 from specgraph.cli.decode_prompts import (
     PeerOutcome,
     Prompt,
@@ -26,7 +26,7 @@ from specgraph.cli.decode_prompts import (
     decode_with_transformers,
     encode,
 )
-from specgraph.cli.keys import DumpConfig, GenerateConfig, InspectConfig, ModelConfig
+from specgraph.cli.keys import GenerateConfig, InspectConfig
 from specgraph.cli.loading import check_drafts, check_folder, device_and_dtype, limits_of, load_model, load_tokenizer
 from specgraph.cli.prompts import read_chat_options, read_prompts
 from specgraph.cli.read_dumps import diff, explore
@@ -35,7 +35,6 @@ from specgraph.cli.writers import check_format, check_trace, notes, write_trace,
 from specgraph.compiler.build_passes import build_passes
 from specgraph.compiler.compile import compile_speculative
 from specgraph.config import Config, DraftConfig, to_config
-from specgraph.errors import ConfigError
 from specgraph.plots import check_plot, plot_acceptance
 from specgraph.progress import progress_bars
 from specgraph.runtime.outputs.stats import Stats
@@ -43,9 +42,6 @@ from specgraph.tables import text_table
 
 if TYPE_CHECKING:
     from specgraph.bench.config import BenchConfig
-    from specgraph.bench.report import Limited
-
-Options = TypeVar("Options", bound=ModelConfig)
 
 _CURVES: dict[str, dict[str, Sequence[float]]] = {}
 """What the jobs of a sweep have drawn so far, by the file of the plot and the name of the curve."""
@@ -70,7 +66,7 @@ def run(name: str, cfg: DictConfig, *, first: bool = True) -> dict[str, str]:
 
 def generate(cfg: DictConfig) -> dict[str, str]:
     """Continue prompts. Print the texts, and then how many drafts were accepted and the speed."""
-    config, options = _split(cfg, GenerateConfig)
+    config, options = _split("generate", cfg)
     config.max_batch_size = 1 if options.stream else check_batch_size(options, config)
     check_format(options.format, stream=options.stream)
     check_trace(options.trace, stream=options.stream)
@@ -151,7 +147,7 @@ def _peers(
 
 def dump(cfg: DictConfig) -> dict[str, str]:
     """Compile and write the graphs of every stage."""
-    config, options = _split(cfg, DumpConfig)
+    config, options = _split("dump", cfg)
     place = device_and_dtype(options)
     check_folder(options.model)
     dumps.check_folder(options.out)
@@ -166,9 +162,7 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
     """Print what a checkpoint is, its options and tensors, and whether it fits the target if one is given."""
     from specgraph.drafters.inspect import inspect_checkpoint
 
-    if OmegaConf.is_missing(cfg, "path"):
-        raise ConfigError("path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft.")
-    options = cast(InspectConfig, OmegaConf.to_object(cfg))
+    options: InspectConfig = options_of("inspect", cfg)
     if options.target is not None:
         check_folder(options.target, "target")
     found = inspect_checkpoint(options.path, options.draft, options.target)
@@ -179,33 +173,24 @@ def inspect(cfg: DictConfig) -> dict[str, str]:
 def bench(cfg: DictConfig) -> dict[str, str]:
     """Time steps, the first token, sessions or whole answers, or compare drafts. Print what was measured."""
     from specgraph.bench import run
-    from specgraph.bench.config import BenchConfig, check_bench_config, check_kind
+    from specgraph.bench.config import check_bench_config, check_kind
     from specgraph.bench.models import SHAPES
+    from specgraph.bench.tune import check_tune
 
     check_kind(cfg.what)
-    if OmegaConf.is_missing(cfg, "target"):
-        raise ConfigError(
-            f"target is not set: python -m specgraph bench target={'|'.join(SHAPES)}, or the folder or name of a model."
-        )
-    config, options = _compiled_part(cfg), cast(BenchConfig, OmegaConf.to_object(cfg))
+    options: BenchConfig = options_of("bench", cfg)
+    config = _compiled_part(cfg)
     check_bench_config(options)
     run.check_target(options.target)
-    device, dtype = device_and_dtype(options)
+    place = device_and_dtype(options)
     if options.target not in SHAPES:
         check_folder(options.target, "target")
-    if options.what == "cpu":
-        return _bench_cpu(options, config, device, dtype)
     if options.what == "tune":
-        return _bench_tune(options, config, device, dtype)
-    prompts, model = _file_prompts(options), _bench_model(options, device, dtype)
-    rows: Sequence[Limited]
-    if options.what == "sessions":
-        rows = run.run_sessions(model, prompts, options, config)
-    elif options.what == "first_token":
-        rows = run.run_first_token(model, options, config)
-    else:
-        rows = run.run_steps(model, options, config)
-    return {"worst ratio to the limit": f"{max(row.ratio for row in rows):.2f}"}
+        check_tune(options)
+    if options.what in ("cpu", "tune"):
+        check_drafts(options.drafts)
+    prompts = _file_prompts(options, options.num_decoded if options.what in ("cpu", "tune") else None)
+    return run.run(_bench_model(options, *place), options, config, prompts)
 
 
 def _bench_model(options: BenchConfig, device: str, dtype: str) -> PreTrainedModel:
@@ -226,34 +211,12 @@ def _file_prompts(options: BenchConfig, limit: int | None = None) -> list[Tensor
     return [prompt.ids for prompt in encode(load_tokenizer(options.target, options.trust_remote_code), texts)]
 
 
-def _bench_cpu(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
-    """Whole answers beside transformers' own: the ratio of each of our decoders to ``generate``, by its name."""
-    from specgraph.bench import run
-    from specgraph.bench.cpu import GENERATE
-
-    check_drafts(options.drafts)
-    prompts, model = _file_prompts(options, options.num_decoded), _bench_model(options, device, dtype)
-    rows = run.run_cpu(model, options, config, prompts)
-    return {f"{r.decoder}, {r.threads} threads": f"{r.to_generate:.2f}" for r in rows if r.decoder != GENERATE}
-
-
-def _bench_tune(options: BenchConfig, config: Config, device: str, dtype: str) -> dict[str, str]:
-    """Tokens per second of everything that was compared, by its name."""
-    from specgraph.bench import run
-    from specgraph.bench.tune import check_tune
-
-    check_tune(options)
-    check_drafts(options.drafts)
-    prompts = _file_prompts(options, options.num_decoded) or []
-    rows = run.run_tune(_bench_model(options, device, dtype), options, config, prompts)
-    return {f"{r.draft}, {r.rule}, K = {r.k}, batch {r.batch}": f"{r.tokens_per_second:.1f}" for r in rows}
-
-
 def train(cfg: DictConfig) -> dict[str, str]:
     """Train a target and a draft. Progress is shown on standard error."""
     from specgraph.training import run_training
 
-    report = run_training(cast(Any, OmegaConf.to_object(cfg)))
+    options: Any = OmegaConf.to_object(cfg)
+    report = run_training(options)
     print(report)
     measured = report.acceptance
     result = {"held-out loss": f"{report.target.heldout_loss:.3f}"}
@@ -264,10 +227,10 @@ def train(cfg: DictConfig) -> dict[str, str]:
 
 def train_head(cfg: DictConfig) -> dict[str, str]:
     """Train a head for a target. Progress is shown on standard error."""
-    from specgraph.training.heads import HeadTrainConfig, train_head
+    from specgraph.training.heads import train_head
     from specgraph.training.heads.config import check_dtype, check_head_config
 
-    options = cast(HeadTrainConfig, OmegaConf.to_object(cfg))
+    options: Any = OmegaConf.to_object(cfg)
     check_head_config(options)  # before a model is loaded
     place = device_and_dtype(options)
     check_dtype(*place)
@@ -283,14 +246,9 @@ _COMMANDS = {"generate": generate, "dump": dump, "explore": explore, "diff": dif
              "train": train, "train_head": train_head}  # fmt: skip
 
 
-def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:
+def _split(name: str, cfg: DictConfig) -> tuple[Config, Any]:
     """The part of a command's configuration that ``compile_speculative`` takes, and the whole of it, both checked."""
-    if OmegaConf.is_missing(cfg, "model"):
-        name = next(name for name, command in COMMANDS.items() if command.schema() is kind)
-        raise ConfigError(
-            f"model is not set: python -m specgraph {name} model=PATH, the folder or name of a causal LM."
-        )
-    options = cast(Options, OmegaConf.to_object(cfg))
+    options = options_of(name, cfg)
     if options.gguf_file is not None:
         options.model = str(Path(options.model) / options.gguf_file)
     return _compiled_part(cfg), options

@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
 
 from specgraph.cli.keys import DiffConfig, DumpConfig, ExploreConfig, GenerateConfig, InspectConfig
 from specgraph.config import Config, DraftConfig, group_choices
@@ -115,6 +117,18 @@ COMMANDS = {
         ("data=questions.jsonl output=models",),
     ),
 }
+
+
+def options_of(name: str, cfg: DictConfig) -> Any:
+    """The configuration of a command as an object of its dataclass.
+
+    Raises:
+        ConfigError: a key that has no default is not set.
+    """
+    for key in [str(key) for key in cfg if OmegaConf.is_missing(cfg, key)]:
+        raise ConfigError(f"{key} is not set: python -m specgraph {name} {CONFIGURATIONS[name].usage}")
+    return OmegaConf.to_object(cfg)
+
 
 TRAIN_HEAD = "train_head"
 """The name of the configuration with which ``train draft=HEAD`` runs."""

@@ -321,10 +321,6 @@ def _variants(kind: str, device: Any) -> dict[str, str]:
     }
 
 
-def _counted(ops: list[str], *, listed: bool) -> str:
-    return f"{len(ops)} ops" + (f": {', '.join(ops)}" if listed else "")
-
-
 def optional_parts() -> Iterator[Finding]:
     """The packages of specgraph's extras, except those for developers."""
     extras = {r.name: r for r in _requirements() if r.extra not in (None, *_FOR_DEVELOPERS)}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from specgraph.cli.config import options_of
 from specgraph.cli.keys import DiffConfig, ExploreConfig
 from specgraph.errors import ConfigError
 
@@ -20,9 +21,7 @@ def explore(cfg: DictConfig) -> dict[str, str]:
     """Write the page of a dump, and of a trace if one is given."""
     from specgraph.explore import explore as write_page
 
-    if OmegaConf.is_missing(cfg, "dump"):
-        raise ConfigError("dump is not set: python -m specgraph explore DUMP, the folder that dump wrote.")
-    options = cast(ExploreConfig, OmegaConf.to_object(cfg))
+    options: ExploreConfig = options_of("explore", cfg)
     if options.bandwidth is not None and not 0 < options.bandwidth < math.inf:
         raise ConfigError(f"bandwidth={options.bandwidth} is in GB/s, so it is a number above 0.")
     page = write_page(options.dump, options.out, trace=options.trace, bandwidth=_bandwidth(options.bandwidth))
@@ -51,10 +50,7 @@ def diff(cfg: DictConfig) -> dict[str, str]:
     """Print in what two stages or two dumps differ."""
     from specgraph.explore.diff import diff as differences
 
-    for key in ("old", "new"):
-        if OmegaConf.is_missing(cfg, key):
-            raise ConfigError(f"{key} is not set: python -m specgraph diff OLD NEW, two dumps or two stages of dumps.")
-    options = cast(DiffConfig, OmegaConf.to_object(cfg))
+    options: DiffConfig = options_of("diff", cfg)
     text = differences(options.old, options.new, graph=options.graph, numerics=options.numerics)
     print(text)
     return {"difference": text.splitlines()[0] if text else "equal"}

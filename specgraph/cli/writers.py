@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +47,13 @@ Writer = Callable[[Ended], None]
 
 def writer(form: str, tokenizer: Any) -> Writer:
     """What writes answers to what is the standard output now, in one of :data:`FORMATS`."""
-    return _Text(tokenizer) if form == TEXT else _Json(tokenizer)
+    written, out = (_text if form == TEXT else _json), sys.stdout
+
+    def write(ended: Ended) -> None:
+        text = tokenizer.decode(ended.tokens, skip_special_tokens=True)
+        print(written(ended, text), file=out, flush=True)
+
+    return write
 
 
 def check_format(form: str, *, stream: bool) -> None:
@@ -101,30 +106,17 @@ def heading(source: str | Messages, place: int) -> str:
     return f"--- {place + 1}: {line if len(line) <= 100 else line[:97] + '...'}"
 
 
-class _Text:
-    """Writes a heading and the text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._out = tokenizer, sys.stdout
-
-    def __call__(self, ended: Ended) -> None:
-        print(heading(ended.source, ended.place), file=self._out)
-        print(self._tokenizer.decode(ended.tokens, skip_special_tokens=True), file=self._out, flush=True)
+def _text(ended: Ended, text: str) -> str:
+    """A heading and the text."""
+    return f"{heading(ended.source, ended.place)}\n{text}"
 
 
-class _Json:
-    """Writes an object, with no character beyond ASCII, so that every terminal and file takes it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._out = tokenizer, sys.stdout
-
-    def __call__(self, ended: Ended) -> None:
-        name = "prompt" if isinstance(ended.source, str) else "messages"
-        text = self._tokenizer.decode(ended.tokens, skip_special_tokens=True)
-        stats = {"prompt_tokens": ended.prompt_tokens, "new_tokens": len(ended.tokens), "steps": len(ended.steps)}
-        mean = sum(ended.steps) / len(ended.steps) if ended.steps else math.nan
-        record = {
-            name: ended.source, "text": text, "tokens": ended.tokens, "finish_reason": ended.reason,
-            "stats": {**stats, "tokens_per_step": None if math.isnan(mean) else mean},
-        }  # fmt: skip
-        print(json.dumps(record), file=self._out, flush=True)
+def _json(ended: Ended, text: str) -> str:
+    """An object, with no character beyond ASCII, so that every terminal and file takes it."""
+    name = "prompt" if isinstance(ended.source, str) else "messages"
+    stats = {"prompt_tokens": ended.prompt_tokens, "new_tokens": len(ended.tokens), "steps": len(ended.steps)}
+    mean = sum(ended.steps) / len(ended.steps) if ended.steps else None
+    return json.dumps({
+        name: ended.source, "text": text, "tokens": ended.tokens, "finish_reason": ended.reason,
+        "stats": {**stats, "tokens_per_step": mean},
+    })  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from importlib import resources
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from specgraph.errors import ConfigError
 @functools.cache
 def conf_files() -> dict[str, Any]:
     """The content of every YAML file under ``conf``, by its path without ``.yaml``."""
-    root = resources.files("specgraph.conf")
-    entries = {entry.name: entry for entry in root.iterdir()}
-    entries |= {f"{name}/{entry.name}": entry for name, group in entries.items() if group.is_dir()
-                for entry in group.iterdir()}  # fmt: skip
+    (root, *_) = importlib.import_module("specgraph.conf").__path__
+    return yaml_files(Path(root))
+
+
+def yaml_files(root: Path) -> dict[str, Any]:
+    """The content of every YAML file below a folder, by its path without ``.yaml``."""
     return {
-        name.removesuffix(".yaml"): yaml.safe_load(entry.read_text(encoding="utf-8")) or {}
-        for name, entry in entries.items() if name.endswith(".yaml")
+        path.relative_to(root).with_suffix("").as_posix(): read_yaml(path)
+        for path in sorted(root.rglob("*.yaml"))
     }  # fmt: skip
 
 
@@ -51,10 +53,7 @@ def own_files(folder: str | Path | None) -> dict[str, Any]:
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigError(f"There is no folder {str(folder)!r}{did_you_mean_path(root)}; give one with YAML files.")
-    return {
-        path.relative_to(root).with_suffix("").as_posix(): read_yaml(path)
-        for path in sorted(root.rglob("*.yaml"))
-    }  # fmt: skip
+    return yaml_files(root)
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:

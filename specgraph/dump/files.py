@@ -23,6 +23,7 @@ from specgraph.ir.model_info import ModelInfo
 from specgraph.ir.program import Program
 from specgraph.ir.source import listing, render
 from specgraph.ir.summaries import summaries
+from specgraph.ir.tensors import view_of
 from specgraph.kernels.state import Buffer, Input, map_input
 
 FORMAT = 3
@@ -134,12 +135,6 @@ def _about_weights(saved: bool, size: int, count: int, stages: Mapping[str, Prog
     )
 
 
-def _view(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is equal for two tensors which show the same memory in the same way, such as tied weights."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
-
-
 def _collect(stages: Mapping[str, Program]) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
     """Every tensor of all stages once, under its first name; and for each stage, the key of the tensor of each name."""
     tensors: dict[str, Tensor] = {}
@@ -148,7 +143,7 @@ def _collect(stages: Mapping[str, Program]) -> tuple[dict[str, Tensor], dict[str
     for stage, program in stages.items():
         names[stage] = {}
         for name, tensor in weights_of(program).items():
-            view = _view(tensor)
+            view = view_of(tensor)
             if view not in keys:
                 keys[view] = name if name not in tensors else f"{name}@{stage}"
                 tensors[keys[view]] = tensor

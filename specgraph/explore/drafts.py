@@ -17,32 +17,34 @@ T = TypeVar("T")
 AGAIN = "write it again with python -m specgraph generate trace=FILE"
 ACCEPTED, REJECTED, BEHIND, ENDED, CUT = "accepted", "rejected", "behind", "ended", "cut"
 WHY = {
-    (ACCEPTED, "strict"): "It equals the token that the target itself chose at this place, {own}.",
-    (ACCEPTED, "*"): "The rule {rule} accepted it.",
-    (REJECTED, "strict"): "Under the rule strict, a draft is accepted if it equals the token that the target itself "
-    "chooses at this place. The target chose {own}. The probabilities below do not decide.",
-    (
-        REJECTED,
-        "probabilistic",
-    ): "Under the rule probabilistic, a draft is accepted with probability min(1, p/q), where "
-    "p is its probability under the target, {p}, and q the one it was drawn with, {q} (1 if it was looked up). That "
-    "was {ratio}, and the draw was against it. The target then drew {own} from what its distribution has beyond the "
-    "drafter's.",
-    (REJECTED, "block"): "The rule block decides about the drafts of a step together and keeps the longest prefix that "
-    "one of its draws accepts. That prefix ends before this draft. The target then drew {own}.",
-    (REJECTED, "typical"): "The rule typical accepts a draft whose probability under the target is high enough for the "
-    "entropy of the target's distribution at this place. This one's was not. The target went on with {own}.",
-    (REJECTED, "synthetic"): "The rule synthetic accepts every draft with one given probability, whatever the models "
-    "say. The draw was against it. The target went on with {own}.",
-    (REJECTED, "*"): "The rule {rule} did not accept it. The target went on with {own}.",
-    (
-        BEHIND,
-        "*",
-    ): "It was not considered, because a draft before it in the same step was rejected. It continues a text "
-    "that was not emitted.",
-    (ENDED, "*"): "It was not considered, because the sequence ended with the accepted draft before it.",
-    (CUT, "*"): "The step emitted this very token, but the sequence had reached its limit of tokens, so that drafts "
-    "from here on were not needed.",
+    ACCEPTED: {
+        "strict": "It equals the token that the target itself chose at this place, {own}.",
+        "*": "The rule {rule} accepted it.",
+    },
+    REJECTED: {
+        "strict": "Under the rule strict, a draft is accepted if it equals the token that the target itself chooses at "
+        "this place. The target chose {own}. The probabilities below do not decide.",
+        "probabilistic": "Under the rule probabilistic, a draft is accepted with probability min(1, p/q), where p is "
+        "its probability under the target, {p}, and q the one it was drawn with, {q} (1 if it was looked up). That was "
+        "{ratio}, and the draw was against it. The target then drew {own} from what its distribution has beyond the "
+        "drafter's.",
+        "block": "The rule block decides about the drafts of a step together and keeps the longest prefix that one of "
+        "its draws accepts. That prefix ends before this draft. The target then drew {own}.",
+        "typical": "The rule typical accepts a draft whose probability under the target is high enough for the entropy "
+        "of the target's distribution at this place. This one's was not. The target went on with {own}.",
+        "synthetic": "The rule synthetic accepts every draft with one given probability, whatever the models say. The "
+        "draw was against it. The target went on with {own}.",
+        "*": "The rule {rule} did not accept it. The target went on with {own}.",
+    },
+    BEHIND: {
+        "*": "It was not considered, because a draft before it in the same step was rejected. It continues a text that "
+        "was not emitted.",
+    },
+    ENDED: {"*": "It was not considered, because the sequence ended with the accepted draft before it."},
+    CUT: {
+        "*": "The step emitted this very token, but the sequence had reached its limit of tokens, so that drafts from "
+        "here on were not needed.",
+    },
 }
 """What became of a draft, by the rule of verification; ``*`` is every other rule. ``{own}`` is the token that the
 target chose in its place, and ``{ratio}`` is p/q."""
@@ -179,8 +181,7 @@ ABOUT = {
 
 def why(rule: str) -> dict[str, str]:
     """What is said of drafts under a rule, by what became of them; ``about`` says what the rule does."""
-    verdicts = dict.fromkeys(verdict for verdict, _ in WHY)
-    said = {verdict: WHY.get((verdict, rule), WHY.get((verdict, "*"), "")) for verdict in verdicts}
+    said = {verdict: by_rule.get(rule, by_rule["*"]) for verdict, by_rule in WHY.items()}
     about = ABOUT.get(rule, "")
     ends = "A step ends with one token that the target chooses by itself, behind the accepted drafts."
     return said | {"about": f"The rule {about or f'is {rule}.'} {ends}"}

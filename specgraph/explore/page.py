@@ -16,7 +16,7 @@ from specgraph.errors import ConfigError
 from specgraph.explore.changes import changes_of
 from specgraph.explore.drafts import TraceFile, acceptance, check_same, read_trace, why
 from specgraph.explore.graphs import node_table
-from specgraph.explore.reading import Dump, Stage, read_dump
+from specgraph.explore.reading import Dump, read_dump
 from specgraph.explore.sizes import decode_sizes
 from specgraph.explore.times import Bandwidth, reads_of, step_times
 from specgraph.explore.weights import sharing
@@ -77,10 +77,11 @@ def page_data(dump: Dump, trace: TraceFile | None, bandwidth: Bandwidth | None) 
     sizes = _sizes(dump, trace)
     nodes, graphs = node_table(dump, sizes)
     places = {stage.name: index for index, stage in enumerate(dump.stages)}
+    named = {stage.name: stage for stage in dump.stages}
     stages = [
         {
             "name": stage.name, **stage.made, "before": places.get(stage.before or ""), "graphs": graphs[stage.name],
-            "changes": _changes(dump, stage),
+            "changes": changes_of(stage, named.get(stage.before or "")),
         }
         for stage in dump.stages
     ]  # fmt: skip
@@ -134,11 +135,6 @@ def _sizes(dump: Dump, trace: TraceFile | None) -> dict[str, int]:
         counts[step.step] = counts.get(step.step, 0) + 1
     longest = max((step.position + len(step.tokens) for step in steps), default=UNKNOWN_LENGTH)
     return decode_sizes(int(dump.record.get("num_speculative_tokens", 0)), max(counts.values(), default=1), longest)
-
-
-def _changes(dump: Dump, stage: Stage) -> dict[str, Any]:
-    before = next((other for other in dump.stages if other.name == stage.before), None)
-    return {name: changes.to_record() for name, changes in changes_of(stage, before).items()}
 
 
 def _trace(trace: TraceFile, times: dict[str, Any]) -> dict[str, Any]:

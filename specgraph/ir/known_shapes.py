@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -18,10 +18,30 @@ from torch import Tensor, fx
 from specgraph.compat import pytree
 from specgraph.ir.graphs import get_attribute
 
-MOST = 512
-"""So many modules are remembered, those used last. One of 500 nodes takes about 100 kB."""
-MOST_CALLS = 8192
-"""So many calls of functions are remembered, those used last."""
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """The values of the ``most`` keys that were used last. Any thread may ask."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.values: OrderedDict[Hashable, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: Hashable) -> T | None:
+        """What is known for a key, if anything is."""
+        with self._lock:
+            if key in self.values:
+                self.values.move_to_end(key)
+            return self.values.get(key)
+
+    def keep(self, key: Hashable, value: T) -> None:
+        """Remember a value, and forget the one that was not used for the longest time if there are too many."""
+        with self._lock:
+            self.values[key] = value
+            while len(self.values) > self.most:
+                self.values.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -67,9 +87,9 @@ class CalledBefore(NamedTuple):
     written: tuple[int, ...]
 
 
-_known: OrderedDict[Hashable, Known] = OrderedDict()
-_calls: OrderedDict[Hashable, CalledBefore] = OrderedDict()
-_lock = threading.Lock()
+MODULES = Recent[Known](512)
+"""One of 500 nodes takes about 100 kB."""
+CALLS = Recent[CalledBefore](8192)
 
 
 def allocated(values: Any) -> Any:
@@ -90,22 +110,11 @@ def fingerprint(module: fx.GraphModule) -> Hashable:
     )
 
 
-def find(key: Hashable) -> Known | None:
-    """What is known for a key, if anything is."""
-    with _lock:
-        if key in _known:
-            _known.move_to_end(key)
-        return _known.get(key)
-
-
 def remember(key: Hashable, result: Any, layouts: list[Any]) -> None:
     """Keep what a module returned, unless a size depends on values."""
     returned = layouts_of(result)
     if is_fixed(returned):
-        with _lock:
-            _known[key] = Known(returned, layouts)
-            while len(_known) > MOST:
-                _known.popitem(last=False)
+        MODULES.keep(key, Known(returned, layouts))
 
 
 def is_fixed(layouts: Any) -> bool:
@@ -129,25 +138,13 @@ def call_key(node: fx.Node, read: Sequence[Any], checked: bool) -> Hashable:
     return node.target, repr(args), repr(kwargs), repr(layouts), checked
 
 
-def find_call(key: Hashable) -> CalledBefore | None:
-    """What is known for the key of a call, if anything is."""
-    with _lock:
-        if key in _calls:
-            _calls.move_to_end(key)
-        return _calls.get(key)
-
-
 def remember_call(key: Hashable, read: Sequence[Any], result: Any, written: tuple[int, ...]) -> None:
     """Keep what a call returned, unless a size depends on values or the call returned memory of ``read``: a write into
     that would be one into the arguments.
     """
     layouts = layouts_of(result)
-    if not is_fixed(layouts) or _storages(result) & _storages(read):
-        return
-    with _lock:
-        _calls[key] = CalledBefore(layouts, written)
-        while len(_calls) > MOST_CALLS:
-            _calls.popitem(last=False)
+    if is_fixed(layouts) and not _storages(result) & _storages(read):
+        CALLS.keep(key, CalledBefore(layouts, written))
 
 
 def _storages(values: Any) -> set[int]:

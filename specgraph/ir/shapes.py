@@ -23,11 +23,11 @@ from specgraph.compat import FakeTensorMode, OpOverload, ShapeEnv, pytree
 from specgraph.errors import VerificationError
 from specgraph.ir.graphs import get_attribute, written_by
 from specgraph.ir.known_shapes import (
+    CALLS,
+    MODULES,
     Layout,
     allocated,
     call_key,
-    find,
-    find_call,
     fingerprint,
     layouts_of,
     remember,
@@ -274,7 +274,7 @@ class _Run:
         assert callable(node.target)
         inputs = node.all_input_nodes
         key = call_key(node, [values[read] for read in inputs], checked)
-        if key is not None and (known := find_call(key)) is not None:
+        if key is not None and (known := CALLS.find(key)) is not None:
             _check_written(node, [inputs[index] for index in known.written])
             return known.result
         for read in inputs:
@@ -306,7 +306,7 @@ class _Run:
         module, first = self.program.modules.unchanged[name], name not in self.named
         self.named.add(name)
         key = (self._fingerprints[name], signature, first)
-        if (known := find(key)) is None:
+        if (known := MODULES.find(key)) is None:
             result = self.graph(name, module.graph, module, allocated(inputs), write=first)
             remember(key, result, self._written[name] if first else [])
             return result

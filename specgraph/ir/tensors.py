@@ -1,4 +1,4 @@
-"""Compares tensors that are large, or that are on two devices."""
+"""Compares tensors that are large, or that are on two devices, and the memory that tensors show."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def widen(values: Tensor) -> Tensor:
     if values.is_complex():
         return values.to(torch.complex128)
     return values.to(torch.float64 if values.is_floating_point() else torch.int64)
+
+
+def view_of(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is equal for two tensors which show the same memory in the same way, such as tied weights."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()

@@ -14,7 +14,6 @@ The decoder applies this pass to the steps of requests that ask for such options
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from specgraph.ir.program import Program
 from specgraph.kernels import step
 from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass, PassResult
+from specgraph.passes.insert_processors import parameters
 
 DRAWS = (step.propose_, step.propose_at_)
 """The functions that draw drafts from logits."""
@@ -156,7 +156,7 @@ class _Context:
             changed = graph.call_function(step.in_target_vocabulary, (logits, *vocabulary)) if mapped else logits
             for processor in self.processors:
                 given = {"logits": changed, "window": window, **self.shared}
-                names = inspect.signature(processor.target).parameters  # type: ignore[arg-type]
+                names = parameters(processor.target)
                 args = tuple(given.get(name, old) for name, old in zip(names, processor.args, strict=True))
                 changed = graph.call_function(processor.target, args)  # type: ignore[arg-type]
                 changed.name = f"{processor.name}_{draw.kwargs['row']}"

@@ -81,17 +81,3 @@ def test_prompts_of_a_file_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> Non
     template = "template=Question: {question}\\nAnswer:"
     main(["bench", "cpu", f"target={models / 'target'}", f"prompts={data}", template, *QUICK])
     assert len(given) == 2 and all(prompt.dim() == 1 and len(prompt) > 20 for prompt in given)
-
-
-MISTAKES = {
-    "threads=[0]": "threads is a list of numbers from 1 up, such as [1,8], got [0].",
-    "rounds=0": "rounds must be at least 1, got 0.",
-    "plot=a.png": "plot=a.png: bench cpu has no limits to draw; leave plot out, or write json=FILE.",
-    "drafts=[./nowhere]": "drafts=./nowhere: there is no such folder.",
-}
-
-
-@pytest.mark.parametrize(("override", "message"), MISTAKES.items(), ids=MISTAKES.keys())
-def test_a_mistake_gets_one_sentence(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "cpu", "target=tiny-shape", "device=cpu", override]) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"

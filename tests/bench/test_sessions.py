@@ -114,18 +114,3 @@ def test_prompts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert f"prompts             {file}" in shown
     assert f"prompt_tokens       {2 * len('Q: one') + len('Q: and two')}" in shown
-
-
-MISTAKES = {
-    "num_prompts=0": "num_prompts must be at least 1, got 0.",
-    "prompt_range=[5]": "prompt_range is the least and the most, such as [16,512], got [5].",
-    "new_range=[9,3]": "new_range is the least and the most, such as [16,512], got [9, 3].",
-    "prompts=a.txt": "prompts=a.txt needs a tokenizer, and target=tiny-shape has none; give the folder of a model, or ",
-}
-
-
-@pytest.mark.parametrize(("override", "message"), MISTAKES.items(), ids=MISTAKES.keys())
-def test_a_mistake_gets_one_sentence(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "sessions", "target=tiny-shape", override]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith(f"error: {message}") and shown.err.count("\n") == 1

@@ -90,7 +90,7 @@ def test_a_causal_lm(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: path is not set: python -m specgraph inspect PATH, the folder or weights file of a draft."),
+        ([], "error: path is not set: python -m specgraph inspect PATH [target=MODEL]"),
         (["/no/such"], "error: There is nothing at '/no/such'; give the folder of a checkpoint"),
         (["{}", "target=/no/such"], "error: target=/no/such: there is no such folder."),
         (["{}", "target={}"], "error: target={} has no configuration of a causal LM: "),

@@ -520,9 +520,7 @@ def test_a_damaged_model_gets_one_sentence(
 @pytest.mark.parametrize("command", ["generate", "dump"])
 def test_missing_model(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 2
-    assert capsys.readouterr().err == (
-        f"error: model is not set: python -m specgraph {command} model=PATH, the folder or name of a causal LM.\n"
-    )
+    assert capsys.readouterr().err.startswith(f"error: model is not set: python -m specgraph {command} model=PATH ")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_two_stages_without_keys(graphs: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "old is not set: python -m specgraph diff OLD NEW, two dumps or two stages of dumps."),
+        ([], "old is not set: python -m specgraph diff OLD NEW"),
         (["{graphs}"], "new is not set: python -m specgraph diff OLD NEW"),
         (["{graphs}", "no/such"], "no/such"),
         (["{graphs}", "{graphs}", "graph=tarjet"], "graph=tarjet: the stages have no such graph; they have step"),

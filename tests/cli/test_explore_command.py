@@ -45,7 +45,7 @@ def test_without_a_bandwidth_it_is_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "dump is not set: python -m specgraph explore DUMP, the folder that dump wrote."),
+        ([], "dump is not set: python -m specgraph explore DUMP"),
         (["nothing"], "nothing: there is no such folder; give one that python -m specgraph dump wrote."),
         (["graphs,a"], "graphs,a: there is no such folder"),
         (["graphs", "bandwidth=0"], "bandwidth=0.0 is in GB/s, so it is a number above 0."),

@@ -49,7 +49,7 @@ def context(batch: int, rows: int, vocab: int, longest: int, dtype: torch.dtype)
 
 def penalised(*shape: Any) -> tuple[Op, dict[str, Any]]:
     given = context(*shape)
-    options = {"repetition": 0.5, "frequency": -0.5, "presence": -0.5}
+    options = {"repetition_penalty": 0.5, "frequency_penalty": -0.5, "presence_penalty": -0.5}
     drawn = {name: torch.rand(shape[0], device=DEVICE) + low for name, low in options.items()}
     return penalties.PENALISE, {**given, "prompt_length": given["start"] // 2 + 1, **drawn}
 
@@ -67,7 +67,8 @@ def biased(*shape: Any) -> tuple[Op, dict[str, Any]]:
     values = torch.randn(batch, words, device=DEVICE)
     values[:, ::7] = -float("inf")
     until = torch.where(torch.arange(words, device=DEVICE) % 5 == 0, 2000, 1 << 62)
-    tables = {"tokens": tokens, "ends": ends.repeat(batch, 1), "values": values, "until": until.repeat(batch, 1)}
+    tables = {"bias_tokens": tokens, "bias_ends": ends.repeat(batch, 1), "bias_values": values}
+    tables["bias_until"] = until.repeat(batch, 1)
     return biases.ADD_BIASES, {**given, "prompt_length": prompt_length, **tables}
 
 
@@ -75,7 +76,8 @@ def without_repeats(*shape: Any) -> tuple[Op, dict[str, Any]]:
     given = context(*shape)
     given["history"].remainder_(50)
     given["window"].remainder_(50)
-    return ngrams.BAN_NGRAMS, {**given, "sizes": (torch.arange(shape[0], device=DEVICE) + 1) % 4}
+    sizes = (torch.arange(shape[0], device=DEVICE) + 1) % 4
+    return ngrams.BAN_NGRAMS, {**given, "no_repeat_ngram_size": sizes}
 
 
 def with_forced_tokens(*shape: Any) -> tuple[Op, dict[str, Any]]:
@@ -83,9 +85,9 @@ def with_forced_tokens(*shape: Any) -> tuple[Op, dict[str, Any]]:
     given["start"][::2] = 0
     tokens = torch.arange(shape[0], device=DEVICE)
     behind = given["num_forced"].clamp(max=2) + 2  # of the window's first token: the first row gives the last token
-    rest = {"max_length": given["start"] + behind, "first": tokens, "last": (tokens + 1) % 3 - 1}
-    own = {name: given[name] for name in ("logits", "start", "num_forced")}
-    return forced.FORCE_TOKENS, {**own, **rest, "width": given["window"].shape[1]}
+    forced_ids = {"forced_bos_token_id": tokens, "forced_eos_token_id": (tokens + 1) % 3 - 1}
+    own = {name: given[name] for name in ("logits", "window", "start", "num_forced")}
+    return forced.FORCE_TOKENS, {**own, "max_length": given["start"] + behind, **forced_ids}
 
 
 CASES = [penalised, biased, without_repeats, with_forced_tokens]

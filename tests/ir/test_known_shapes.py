@@ -21,8 +21,8 @@ ADD = torch.ops.aten.add.Tensor
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_shapes, "_known", known_shapes.OrderedDict())
-    monkeypatch.setattr(known_shapes, "_calls", known_shapes.OrderedDict())
+    for kept in (known_shapes.MODULES, known_shapes.CALLS):
+        monkeypatch.setattr(kept, "values", known_shapes.OrderedDict())
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_what_fails_is_not_remembered() -> None:
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_shapes, "MOST", 2)
+    monkeypatch.setattr(known_shapes.MODULES, "most", 2)
     for key in "abc":
         known_shapes.remember(key, (torch.zeros(2, 3).t(), None, 4), [])
-    assert [known_shapes.find(key) is not None for key in "abc"] == [False, True, True]
-    found = known_shapes.find("c")
+    assert [known_shapes.MODULES.find(key) is not None for key in "abc"] == [False, True, True]
+    found = known_shapes.MODULES.find("c")
     assert found is not None
     tensor, *others = known_shapes.allocated(found.result)
     assert others == [None, 4] and tensor.shape == (3, 2) and tensor.stride() == (1, 3)

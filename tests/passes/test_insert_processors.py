@@ -11,7 +11,7 @@ import torch
 from specgraph.errors import PassError
 from specgraph.ir.program import Program
 from specgraph.ir.verifier import verify_program
-from specgraph.kernels.processors import PROCESSORS, force_tokens
+from specgraph.kernels.processors import PROCESSORS
 from specgraph.passes.base import Pass
 from specgraph.passes.fuse_step import FuseStep
 from specgraph.passes.fuse_verify import FuseVerify
@@ -43,15 +43,16 @@ def built(drafter: str, *more: Pass) -> Program:
 def test_processors_stand_between_the_logits_and_what_verifies_them() -> None:
     before, after = body(built("none", FuseVerify())), body(built("none", FuseVerify(), InsertProcessors()))
     at = next(index for index, line in enumerate(before) if "verify.default" in line)
-    context = "history, rows, window, start, num_forced"
+    context, ops = "history, rows, window, start, num_forced", "torch.ops.specgraph"
     assert after[:at] == before[:at]
     assert text(after[at : at + 5]) == text(f"""
-        after_add_biases = add_biases(logits, {context}, prompt_length, bias_tokens, bias_ends, bias_values, bias_until)
-        after_penalise = penalise(after_add_biases, {context}, prompt_length, repetition_penalty, frequency_penalty,
-                                  presence_penalty)
-        after_ban_ngrams = ban_ngrams(after_penalise, {context}, no_repeat_ngram_size)
-        after_force_tokens = force_tokens(after_ban_ngrams, window, start, num_forced, max_length, forced_bos_token_id,
-                                          forced_eos_token_id)
+        after_add_biases = {ops}.add_biases.default(logits, {context}, prompt_length, bias_tokens, bias_ends,
+                                                    bias_values, bias_until)
+        after_penalise = {ops}.penalise.default(after_add_biases, {context}, prompt_length, repetition_penalty,
+                                                frequency_penalty, presence_penalty)
+        after_ban_ngrams = {ops}.ban_ngrams.default(after_penalise, {context}, no_repeat_ngram_size)
+        after_force_tokens = {ops}.force_tokens.default(after_ban_ngrams, window, start, num_forced, max_length,
+                                                        forced_bos_token_id, forced_eos_token_id)
         {before[at].replace("(logits,", "(after_force_tokens,").replace('"none")', '"none", raw_logits=logits)')}
     """)
     record = "record_accepted_(history, window, emitted, start, num_emitted, rows)"
@@ -86,7 +87,7 @@ def test_a_drafter_keeps_the_tokens_where_no_drafts_are_made() -> None:
     off = SpecialiseStep(unused=tuple(OPTIONS), drafts=0)
     lines = body(built("ngram", FuseVerify(), InsertProcessors(), IndexRows(), off))
     assert any("record_tokens_(" in line for line in lines)
-    assert not any("lookup_ngrams(" in line or "penalise(" in line for line in lines)
+    assert not any("lookup_ngrams(" in line or "penalise.default(" in line for line in lines)
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))
@@ -97,7 +98,7 @@ def test_one_option_keeps_its_processor_alone(changes: dict[str, Any]) -> None:
     (kept,) = (node for node in program.graph.nodes if node.target in PROCESSORS)
     assert asked.used() <= {*PROCESSORS[kept.target]}
     lines = body(program)
-    reads_history = kept.target is not force_tokens
+    reads_history = kept.target is not torch.ops.specgraph.force_tokens.default
     assert any(line.startswith("record_accepted_(") for line in lines) == reads_history
     assert {name for name in OPTIONS if any(f"gathered_{name}" in line for line in lines)} == asked.used()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.processors import add_biases, biases
+from specgraph.kernels.processors import biases
 from tests.kernels.processors.cases import context, contexts, forms, of_one, run
 
 FORMS = forms(biases.ADD_BIASES)
@@ -20,13 +20,14 @@ PROMPT = [1, 6, 30, 20, 4]
 def packed(words: list[list[Word]], room: int) -> dict[str, Tensor]:
     """The words of every sequence as the op takes them, with room for so many words and tokens."""
     empty = torch.zeros(len(words), room, dtype=torch.int64)
-    tables = {"tokens": empty - 1, "ends": empty.clone(), "values": empty.float(), "until": empty.clone()}
+    tables = {"bias_tokens": empty - 1, "bias_ends": empty.clone()}
+    tables |= {"bias_values": empty.float(), "bias_until": empty.clone()}
     for b, own in enumerate(words):
         end = 0
         for n, (tokens, value, until) in enumerate(own):
-            tables["tokens"][b, end : end + len(tokens)] = torch.tensor(tokens)
+            tables["bias_tokens"][b, end : end + len(tokens)] = torch.tensor(tokens)
             end += len(tokens)
-            tables["ends"][b, n], tables["values"][b, n], tables["until"][b, n] = end, value, until
+            tables["bias_ends"][b, n], tables["bias_values"][b, n], tables["bias_until"][b, n] = end, value, until
     return tables
 
 
@@ -99,20 +100,19 @@ def test_a_word_that_reaches_into_the_drafts_sees_them(form: str) -> None:
     assert changed.nonzero().tolist() == [[0, 2, 11]]
 
 
-def test_no_sequences_and_no_words() -> None:
+def test_no_sequences() -> None:
     given, _ = case(5)
     none = {name: part if name == "history" else part[:0] for name, part in given.items()}
     for form in FORMS.values():
         assert run(form, none).shape == (0, 3, 19)
-    assert add_biases(*[*given.values()][:-4], None, None, None, None) is given["logits"]
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     given, _ = case(6)
     for name, value, message in (
-        ("tokens", given["tokens"][:2], "tokens must have one row per sequence, 5, not 2"),
-        ("tokens", given["tokens"][:, 0], "tokens must be [B, P], not 1-d"),
-        ("until", given["until"][:, :3], "ends, values and until must be [B, L] alike"),
+        ("bias_tokens", given["bias_tokens"][:2], "bias_tokens must have one row per sequence, 5, not 2"),
+        ("bias_tokens", given["bias_tokens"][:, 0], "bias_tokens must be [B, P], not 1-d"),
+        ("bias_until", given["bias_until"][:, :3], "bias_ends, bias_values and bias_until must be [B, L] alike"),
     ):
         with pytest.raises(ValueError) as caught:
             torch.ops.specgraph.add_biases(*{**given, name: value}.values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.processors import force_tokens, forced
+from specgraph.kernels.processors import forced
 from tests.kernels.processors.cases import context, forms, of_one, run
 
 FORMS = forms(forced.FORCE_TOKENS)
@@ -18,22 +18,24 @@ def case(seed: int, *, width: int = 4, **shape: Any) -> dict[str, Any]:
     """Sequences of which one begins, one ends in its third row, one both begins and ends, and two are in between."""
     own = context(seed, width=width, **shape)
     return {
-        "logits": own["logits"], "start": torch.tensor([0, 13, 0, 17, 3]), "num_forced": torch.tensor([0, 0, 0, 2, 0]),
-        "max_length": torch.tensor([90, 17, 2, 99, 50]), "first": torch.tensor([4, 5, 6, 7, -1]),
-        "last": torch.tensor([8, 9, 10, -1, 11]), "width": width,
+        "logits": own["logits"], "window": own["window"], "start": torch.tensor([0, 13, 0, 17, 3]),
+        "num_forced": torch.tensor([0, 0, 0, 2, 0]),
+        "max_length": torch.tensor([90, 17, 2, 99, 50]), "forced_bos_token_id": torch.tensor([4, 5, 6, 7, -1]),
+        "forced_eos_token_id": torch.tensor([8, 9, 10, -1, 11]),
     }  # fmt: skip
 
 
 def expected(given: dict[str, Any]) -> Tensor:
     out = given["logits"].to(torch.promote_types(given["logits"].dtype, torch.float32), copy=True)
+    first, last, width = given["forced_bos_token_id"], given["forced_eos_token_id"], given["window"].shape[1]
     for b in range(out.shape[0]):
         for r in range(out.shape[1]):
-            at = int(given["start"][b]) + min(int(given["num_forced"][b]), given["width"] - out.shape[1]) + r + 1
+            at = int(given["start"][b]) + min(int(given["num_forced"][b]), width - out.shape[1]) + r + 1
             token = -1
-            if at == 1 and given["first"] is not None:
-                token = int(given["first"][b])
-            if at == given["max_length"][b] - 1 and given["last"] is not None and given["last"][b] >= 0:
-                token = int(given["last"][b])
+            if at == 1 and first is not None:
+                token = int(first[b])
+            if at == given["max_length"][b] - 1 and last is not None and last[b] >= 0:
+                token = int(last[b])
             if token >= 0:
                 out[b, r] = -float("inf")
                 out[b, r, token] = 0
@@ -46,14 +48,14 @@ def test_every_form_forces_the_tokens(form: str, rows: int, width: int, monkeypa
     monkeypatch.setattr(forced, "TILE", 8)
     for dtype in (torch.float32, torch.bfloat16):
         given = case(rows, rows=rows, width=width, dtype=dtype)
-        for off in ({}, {"first": None}, {"last": None}):
+        for off in ({}, {"forced_bos_token_id": None}, {"forced_eos_token_id": None}):
             assert torch.equal(run(FORMS[form], given | off), expected(given | off))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_beyond_the_vocabulary_leaves_nothing(form: str) -> None:
     given = case(2)
-    given["last"][1] = given["logits"].shape[2]
+    given["forced_eos_token_id"][1] = given["logits"].shape[2]
     assert bool((run(FORMS[form], given)[1, 2] == -float("inf")).all())
 
 
@@ -73,15 +75,12 @@ def test_what_is_not_finite_is_forced_too_and_float64_stays() -> None:
     assert out.dtype == torch.float64 and out[0, 0, 4] == 0 and out[0, 0].isinf().sum() == 18
 
 
-def test_no_tokens_and_shapes_that_do_not_fit() -> None:
+def test_shapes_that_do_not_fit() -> None:
     given = case(3)
-    window = torch.zeros(5, 4, dtype=torch.int64)
-    rows = (given["start"], given["num_forced"], given["max_length"])
-    assert force_tokens(given["logits"], window, *rows, None, None) is given["logits"]
-    with pytest.raises(ValueError, match="first must have one row per sequence, 5, not 2"):
-        torch.ops.specgraph.force_tokens(*{**given, "first": given["first"][:2]}.values())
+    with pytest.raises(ValueError, match="forced_bos_token_id must have one row per sequence, 5, not 2"):
+        torch.ops.specgraph.force_tokens(*{**given, "forced_bos_token_id": given["forced_bos_token_id"][:2]}.values())
     with pytest.raises(ValueError, match="there are 3 rows of logits for a window of 2 rows"):
-        torch.ops.specgraph.force_tokens(*{**given, "width": 2}.values())
+        torch.ops.specgraph.force_tokens(*{**given, "window": given["window"][:, :2]}.values())
 
 
 def test_the_op_is_sound() -> None:

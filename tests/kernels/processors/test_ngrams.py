@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.processors import ban_ngrams, ngrams
+from specgraph.kernels.processors import ngrams
 from tests.kernels.processors.cases import context, contexts, forms, of_one, run
 
 FORMS = forms(ngrams.BAN_NGRAMS)
 
 
 def case(seed: int, sizes: tuple[int, ...] = (1, 2, 3, 2, 2), **shape: Any) -> dict[str, Any]:
-    return {**context(seed, **{"ids": 3, **shape}), "sizes": torch.tensor(sizes)}
+    return {**context(seed, **{"ids": 3, **shape}), "no_repeat_ngram_size": torch.tensor(sizes)}
 
 
 def expected(given: dict[str, Any]) -> Tensor:
     out = given["logits"].to(torch.promote_types(given["logits"].dtype, torch.float32), copy=True)
     for b, r, tokens in contexts(given):
-        n = int(given["sizes"][b])
+        n = int(given["no_repeat_ngram_size"][b])
         seen = {tuple(tokens[p : p + n]) for p in range(len(tokens) - n + 1)} if n else set()
         for token in range(out.shape[2]):
             if n and (*tokens[len(tokens) - n + 1 :], token) in seen:
@@ -59,7 +59,7 @@ def test_sizes_of_nothing_and_of_more_than_there_is(form: str) -> None:
     given = case(5, (0, 0, 0, 0, 0))
     assert torch.equal(run(FORMS[form], given), given["logits"])
     for longer in (25, 200):
-        given["sizes"][:] = longer
+        given["no_repeat_ngram_size"][:] = longer
         assert torch.equal(run(FORMS[form], given), given["logits"])
 
 
@@ -77,9 +77,8 @@ def test_float64_no_sequences_and_no_sizes() -> None:
     none = {name: part if name == "history" else part[:0] for name, part in given.items()}
     for name in ("reference", "triton"):
         assert run(FORMS[name], none).shape == (0, 3, 19)
-    assert ban_ngrams(*[*given.values()][:-1], None) is given["logits"]
-    with pytest.raises(ValueError, match="sizes must have one row per sequence, 5, not 2"):
-        torch.ops.specgraph.ban_ngrams(*{**given, "sizes": given["sizes"][:2]}.values())
+    with pytest.raises(ValueError, match="no_repeat_ngram_size must have one row per sequence, 5, not 2"):
+        torch.ops.specgraph.ban_ngrams(*{**given, "no_repeat_ngram_size": given["no_repeat_ngram_size"][:2]}.values())
 
 
 def test_the_op_is_sound() -> None:

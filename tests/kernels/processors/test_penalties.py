@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgraph.kernels.processors import penalise, penalties
+from specgraph.kernels.processors import penalties
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS: dict[str, tuple[str, Callable[..., Tensor]]] = {
@@ -39,9 +39,9 @@ def case(
         "start": torch.tensor([0, 13, 5, 17, 9]),
         "num_forced": torch.tensor([0, 0, width - 1, 2, 0]),
         "prompt_length": torch.tensor([1, 6, 30, 20, 4]),
-        "repetition": torch.tensor([1.5, 0.7, 1.0, 2.0, 1.3]),
-        "frequency": torch.tensor([0.5, 0.25, -1.0, 0.0, 0.5]),
-        "presence": torch.tensor([0.0, 1.5, 0.5, -0.25, 0.5]),
+        "repetition_penalty": torch.tensor([1.5, 0.7, 1.0, 2.0, 1.3]),
+        "frequency_penalty": torch.tensor([0.5, 0.25, -1.0, 0.0, 0.5]),
+        "presence_penalty": torch.tensor([0.0, 1.5, 0.5, -0.25, 0.5]),
     }
 
 
@@ -61,13 +61,13 @@ def expected(given: dict[str, Any]) -> Tensor:
 
 
 def formula(x: float, token: int, tokens: list[int], made: list[int], given: dict[str, Any], b: int) -> float:
-    if token in tokens and given["repetition"] is not None:
-        penalty = float(given["repetition"][b])
+    if token in tokens and given["repetition_penalty"] is not None:
+        penalty = float(given["repetition_penalty"][b])
         x = x * penalty if x < 0 else x / penalty
-    if given["frequency"] is not None:
-        x -= float(given["frequency"][b]) * made.count(token)
-    if given["presence"] is not None:
-        x -= float(given["presence"][b]) * (token in made)
+    if given["frequency_penalty"] is not None:
+        x -= float(given["frequency_penalty"][b]) * made.count(token)
+    if given["presence_penalty"] is not None:
+        x -= float(given["presence_penalty"][b]) * (token in made)
     return x
 
 
@@ -110,7 +110,7 @@ def test_float64_stays_float64() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("off", ["repetition", "frequency", "presence"])
+@pytest.mark.parametrize("off", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_a_penalty_may_be_left_out(form: str, off: str) -> None:
     given = {**case(3), off: None}
     torch.testing.assert_close(run(form, given).double(), expected(given), rtol=1e-6, atol=1e-6)
@@ -120,7 +120,11 @@ def test_a_penalty_may_be_left_out(form: str, off: str) -> None:
 def test_neutral_values_change_no_bit(form: str) -> None:
     given = case(4, dtype=torch.bfloat16)
     given["logits"][0, 0, :3] = torch.tensor([float("inf"), -float("inf"), -0.0])
-    given |= {"repetition": torch.ones(5), "frequency": torch.zeros(5), "presence": torch.zeros(5)}
+    given |= {
+        "repetition_penalty": torch.ones(5),
+        "frequency_penalty": torch.zeros(5),
+        "presence_penalty": torch.zeros(5),
+    }
     assert torch.equal(run(form, given), given["logits"].float())
 
 
@@ -150,7 +154,6 @@ def test_no_sequences_and_no_options() -> None:
     for form in FORMS:
         assert run(form, given).shape == (0, 3, 19)
     given = case(7)
-    assert penalise(*[*given.values()][:-3], None, None, None) is given["logits"]
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -159,7 +162,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ("logits", given["logits"][0], "logits must be [B, R, V], not 2-d"),
         ("window", given["window"][:, :2], "there are 3 rows of logits for a window of 2 rows"),
         ("start", given["start"][:2], "start must have one row per sequence, 5, not 2"),
-        ("presence", given["presence"][:2], "presence must have one row per sequence, 5, not 2"),
+        (
+            "presence_penalty",
+            given["presence_penalty"][:2],
+            "presence_penalty must have one row per sequence, 5, not 2",
+        ),
     ):
         with pytest.raises(ValueError) as caught:
             torch.ops.specgraph.penalise(*{**given, name: value}.values())
