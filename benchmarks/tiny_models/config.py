@@ -1,13 +1,12 @@
 """The configuration of a training run. It is made of plain dataclasses, which ``OmegaConf.structured`` accepts."""
 
-import math
 import os
-from collections.abc import Collection
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import ConfigError
+from specgraph.errors import ConfigError
+from specgraph.training.config import check_numbers, check_output
 
 
 @dataclass
@@ -207,28 +206,6 @@ def check_paths(cfg: TrainConfig) -> None:
             "it empty to train one."
         )
     check_output(cfg.output)
-
-
-def check_output(path: str) -> None:
-    """Raise ``ConfigError`` for an output that cannot become a folder."""
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise ConfigError(f"output={path} is a file: give output=path/of/a/folder.")
-
-
-def check_numbers(node: object, may_be_zero: Collection[str], path: str = "") -> None:
-    """Raise ``ConfigError`` unless every number of a tree of dataclasses is positive and finite.
-
-    Fields named in ``may_be_zero`` may be zero.
-    """
-    for item in fields(node):  # type: ignore[arg-type]
-        value, where = getattr(node, item.name), f"{path}{item.name}"
-        if is_dataclass(value):
-            check_numbers(value, may_be_zero, f"{where}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            zero = item.name in may_be_zero
-            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-                least = "0 or more" if zero else "more than 0"
-                raise ConfigError(f"{where}={value} is out of range: it must be {least}.")
 
 
 def _check_model(name: str, model: ModelConfig, max_length: int) -> None:

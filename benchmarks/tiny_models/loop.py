@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..progress import Note, Progress
-from .config import OptimConfig
-from .data import Batch
-from .updates import Updates
+from benchmarks.tiny_models.config import OptimConfig
+from specgraph.progress import Note, Progress
+from specgraph.training.data import Batch
+from specgraph.training.updates import Updates
 
 Loss = Callable[[Batch], Tensor]
 """A function from a batch to the loss of every predicted token, float32 ``[B, S - 1]``, without weights."""

@@ -11,26 +11,25 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from ..errors import ConfigError
-from .acceptance import AcceptanceReport, measure_acceptance
-from .config import TrainConfig, check_config, check_paths
-from .data import (
+from benchmarks.tiny_models.acceptance import AcceptanceReport, measure_acceptance
+from benchmarks.tiny_models.config import TrainConfig, check_config, check_paths
+from benchmarks.tiny_models.documents import encode_documents, format_document
+from benchmarks.tiny_models.loop import StageReport, cross_entropy, distillation, evaluate, optimise
+from benchmarks.tiny_models.models import build_model, count_parameters, folder_bytes, load_model, save_model
+from benchmarks.tiny_models.recurrent import fast_recurrence
+from benchmarks.tiny_models.tokenizer import train_tokenizer
+from specgraph.errors import ConfigError
+from specgraph.training.data import (
     Document,
     Encoded,
-    encode_documents,
-    format_document,
     format_question,
     in_order,
     read_documents,
     shuffled,
     split_documents,
 )
-from .loop import StageReport, cross_entropy, distillation, evaluate, optimise
-from .models import build_model, count_parameters, folder_bytes, load_model, save_model
-from .recurrent import fast_recurrence
-from .rollout import write_documents
-from .tokenizer import train_tokenizer
-from .updates import accelerator_on
+from specgraph.training.rollout import write_documents
+from specgraph.training.updates import accelerator_on
 
 
 @dataclass

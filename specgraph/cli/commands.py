@@ -250,22 +250,9 @@ def _bench_tune(options: BenchConfig, config: Config, device: str, dtype: str) -
 
 
 def train(cfg: DictConfig) -> dict[str, str]:
-    """Train a target and a draft. Progress is shown on standard error."""
-    from specgraph.training import run_training
-
-    report = run_training(cast(Any, OmegaConf.to_object(cfg)))
-    print(report)
-    measured = report.acceptance
-    result = {"held-out loss": f"{report.target.heldout_loss:.3f}"}
-    if measured is not None:
-        result = {"acceptance length": f"{measured.acceptance_length:.3f}"}
-    return {**result, "seconds": f"{report.seconds:.0f}"}
-
-
-def train_head(cfg: DictConfig) -> dict[str, str]:
     """Train a head for a target. Progress is shown on standard error."""
-    from specgraph.training.heads import HeadTrainConfig, train_head
-    from specgraph.training.heads.config import check_dtype, check_head_config
+    from specgraph.training import HeadTrainConfig, train_head
+    from specgraph.training.config import check_dtype, check_head_config
 
     options = cast(HeadTrainConfig, OmegaConf.to_object(cfg))
     check_head_config(options)  # before a model is loaded
@@ -280,7 +267,7 @@ def train_head(cfg: DictConfig) -> dict[str, str]:
 
 
 _COMMANDS = {"generate": generate, "dump": dump, "explore": explore, "diff": diff, "inspect": inspect, "bench": bench,
-             "train": train, "train_head": train_head}  # fmt: skip
+             "train": train}  # fmt: skip
 
 
 def _split(cfg: DictConfig, kind: type[Options]) -> tuple[Config, Options]:

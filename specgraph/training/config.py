@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING
 
 from specgraph.config.drafters import trained_by
 from specgraph.errors import ConfigError
-
-from ..config import OptimConfig, RolloutConfig, check_numbers, check_output
 
 if TYPE_CHECKING:
     from specgraph.drafters.base import Drafter
@@ -82,7 +82,7 @@ class ChainConfig:
 
 
 @dataclass
-class HeadRolloutConfig(RolloutConfig):
+class RolloutConfig:
     """The text from which the head learns. The target writes it: it answers every question greedily, and once more at
     answer_temperature."""
 
@@ -103,7 +103,7 @@ class HeadRolloutConfig(RolloutConfig):
 
 
 @dataclass
-class HeadOptimConfig(OptimConfig):
+class OptimConfig:
     """AdamW with a linear warm-up, and then a cosine down to ``final_lr_ratio``."""
 
     steps: int = 4000
@@ -158,8 +158,8 @@ class HeadTrainConfig:
     """The seed of everything random."""
     head: HeadConfig = field(default_factory=HeadConfig)
     chain: ChainConfig = field(default_factory=ChainConfig)
-    rollout: HeadRolloutConfig = field(default_factory=HeadRolloutConfig)
-    optim: HeadOptimConfig = field(default_factory=HeadOptimConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
     def drafter(self) -> type[Drafter]:
         """The class of the drafter whose head this run trains."""
@@ -208,3 +208,25 @@ def check_head_config(cfg: HeadTrainConfig) -> None:
             "that many drafts; lower the one or raise the other."
         )
     check_output(cfg.output)
+
+
+def check_output(path: str) -> None:
+    """Raise ``ConfigError`` for an output that cannot become a folder."""
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ConfigError(f"output={path} is a file: give output=path/of/a/folder.")
+
+
+def check_numbers(node: object, may_be_zero: Collection[str], path: str = "") -> None:
+    """Raise ``ConfigError`` unless every number of a tree of dataclasses is positive and finite.
+
+    Fields named in ``may_be_zero`` may be zero.
+    """
+    for item in fields(node):  # type: ignore[arg-type]
+        value, where = getattr(node, item.name), f"{path}{item.name}"
+        if is_dataclass(value):
+            check_numbers(value, may_be_zero, f"{where}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            zero = item.name in may_be_zero
+            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+                least = "0 or more" if zero else "more than 0"
+                raise ConfigError(f"{where}={value} is out of range: it must be {least}.")

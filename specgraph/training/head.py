@@ -17,10 +17,9 @@ from specgraph.drafters.base import DraftHead
 from specgraph.drafters.dflash_loading import MASK_EMBEDDING, read_mask_embedding
 from specgraph.drafters.plan import HeadPlan
 from specgraph.errors import ConfigError
-
-from ..data import Encoded
-from .config import HeadConfig, HeadTrainConfig
-from .teacher import feature_layers
+from specgraph.training.config import HeadConfig, HeadTrainConfig
+from specgraph.training.data import Encoded
+from specgraph.training.teacher import feature_layers
 
 
 def build_head(model: PreTrainedModel, cfg: HeadTrainConfig, pad_id: int, documents: Sequence[Encoded]) -> DraftHead:

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from specgraph.errors import ConfigError
 from specgraph.progress import Note, Progress
-
-from ..data import Batch, Encoded, shuffled
-from ..updates import Updates, lr_factor
-from .chain import ChainLoss, counted_rows, step_weights
-from .config import HeadTrainConfig
-from .measure import Measured, measure
-from .teacher import Teacher
+from specgraph.training.chain import ChainLoss, counted_rows, step_weights
+from specgraph.training.config import HeadTrainConfig
+from specgraph.training.data import Batch, Encoded, shuffled
+from specgraph.training.measure import Measured, measure
+from specgraph.training.teacher import Teacher
+from specgraph.training.updates import Updates, lr_factor
 
 STATE = "run.json"
 _FREE = {"output", "device", "max_seconds", "checkpoint_every", "file"}

@@ -15,17 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.drafters.base import DraftHead
-
-from ..data import Encoded, collate, read_documents, split_documents
-from ..updates import accelerator_on
-from .chain import ChainLoss
-from .config import HeadTrainConfig, check_dtype, check_head_config
-from .head import bf16_copy, build_head, start_from
-from .loop import HeadLoop, HeadProgress
-from .measure import Measured
-from .plot import plot_losses
-from .rollouts import split_rollouts
-from .teacher import Teacher
+from specgraph.training.answers import split_rollouts
+from specgraph.training.chain import ChainLoss
+from specgraph.training.config import HeadTrainConfig, check_dtype, check_head_config
+from specgraph.training.data import Encoded, collate, read_documents, split_documents
+from specgraph.training.head import bf16_copy, build_head, start_from
+from specgraph.training.loop import HeadLoop, HeadProgress
+from specgraph.training.measure import Measured
+from specgraph.training.plot import plot_losses
+from specgraph.training.teacher import Teacher
+from specgraph.training.updates import accelerator_on
 
 
 @dataclass

@@ -35,9 +35,8 @@ from specgraph.drafters.mtp_module import Mtp
 from specgraph.drafters.registry import open_checkpoint
 from specgraph.errors import ConfigError
 from specgraph.frontend.recurrent import hooked_recurrence
-from specgraph.training import format_question
-from specgraph.training.heads import train_head
-from specgraph.training.heads.config import HeadConfig
+from specgraph.training import format_question, train_head
+from specgraph.training.config import HeadConfig
 from tests.checkpoints.running import info
 from tests.decoding import CONFIG, assert_same_tokens, compiled, forward_greedy
 from tests.detectors import NextLogits, caught_by
