@@ -6,13 +6,13 @@ import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specgraph.config.drafters import trained_by
 from specgraph.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specgraph.drafters.base import Drafter
+    from specgraph.drafters.heads import HeadDrafter
 
 MODEL_TYPES = ("llama", "qwen3")
 FAMILIES = ("chained", "target")
@@ -161,11 +161,11 @@ class HeadTrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
-    def drafter(self) -> type[Drafter]:
+    def drafter(self) -> type[HeadDrafter]:
         """The class of the drafter whose head this run trains."""
         from specgraph.drafters.registry import drafter_class
 
-        return drafter_class(trained_by()[self.algorithm])
+        return cast("type[HeadDrafter]", drafter_class(trained_by()[self.algorithm]))
 
     @property
     def rollout_file(self) -> str:

@@ -429,7 +429,7 @@ def test_the_graph_has_one_block_and_a_correction_for_each_draft() -> None:
 
 def test_a_block_longer_than_those_of_the_training_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"trained on blocks of {BLOCK} tokens; set it to {BLOCK} or less"):
-        DSparkDrafter.bind(head("deepspec"), BLOCK + 1)
+        DSparkDrafter.bind(head("deepspec"), DSparkDraftConfig(num_speculative_tokens=BLOCK + 1), None)
 
 
 def test_inspect_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
