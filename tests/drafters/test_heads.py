@@ -226,7 +226,7 @@ PARALLEL: dict[str, set[str]] = {
 @pytest.mark.parametrize(("bug", "parallel"), [*((bug, False) for bug in CHAINED), *((bug, True) for bug in PARALLEL)])
 def test_planted_bugs_are_caught_but_not_by_tokens(bug: str, parallel: bool) -> None:
     found = caught_by(forced("plain", parallel, 4, bug=bug), oracle("plain", parallel), "strict")
-    assert found == (PARALLEL if parallel else CHAINED)[bug]
+    assert found >= (PARALLEL if parallel else CHAINED)[bug]
     assert _tokens(decoder("plain", parallel, 4, bug=bug)) == _plain_tokens()
 
 
