@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specgraph.checkpoints.checkpoint import Checkpoint, Choice
 from specgraph.checkpoints.files import Files
@@ -75,7 +75,7 @@ class Drafter(ir.Drafter):
 
     Class attributes: ``kind`` is its name in the configuration, ``Config`` its configuration class, ``reads`` what
     checkpoints it reads, in words, ``needs`` what ``draft=`` must give it (None: nothing), ``fallback`` whether it
-    recognises what no other drafter does.
+    recognises what no other drafter does, ``head`` the class of the modules that a :class:`DraftHead` holds for it.
     """
 
     kind: ClassVar[str]
@@ -83,6 +83,7 @@ class Drafter(ir.Drafter):
     reads: ClassVar[str | None] = None
     needs: ClassVar[str | None] = None
     fallback: ClassVar[bool] = False
+    head: ClassVar[type[nn.Module] | None] = None
 
     @classmethod
     def called(cls, parallel: bool) -> str:

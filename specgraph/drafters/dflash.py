@@ -82,7 +82,7 @@ class DFlashDrafter(HeadDrafter):
     kind: ClassVar[str] = "dflash"
     Config: ClassVar[type[DraftConfig]] = DFlashDraftConfig
     reads: ClassVar[str | None] = "DFlash heads (z-lab and speculators layouts)"
-    head: ClassVar[type[nn.Module]] = DFlash
+    head: ClassVar[type[nn.Module] | None] = DFlash
     new_layers: ClassVar[int] = RANDOM_LAYERS
     returned: ClassVar[str] = "block_logits"
     """The name of the node that holds what the call of a block returned."""

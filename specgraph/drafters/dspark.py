@@ -52,7 +52,7 @@ class DSparkDrafter(DFlashDrafter):
     kind: ClassVar[str] = "dspark"
     Config: ClassVar[type[DraftConfig]] = DSparkDraftConfig
     reads: ClassVar[str | None] = "DSpark heads (DeepSpec and speculators layouts)"
-    head: ClassVar[type[nn.Module]] = DSpark
+    head: ClassVar[type[nn.Module] | None] = DSpark
     returned: ClassVar[str] = "block_outputs"
     random_first_row: ClassVar[int] = 0
 

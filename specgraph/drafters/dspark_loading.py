@@ -111,4 +111,5 @@ def deepspec_config(head: DraftHead, target_name: str) -> dict[str, Any]:
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
     }
-    return written | written.pop("dflash_config")
+    own: dict[str, Any] = written.pop("dflash_config")
+    return written | own

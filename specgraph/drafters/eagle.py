@@ -92,7 +92,7 @@ class EagleDrafter(ShiftedDrafter):
     kind: ClassVar[str] = "eagle"
     Config: ClassVar[type[DraftConfig]] = EagleDraftConfig
     reads: ClassVar[str | None] = "EAGLE-1 and EAGLE-2 heads"
-    head: ClassVar[type[nn.Module]] = Eagle
+    head: ClassVar[type[nn.Module] | None] = Eagle
 
     @classmethod
     def recognise(cls, files: Files) -> Checkpoint | None:

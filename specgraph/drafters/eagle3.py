@@ -52,7 +52,7 @@ class Eagle3Drafter(ShiftedDrafter):
     kind: ClassVar[str] = "eagle3"
     Config: ClassVar[type[DraftConfig]] = Eagle3DraftConfig
     reads: ClassVar[str | None] = "EAGLE-3 and P-EAGLE heads (EAGLE, SpecForge, NVIDIA and speculators layouts)"
-    head: ClassVar[type[nn.Module]] = Eagle3
+    head: ClassVar[type[nn.Module] | None] = Eagle3
 
     @classmethod
     def called(cls, parallel: bool) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specgraph.checkpoints.checkpoint import Checkpoint
@@ -40,14 +40,9 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class HeadDrafter(Drafter):
-    """A drafter that runs a head.
-
-    Class attributes: ``head`` is the class of the modules that a :class:`~specgraph.drafters.base.DraftHead` holds for
-    it, ``new_layers`` the number of layers of a new one.
-    """
+    """A drafter that runs a head. The class attribute ``new_layers`` is the number of layers of a new one."""
 
     needs: ClassVar[str | None] = "head"
-    head: ClassVar[type[nn.Module]]
     new_layers: ClassVar[int] = 1
 
     @classmethod

@@ -127,7 +127,7 @@ class MedusaDrafter(HeadDrafter):
     kind: ClassVar[str] = "medusa"
     Config: ClassVar[type[DraftConfig]] = MedusaDraftConfig
     reads: ClassVar[str | None] = "Medusa heads"
-    head: ClassVar[type[nn.Module]] = Medusa
+    head: ClassVar[type[nn.Module] | None] = Medusa
 
     def build(self, step: DraftStep) -> int:
         """Append one call that gives the logits of all drafts, and draw the drafts from them."""

@@ -80,7 +80,7 @@ class MtpDrafter(HeadDrafter):
     Config: ClassVar[type[DraftConfig]] = MtpDraftConfig
     reads: ClassVar[str | None] = "MTP modules"
     needs: ClassVar[str | None] = None
-    head: ClassVar[type[nn.Module]] = Mtp
+    head: ClassVar[type[nn.Module] | None] = Mtp
 
     @property
     def name(self) -> str:
