@@ -680,7 +680,7 @@ def test_a_new_head_starts_with_the_logits_of_the_target() -> None:
     assert all(parameter.requires_grad for parameter in made.module.parameters())
     for layers in ([1], [1, 2]):  # a checkpoint says nothing about it
         bad = HeadTrainConfig(algorithm="medusa", head=HeadConfig(feature_layers=layers))
-        with pytest.raises(ConfigError, match=r"read the target's last hidden state; leave head\.feature_layers out\."):
+        with pytest.raises(ConfigError, match=r"last hidden state, hs\[2\]; leave head\.feature_layers out"):
             build_head(target(), bad, 1, TEXTS)
 
 
